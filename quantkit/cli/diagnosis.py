@@ -32,6 +32,7 @@ REQUIRED = {
     "PyYAML": "6.0",
     "regex": "2024.4",
     "safetensors": "0.5",
+    "scipy": "1.11",
     "torch": "2.10",
     "tqdm": "4.66",
     "transformers": "5.15",
