@@ -97,13 +97,12 @@ sanitizer() { # every tile of the fast kernels on a small odd shape, and the nai
     local tool layout chosen one running
     for tool in memcheck racecheck; do
         running=()
-        for layout in marlin-int4 marlin24-int4 quick-int4 tcfpx-fp naive decoded experts; do
+        for layout in marlin-int4 marlin24-int4 quick-int4 tcfpx-fp naive experts; do
             chosen="odd_shapes and $layout and (test_hopper and 1-dtype0 or test_portable and dtype0)"
             [ "$layout" = naive ] && chosen="test_naive and products"
-            [ "$layout" = decoded ] && chosen="test_decoded and (every_bit or within_the_bound)"
             [ "$layout" = experts ] && chosen="test_grouped and (every_scheme or sorted or agrees) and not dtype1"
             compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -m gpu -x -k "$chosen" \
-                tests/kernels/test_{hopper,portable,naive,decoded,grouped}.py >"$work/$tool-$layout" 2>&1 &
+                tests/kernels/test_{hopper,portable,naive,grouped}.py >"$work/$tool-$layout" 2>&1 &
             running+=($!)
         done
         for one in "${running[@]}"; do wait "$one" || { cat "$work/$tool"-*; return 1; }; done
@@ -131,7 +130,7 @@ papers() { # every figure of the papers that has rows, after the stages kernels_
     "$python" benchmarks/paper.py
 }
 
-batches() { # many tokens: packed, decoded for cuBLAS, and cuBLAS alone
+batches() { # many tokens: in one launch, in several, and cuBLAS
     "$python" benchmarks/batches.py --csv "$results/batches.csv"
 }
 

@@ -341,11 +341,10 @@ def squares(figure: Roofline) -> Iterator[Row]:
     where = torch.device("cuda", torch.cuda.current_device())
     device = timing.measured_on(where, torch.float16)
     roof = {"copy_GBps": device.copy / 1e9, "matrix_tflops": device.rate / 1e12}
-    asked = argparse.Namespace(m=figure.tokens, dtype="float16", portable=False)
     for layout, label in figure.ours:
         for layer in roofline.layers((), figure.shapes):
             with torch.inference_mode():
-                for row in batches.timed(layout, Scheme.parse(label), layer.name, layer.n, layer.k, asked):
+                for row in batches.timed(layout, Scheme.parse(label), layer.name, layer.n, layer.k, figure.tokens):
                     yield row | roof
 
 

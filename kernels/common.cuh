@@ -55,10 +55,6 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 
-DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
-
-DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
-
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Rounds both numbers to nearest, and packs them with `low` in the low half.
@@ -82,35 +78,6 @@ DEVICE float to_float(half x) {
     _Float16 y;
     __builtin_memcpy(&y, &x, 2);
     return y;
-}
-
-struct uint4 {
-    u32 x, y, z, w;
-};
-
-DEVICE float as_float(u32 bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, 4);
-    return x;
-}
-
-DEVICE u32 as_bits(float x) {
-    u32 bits;
-    __builtin_memcpy(&bits, &x, 4);
-    return bits;
-}
-
-DEVICE u16 rounded(half, float x) {
-    _Float16 y = (_Float16)x;
-    u16 bits;
-    __builtin_memcpy(&bits, &y, 2);
-    return bits;
-}
-
-DEVICE u16 rounded(bfloat, float x) { return (as_bits(x) + 0x7fff + (as_bits(x) >> 16 & 1)) >> 16; }
-
-template <class X> DEVICE u32 pair(X type, float low, float high) {
-    return rounded(type, low) | (u32)rounded(type, high) << 16;
 }
 
 #endif

@@ -9,7 +9,6 @@ of a copy.
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -37,9 +36,7 @@ from quantkit.bench.random_model import (
 from quantkit.bench.roofline import Device
 from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears
-from quantkit.inference.fused_linear import FusedLinear
-from quantkit.inference.packed_linear import PackedLinear
-from quantkit.kernels import LAUNCHERS, MATMULS, preferred
+from quantkit.kernels import MATMULS, preferred
 from quantkit.models.meta_model import dense_matrices, find_blocks, skeleton
 from quantkit.progress import Progress
 
@@ -55,13 +52,12 @@ class Pace:
     """One timing: seconds of a prompt and of a step for a batch, and bytes on the GPU.
 
     `held_bytes` is the size of the weights, `peak_bytes` the most memory in use. `multiplied_by` names the kernel or
-    the fallback, `prompt_paths` counts the products of a prompt by path, `sizes` are the expected bytes.
+    the fallback, `sizes` are the expected bytes.
     """
 
     layout: str
     scheme: str
     multiplied_by: str
-    prompt_paths: str
     batch: int
     prompt_s: float
     step_s: float
@@ -113,7 +109,6 @@ class Decoding:
             "read_bytes": pace.sizes.read,
             "peak_bytes": pace.peak_bytes,
             "weights": pace.multiplied_by,
-            "prompt_paths": pace.prompt_paths,
             "copy_GBps": self.device.copy / 1e9,
             "gpu": self.device.gpu,
             "torch": self.device.torch,
@@ -121,18 +116,6 @@ class Decoding:
             "cuda": self.device.cuda,
             "nvrtc": self.device.nvrtc,
         }
-
-
-def prompt_paths(model: PreTrainedModel, tokens: int) -> str:
-    """Count the products of a model with packed weights by the path that this number of tokens takes."""
-    owners = [m for m in model.modules() if isinstance(m, (PackedLinear, FusedLinear))]
-    owners = [m for m in owners if m.is_fused == isinstance(m, FusedLinear)]
-    found = Counter(
-        LAUNCHERS[m.layout].chosen(m.scheme, m.n, m.k, tokens, model.dtype, model.device).path
-        for m in owners
-        if m.layout in LAUNCHERS
-    )
-    return " and ".join(f"{count} {path}" for path, count in found.items())
 
 
 def graph_of(call: Callable[[], object], rewind: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -231,8 +214,7 @@ def _time_variant(
             prompt_s, step_s = _time_batch(built, batch, load, where)
         peak = torch.cuda.max_memory_allocated(where) - before
         how = swap_linears.describe_weights(built)
-        taken = prompt_paths(built, batch * load.prompt)
-        paces.append(Pace(variant.layout, variant.scheme, how, taken, batch, prompt_s, step_s, held, peak, expected))
+        paces.append(Pace(variant.layout, variant.scheme, how, batch, prompt_s, step_s, held, peak, expected))
         progress.note(f"{variant.layout}, batch {batch}: prompt {1e3 * prompt_s:.2f} ms, step {1e3 * step_s:.3f} ms")
         _free_memory()
     return paces, notices

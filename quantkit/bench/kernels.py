@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from quantkit.bench.roofline import Cell, Device, Layer, floor, means
 from quantkit.bench.timing import ROTATED, Timed, copies, measured_on, medians, prepared
-from quantkit.bench.workloads import PATHS
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -58,13 +56,13 @@ def kernels(
     schemes: Sequence[Scheme],
     dtype: torch.dtype,
     progress: Progress,
-    path: str = "fastest",
+    portable: bool = False,
 ) -> Bench:
     """Time the kernels of `layouts` on every layer with every number of tokens; no `schemes` stands for the defaults.
 
-    `dtype` is the dtype of the activations, float16 or bfloat16; `path` is one of `workloads.PATHS`. Before anything is
-    timed, LayoutError for a shape or a scheme that a layout cannot hold, and KernelError without a GPU or CuPy.
-    KernelError for a product outside the bounds of `proof.mismatch`, and if the GPU's memory does not suffice.
+    `dtype` is the dtype of the activations, float16 or bfloat16; `portable` leaves Hopper's kernels out. Before
+    anything is timed, LayoutError for a shape or a scheme that a layout cannot hold, and KernelError without a GPU or
+    CuPy. KernelError for a product outside the bounds of `proof.mismatch`, and if the GPU's memory does not suffice.
     """
     jobs = []
     for layer in layers:
@@ -80,7 +78,7 @@ def kernels(
     bar = progress.bar(len(jobs) * len(tokens), "timing")
     for layer, layout, scheme in jobs:
         try:
-            for cell in _time_weight(layer, tokens, layout, scheme, dtype, device, where, progress, path):
+            for cell in _time_weight(layer, tokens, layout, scheme, dtype, device, where, progress, portable):
                 cells.append(cell)
                 bar.update(1)
         except torch.OutOfMemoryError as error:
@@ -131,7 +129,7 @@ def _time_weight(
     device: Device,
     where: torch.device,
     progress: Progress,
-    path: str,
+    portable: bool,
 ) -> Iterator[Cell]:
     """Yield a cell for each number of tokens, all with one random weight."""
     gc.collect()  # frees the memory of the previous weight
@@ -150,14 +148,14 @@ def _time_weight(
     w = [plain.clone() for _ in range(count)]
     wt = [plain.t().contiguous() for _ in range(count)]
     del plain
-    kernel = partial(MATMULS[layout], **PATHS[path])
+    launcher = LAUNCHERS[layout]
     for m in tokens:
         x = activations(dense, m, dtype)
         expected = reference(x, dense).to(dtype)
         out, y = torch.full_like(expected, float("nan")), torch.empty_like(expected)
 
         def ours(i: int, x: Tensor = x, out: Tensor = out) -> object:
-            return kernel(x, packed[i % len(packed)], scheme, n, k, out=out)
+            return launcher.matmul(x, packed[i % len(packed)], scheme, n, k, out=out, portable=portable)
 
         def cublas_w(i: int, x: Tensor = x, y: Tensor = y) -> object:
             return torch.mm(x, w[i % count].t(), out=y)
@@ -178,7 +176,7 @@ def _time_weight(
             layout,
             scheme.label,
             "matmul",
-            LAUNCHERS[layout].chosen(scheme, n, k, m, dtype, where, **PATHS[path]).path,
+            launcher.fastest(scheme, n, k, where, portable).path,
             time_us=time_us,
             cublas_w_us=cublas_w_us,
             cublas_wt_us=cublas_wt_us,

@@ -52,8 +52,8 @@ class Cell:
     """One timing: `layer` by `m` tokens.
 
     cuBLAS has the weight as `[n, k]` (`cublas_w_us`) and as `[k, n]` (`cublas_wt_us`). `error` is relative to float32.
-    `path` names the kernel: hopper, portable, or cublas for a decoded weight. The `calls` of a graph cycle through
-    `copies` of the weight, and times are medians of `rounds`.
+    `path` names the kernel: hopper or portable. The `calls` of a graph cycle through `copies` of the weight, and times
+    are medians of `rounds`.
     """
 
     layer: Layer

@@ -10,13 +10,6 @@ MODELS = {
     "llama2-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
     "large": {"": (73728, 18432)},
 }
-#: Kernel to time -> arguments of `Launcher.matmul`: the choice for the number of tokens, or one of them for all.
-PATHS: dict[str, dict[str, Any]] = {
-    "fastest": {},
-    "packed": {"decoded": False},
-    "portable": {"portable": True, "decoded": False},
-    "cublas": {"decoded": True},
-}
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024)
 _LLAMA = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
 #: Model -> the entries of its config.json that affect speed.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.bench.workloads import BATCHES, CONFIGS, MODELS, PATHS, TOKENS
+from quantkit.bench.workloads import BATCHES, CONFIGS, MODELS, TOKENS
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, command
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 #: Columns of the tables.
 TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
-SPEEDS = ("layout", "scheme", "path", "layer", "NxK", "M", *TIMES)
+SPEEDS = ("layout", "scheme", "kernel", "layer", "NxK", "M", *TIMES)
 RATES = ("prompt tok/s", "x dense", "decode tok/s", "x dense", "floor tok/s", "of floor")
-PACES = ("layout", "scheme", "batch", *RATES, "weights", "packed size", "peak", "prompt by")
+PACES = ("layout", "scheme", "batch", *RATES, "weights", "packed size", "peak")
 
 
 def _joined(numbers: Iterable[int]) -> str:
@@ -71,7 +71,12 @@ def bench() -> None:
 
 @command("kernels", "quantkit bench kernels --layout marlin --model llama3-8b --csv kernels.csv", bench)
 @timing_options
-@click.option("--kernel", type=choice(PATHS), default="fastest", help="[fastest] for the tokens, or one for all.")
+@click.option(
+    "--kernel",
+    type=choice(("fastest", "portable")),
+    default="fastest",
+    help="Portable: those for sm_80 and newer [fastest].",
+)
 @click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
 @click.option("--against", type=options.PATH, metavar="CSV", help="Figures of other kernels, or of an earlier run.")
 @click.option("--peer", multiple=True, metavar="NAME", help="The kernel in it to compare with, the best of several.")
@@ -96,7 +101,7 @@ def kernels(
     if peer and against is None:
         raise click.UsageError("--peer names a kernel of --against: give both")
     peers = roofline.read_peers(against, peer) if against is not None else None
-    measured = time_kernels(**_kernel_arguments(asked), progress=progress, path=kernel)
+    measured = time_kernels(**_kernel_arguments(asked), progress=progress, portable=kernel == "portable")
     rows = measured.rows()
     found = measured.to_dict() | ({"against": roofline.compare(measured.cells, peers)} if peers is not None else {})
     if csv is not None:
@@ -240,5 +245,4 @@ def _pace(row: Mapping[str, Any]) -> tuple[Any, ...]:
         f"{row['floor_tokens_per_s']:.1f}",
         f"{row['pct_of_floor']:.0f} %",
         *(format_bytes(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")),
-        row["prompt_paths"] or "-",
     )

@@ -22,7 +22,6 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
 from quantkit.kernels import loader
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_packed, check_sizes
-from quantkit.kernels.decoded import NEVER, DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.portable import PortableInstances, PortableKernel
 from quantkit.layouts import LAYOUTS
@@ -66,7 +65,7 @@ def prepare(
     one, device = PREPARED[handle], next(iter(tensors.values())).device
     _check(one, [*tensors.values()], device)
     if device.type == "cuda":
-        _kernels(one, device)
+        _kernel(one, device)
     return handle
 
 
@@ -110,9 +109,7 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     y = x.new_empty((x.shape[0], n))
     if y.shape[0]:
         bias = functional.pad(bias, (0, n - one.out)) if bias is not None and n != one.out else bias
-        kernel, decoded, decoded_from = _kernels(one, device)
-        chosen = decoded if y.shape[0] >= decoded_from else kernel
-        chosen.launch(weight, x, packed, bias, y)
+        _kernel(one, device).launch(weight, x, packed, bias, y)
     y = y[:, : one.out].contiguous() if n != one.out else y
     return y if len(shape) == 2 else y.view(*shape[:-1], one.out)
 
@@ -142,21 +139,14 @@ def _check(one: Prepared, tensors: Sequence[Tensor], device: torch.device) -> No
 
 
 @functools.cache
-def _kernels(one: Prepared, device: torch.device) -> tuple[HopperKernel | PortableKernel, DecodedKernel, int]:
-    """Load the kernel for few tokens, that for many, and the number of tokens from which on the latter is used."""
-    launcher, n, k = kernels.LAUNCHERS[one.layout], one.weight.n, one.weight.k
-    kernel, decoded = launcher.fastest(one.scheme, n, k, device), launcher.kernels(one.scheme, n, k).decoded
-    decoded_from = launcher.decoded_from(one.scheme, n, k, one.dtype, device)
+def _kernel(one: Prepared, device: torch.device) -> HopperKernel | PortableKernel:
+    kernel = kernels.LAUNCHERS[one.layout].fastest(one.scheme, one.weight.n, one.weight.k, device)
     load_kernel(kernel, one.dtype, device)
-    if decoded_from < NEVER:
-        load_kernel(decoded, one.dtype, device)
-    return kernel, decoded, decoded_from
+    return kernel
 
 
 @functools.cache
-def load_kernel(
-    kernel: HopperKernel | PortableInstances | DecodedKernel, dtype: torch.dtype, device: torch.device
-) -> None:
+def load_kernel(kernel: HopperKernel | PortableInstances, dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the instances of a kernel, with a note if they are not in the cache on the disk."""
     anew = loader.uncompiled(kernel.source, kernel.instances_by_dtype[dtype], device)
     if anew:

@@ -84,8 +84,7 @@ class HopperTiles:
     A stage takes `stage_bytes_per_weight` of shared memory for each weight, rounded up to `stage_alignment`. The
     estimate assumes that `read_bytes_per_weight` come from memory. Tiles of `several_tokens` or more are also tried
     where m tokens need several of them. `scaled_by_group`: scales change along k. `sparse`: two of each four weights
-    along k are stored. No tile may then reach beyond the weight, because zeros are not valid metadata. `share` is the
-    speed beside cuBLAS with many tokens (`decoded`).
+    along k are stored. No tile may then reach beyond the weight, because zeros are not valid metadata.
     """
 
     tiles: tuple[HopperTile, ...]
@@ -97,7 +96,6 @@ class HopperTiles:
     sparse: bool = False
     bandwidth: Mapping[int, float] = field(default_factory=lambda: BANDWIDTH)
     sustained_tflops: float = SUSTAINED_TFLOPS
-    share: float = 1.0
 
     def tiles_for(self, dtype: torch.dtype) -> tuple[HopperTile, ...]:
         """List the tiles that exist for activations of a dtype.

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import loader
-from quantkit.kernels.contract import Weight, check_sizes
-from quantkit.kernels.decoded import DecodedKernel, tokens_from
+from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.naive import NaiveKernel
 from quantkit.kernels.portable import PortableInstances, PortableKernel
@@ -27,7 +26,6 @@ class Kernels(NamedTuple):
     naive: NaiveKernel
     portable: PortableKernel
     hopper: HopperKernel | None
-    decoded: DecodedKernel
     routed: PortableInstances
 
 
@@ -44,7 +42,7 @@ class Launcher:
 
     weight: Callable[[Scheme, int, int], Weight]
     kernels: Callable[[Scheme, int, int], Kernels]
-    every: tuple[NaiveKernel | PortableInstances | HopperKernel | DecodedKernel, ...]
+    every: tuple[NaiveKernel | PortableInstances | HopperKernel, ...]
     schemes: tuple[str, ...]
     bits_read: float
     sparse: bool = False
@@ -79,45 +77,16 @@ class Launcher:
         *,
         portable: bool = False,
         tile: Any = None,
-        decoded: bool | None = None,
     ) -> Tensor:
         """Multiply activations `[m, k]` with a packed weight `[n, k]`; returns `[m, n]` of the dtype of `x`.
 
-        The Hopper kernel is used where it can be, unless `portable`; `tile` overrides the choice of its tile. Weights
-        are `decoded` for cuBLAS, or not, by default from `decoded_from` tokens on and for none of these two. Sums are
+        The Hopper kernel is used where it can be, unless `portable`; `tile` overrides the choice of its tile. Sums are
         float32, in an order that depends only on the shapes and the device. `workspace` explains the limits on streams
         and CUDA graphs. KernelError for operands that cannot be multiplied.
         """
-        weight, given = self.weight(scheme, n, k), self.named(tensors)
-        check_sizes(weight)
-        decoded = False if tile else decoded
-        kernel = self.chosen(scheme, n, k, len(x), x.dtype, x.device, portable=portable, decoded=decoded)
-        if isinstance(kernel, DecodedKernel):
-            return kernel.multiply(weight, x, given, bias, out)
-        return kernel.multiply(weight, x, given, bias, out, tile)
-
-    def chosen(
-        self,
-        scheme: Scheme,
-        n: int,
-        k: int,
-        m: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        portable: bool = False,
-        decoded: bool | None = None,
-    ) -> HopperKernel | PortableKernel | DecodedKernel:
-        """Choose how m tokens are multiplied on a CUDA device, see `matmul`."""
-        if decoded is None:
-            decoded = not portable and m >= self.decoded_from(scheme, n, k, dtype, device)
-        return self.kernels(scheme, n, k).decoded if decoded else self.fastest(scheme, n, k, device, portable)
-
-    def decoded_from(self, scheme: Scheme, n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Compute the number of tokens from which on a weight is decoded for cuBLAS."""
-        kernel = self.fastest(scheme, n, k, device)
-        share = kernel.choice.share if isinstance(kernel, HopperKernel) else None
-        return tokens_from(self.weight(scheme, n, k), dtype, loader.is_hopper(device), share)
+        weight = self.weight(scheme, n, k)
+        kernel = self.fastest(scheme, n, k, x.device, portable)
+        return kernel.multiply(weight, x, self.named(tensors), bias, out, tile)
 
     def fastest(
         self, scheme: Scheme, n: int, k: int, device: torch.device, portable: bool = False

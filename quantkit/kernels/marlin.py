@@ -11,7 +11,6 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.decoded import DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
@@ -79,12 +78,11 @@ def _hopper(group: int | None) -> HopperKernel:
         read_bytes_per_weight=0.5 + 2 / 128,
         several_tokens=128,
         scaled_by_group=group is not None,
-        share=1.14 if group in (128, None) else 0.9,
     )
     return HopperKernel("marlin_hopper", str(group or 0), choice, partial(_tensor_maps, group))
 
 
-NAIVE, DECODED = NaiveKernel("marlin_naive"), DecodedKernel("marlin_decode")
+NAIVE = NaiveKernel("marlin_naive")
 #: A stage has codes, and scales of groups of at least 32.
 PORTABLE = PortableKernel("marlin_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 2 / 32))
 ROUTED = PortableInstances("marlin_portable", PORTABLE.choice, function="marlin_routed")
@@ -93,13 +91,13 @@ HOPPER = {group: _hopper(group) for group in GROUPS}
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     # A single group is stored as one scale per row (docs/layouts.md, 3.3).
-    return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None], DECODED, ROUTED)
+    return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None], ROUTED)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), DECODED),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
     schemes=("int4:g128", "int4:channel"),
     bits_read=4 + 16 / 128,
 )

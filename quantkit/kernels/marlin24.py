@@ -11,7 +11,6 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.decoded import DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles
 from quantkit.kernels.launcher import Kernels, Launcher
@@ -71,13 +70,12 @@ def _hopper(group: int | None) -> HopperKernel:
         several_tokens=64,
         scaled_by_group=group is not None,
         sparse=True,
-        share=1.5,
         sustained_tflops=1000.0,  # two of each four weights are multiplied
     )
     return HopperKernel("marlin24_hopper", str(group or 0), choice, partial(_tensor_maps, group))
 
 
-NAIVE, DECODED = NaiveKernel("marlin24_naive"), DecodedKernel("marlin24_decode")
+NAIVE = NaiveKernel("marlin24_naive")
 #: A stage has codes of half of the weights, metadata, and scales of groups of at least 32.
 PORTABLE = PortableKernel("marlin24_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.375 + 2 / 32))
 ROUTED = PortableInstances("marlin24_portable", PORTABLE.choice, function="marlin24_routed")
@@ -88,13 +86,13 @@ def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     # The Hopper kernel takes whole tiles. A single group is stored as one scale per row (docs/layouts.md, 5.2).
     whole = n % 128 == 0 and k % K_STEP == 0
     hopper = HOPPER[scheme.group_size if scheme.groups(k) > 1 else None] if whole else None
-    return Kernels(NAIVE, PORTABLE, hopper, DECODED, ROUTED)
+    return Kernels(NAIVE, PORTABLE, hopper, ROUTED)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), DECODED),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
     schemes=("int4:g128:24", "int4:channel:24"),
     bits_read=3 + 16 / 128,
     sparse=True,

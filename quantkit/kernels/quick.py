@@ -12,7 +12,6 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.decoded import DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
@@ -83,12 +82,11 @@ def _hopper(group: int) -> HopperKernel:
         read_bytes_per_weight=bytes_per_weight,
         several_tokens=64,
         scaled_by_group=True,
-        share=1.0 if group == 128 else 0.9,
     )
     return HopperKernel("quick_hopper", str(group), choice, partial(_tensor_maps, group))
 
 
-NAIVE, DECODED = NaiveKernel("quick_naive"), DecodedKernel("quick_decode")
+NAIVE = NaiveKernel("quick_naive")
 #: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held twice.
 PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
 #: On sm_80 two blocks of the tile of 16 rows would spill registers.
@@ -98,13 +96,13 @@ HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOP
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
-    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size), DECODED, ROUTED)
+    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size), ROUTED)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), DECODED),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
     schemes=("int4:g128:asym",),
     bits_read=4 + 2 * (16 + 4) / 128,
 )

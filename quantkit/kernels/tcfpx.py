@@ -11,7 +11,6 @@ from quantkit.core.formats import FORMATS, FP5, FP6, Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.decoded import DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import BANDWIDTH, K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
@@ -104,7 +103,6 @@ def _hopper(fmt: Format) -> HopperKernel:
         read_bytes_per_weight=fmt.bits / 8,
         several_tokens=128,
         bandwidth=BANDWIDTH | {256: 4150.0},
-        share=0.96 if fmt in HOPPER_TILES else 0.9,
     )
     return HopperKernel("tcfpx_hopper", VARIANTS[fmt], choice, partial(_tensor_maps, fmt))
 
@@ -122,19 +120,17 @@ ROUTED = {
     fmt: PortableInstances("tcfpx_portable", _tiles(fmt, ROUTED_TILES), variant, "tcfpx_routed")
     for fmt, variant in VARIANTS.items()
 }
-DECODED = {fmt: DecodedKernel("tcfpx_decode", variant) for fmt, variant in VARIANTS.items()}
 HOPPER = {fmt: _hopper(fmt) for fmt in VARIANTS}
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
-    fmt = scheme.format
-    return Kernels(NAIVE[fmt], PORTABLE[fmt], HOPPER[fmt], DECODED[fmt], ROUTED[fmt])
+    return Kernels(NAIVE[scheme.format], PORTABLE[scheme.format], HOPPER[scheme.format], ROUTED[scheme.format])
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(*NAIVE.values(), *PORTABLE.values(), *ROUTED.values(), *HOPPER.values(), *DECODED.values()),
+    every=(*NAIVE.values(), *PORTABLE.values(), *ROUTED.values(), *HOPPER.values()),
     schemes=("fp6:channel", "fp5:channel"),
     bits_read=FP6.bits,
 )

@@ -22,14 +22,10 @@ from quantkit.bench.roofline import Device
 from quantkit.cli.bench import format_paces
 from quantkit.cli.show import as_json
 from quantkit.errors import RecipeError
-from quantkit.inference import fused_linear
-from quantkit.kernels import launcher, missing
+from quantkit.kernels import missing
 from quantkit.models.meta_model import find_blocks
 from tests.bench.samples import FAMILIES, LLAMA, QUIET, built, tiny
 from tests.command_line import call, refused
-from tests.kernels.fake_driver import FakeDriver
-from tests.kernels.fake_driver import fake_driver as fake_driver
-from tests.kernels.fake_driver import fake_gpu as fake_gpu
 
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4e12, rate=740e12)
 
@@ -161,18 +157,7 @@ def test_the_likeliest_token_is_the_argmax_and_the_first_of_equals(vocabulary: i
 
 
 SIZES = Sizes(6_000_000_000, 4_000_000_000)
-PACE = Pace(
-    "marlin",
-    "int4:g128",
-    "weights by the marlin kernel, float16",
-    "9 hopper",
-    16,
-    0.5,
-    2e-3,
-    6_000_100_000,
-    7**11,
-    SIZES,
-)
+PACE = Pace("marlin", "int4:g128", "weights by the marlin kernel, float16", 16, 0.5, 2e-3, 6_000_100_000, 7**11, SIZES)
 PLAIN = replace(PACE, layout=DENSE, scheme="", prompt_s=0.25, step_s=5e-3)
 FOUND = Decoding(
     "llama3-8b",
@@ -205,19 +190,6 @@ def test_table_csv_and_json_agree() -> None:
     again = json.loads(as_json(found))
     assert again["rows"][2]["decode_vs_dense"] is None and again["device"]["copy"] == 4e12
     assert back[0].keys() == again["rows"][0].keys()
-
-
-def test_the_products_of_a_prompt_are_counted_by_path(fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fused linears the stacked weight counts, once; a dense model has none."""
-    monkeypatch.setattr(launcher, "tokens_from", lambda weight, *given: 100 if weight.n == 512 else 1000)
-    model = tiny()
-    packed = built(model, variants(model, ["tcfpx"], (), ())[1]).half()
-    for siblings in list(fused_linear.sibling_linears(packed)):
-        assert fused_linear.FusedLinear(siblings).fuse()
-    assert generate.prompt_paths(packed, 99) == "8 hopper"
-    assert generate.prompt_paths(packed, 100) == "4 cublas and 4 hopper"
-    assert generate.prompt_paths(packed, 1000) == "8 cublas"
-    assert generate.prompt_paths(built(model, Variant(DENSE, {})), 1000) == ""
 
 
 def test_without_a_gpu_no_model_is_timed() -> None:

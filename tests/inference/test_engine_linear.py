@@ -16,9 +16,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.inference.engine_linear import PREPARED, multiply, prepare
-from quantkit.kernels import LAUNCHERS, launcher, proof
-from quantkit.kernels.contract import Weight
-from quantkit.kernels.decoded import DecodedKernel
+from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
@@ -258,23 +256,3 @@ def test_a_compiled_product_with_padding_has_the_bits_of_an_eager_one() -> None:
     for m in (3, 5, 300):
         x = gauss(m, 256).cuda().half()
         assert torch.equal(compiled(x), call(x))
-
-
-def test_many_tokens_are_multiplied_by_cublas_and_few_by_our_kernel(
-    fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number of tokens decides, whatever the leading dimensions are; n has padding, and the bias has none."""
-    seen: list[int] = []
-
-    def launch(kernel: DecodedKernel, weight: Weight, x: Tensor, packed: Any, bias: Tensor, out: Tensor) -> None:
-        assert bias.shape == (192,) and out.shape == (len(x), 192)
-        seen.append(len(x))
-
-    monkeypatch.setattr(DecodedKernel, "launch", launch)
-    monkeypatch.setattr(launcher, "tokens_from", lambda *given: 6)
-    tensors = LAYOUTS["tcfpx"].pack(values("fp6:channel", 192, 384))
-    one = PREPARED[prepare("tcfpx", "fp6:channel", 192, 384, 100, tensors, torch.float16)]
-    for shape, by_cublas in (((5,), 0), ((2, 3), 1), ((6,), 2)):
-        y = multiply(one, torch.zeros(*shape, 384).half(), [*tensors.values()], torch.zeros(100).half())
-        assert y.shape == (*shape, 100)
-        assert seen == [6, 6][:by_cublas] and len(fake_gpu.grids) == 1

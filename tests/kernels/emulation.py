@@ -30,6 +30,7 @@ SHIMS = """
 #include <utility>
 #include <vector>
 struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x, y; };
 static Index threadIdx, blockIdx, gridDim;
@@ -128,7 +129,20 @@ static u32 __shfl_up_sync(u32, u32 value, u32 by) {
 }
 
 // The functions of common.cuh and ampere.cuh.
-static float to_float(bfloat x) { return as_float((u32)x.bits << 16); }
+template <class To, class From> static To bits_as(From x) {
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+static float to_float(bfloat x) { return bits_as<float>((u32)x.bits << 16); }
+static u16 rounded(half, float x) { return bits_as<u16>((_Float16)x); }
+static u16 rounded(bfloat, float x) {
+    u32 bits = bits_as<u32>(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+template <class X> static u32 pair(X type, float low, float high) {
+    return rounded(type, low) | (u32)rounded(type, high) << 16;
+}
 struct Halves {
     float of[1 << 16];
     Halves() { for (u32 i = 0; i < 1 << 16; i++) of[i] = to_float(half{(u16)i}); }

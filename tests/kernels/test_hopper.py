@@ -32,6 +32,12 @@ def test_token_counts_of_schemes_that_have_few_tiles(hopper_gpu: None, layout: s
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), FIRST)
+def test_many_tokens_in_several_launches(hopper_gpu: None, layout: str, label: str) -> None:
+    every_count(layout, label, *CASES[layout].odd[1], (2049, 5000), bias=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", range(3))
 @pytest.mark.parametrize(("layout", "label"), ALL)

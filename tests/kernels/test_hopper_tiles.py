@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, hopper_tiles
+from quantkit.kernels.hopper import MAX_TOKENS, token_parts
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil, choose_tile
 from tests.kernels import sweeps
+from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.hopper_cases import ALL, CASES, FIRST
 from tests.kernels.on_cpu import library
+from tests.kernels.operands import packed, weight
 from tests.kernels.products import TYPES
 from tests.kernels.sweeps import H200
 
@@ -188,3 +191,17 @@ def test_weights_that_fill_no_tile_or_stage_go_to_the_portable_kernel(
     layout: str, label: str, n: int, k: int, fits: bool
 ) -> None:
     assert (LAUNCHERS[layout].kernels(Scheme.parse(label), n, k).hopper is not None) is fits
+
+
+@pytest.mark.parametrize("m", [2049, 4096, 4097, 65_536, 100_001])
+def test_many_tokens_are_divided_into_launches_of_nearly_equal_size(m: int, fake_gpu: FakeDriver) -> None:
+    found = token_parts(m)
+    sizes = [end - start for start, end in found]
+    assert [start for start, _ in found] == [0, *(end for _, end in found[:-1])] and found[-1][1] == m
+    assert max(sizes) <= MAX_TOKENS and len(found) <= -(-m // MAX_TOKENS)
+    assert min(sizes) > max(sizes) // 4, "a small rest would cost as much as a part"
+    assert all(size % 256 == 0 for size in sizes[:-1])
+    q, out = weight("int4:g128", 64, 128), torch.empty(m, 64).half()
+    kernel, described = CASES["marlin"].kernel("int4:g128"), LAUNCHERS["marlin"].weight(q.scheme, 64, 128)
+    kernel.launch(described, torch.zeros(m, 128).half(), [*packed("marlin", q).values()], None, out)
+    assert len(fake_gpu.grids) == len(found) and fake_gpu.argument(5) == out[found[-1][0]].data_ptr()
