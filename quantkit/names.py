@@ -12,11 +12,11 @@ FORMATS = ("int2", "int3", "int4", "int5", "int6", "int8", "fp6", "fp5", "fp6-e2
 #: The keys of `layouts.LAYOUTS`.
 LAYOUTS = (
     "compressed-tensors",
-    "humming",
-    "tcfpx",
     "gptq",
     "gptq-v2",
     "awq",
+    "humming",
+    "tcfpx",
     "quick",
     "marlin",
     "marlin24",

@@ -152,6 +152,11 @@ TRAITS = {
         Words("quantize with", Setting("format", "int4")),
         lambda f: any(scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()),
     ),
+    "experts of integers": Trait(
+        "experts of integers in this layout, which was not tried",
+        Words("use", Setting("layout", "compressed-tensors")),
+        lambda f: any(is_expert(m) and not s.format.is_float for m, (s, _) in f.linears.items()),
+    ),
     "experts of other widths": Trait(
         "experts of other widths than 4 and 8 bits",
         Words("quantize them with", Setting("override", ".*experts.*=int8")),
@@ -268,7 +273,7 @@ VLLM = Engine(
         Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_OF_WIDTHS, "packed head", *_CLASSES), _LOADER),
         Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", "no gate", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, *_CLASSES), _LOADER),
-        Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), _LOADER),
+        Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", "experts of integers", *_CLASSES), _LOADER),
         Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),
     ),
     kernels=(
@@ -281,6 +286,7 @@ VLLM = Engine(
         Kernel(INTEGER, "Marlin for fused experts", _ASKED, (HOPPER,), experts=True),
         Kernel(INTEGER, "Marlin for fused experts", _ASKED, (AMPERE, ADA, *_OTHERS), groups=(128,), experts=True),
         Kernel(_WNA16, "Humming", _WIDTHS, (HOPPER, AMPERE, ADA, *_OTHERS), bits=(2, 3, 5, 6)),
+        Kernel(("humming",), "Humming", _WIDTHS, (HOPPER,), bits=(2, 3, 4, 5, 6, 8)),
         Kernel(_WNA16, "Machete", _WIDTHS, (HOPPER,), bits=(8,), groups=(128, 64, None), n_unit=128, k_unit=64),
         Kernel(_WNA16, "Humming", _WIDTHS, (HOPPER,), bits=(8,), groups=(32,), zeros=True),
         Kernel(_WNA16, "Humming", _WIDTHS, (AMPERE, ADA, *_OTHERS), bits=(8,), zeros=True),
@@ -313,7 +319,7 @@ SGLANG = Engine(
     readers=(
         Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk", "encoder"), PUBLISHED),
         Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", "encoder", *_SHARED), PUBLISHED),
-        Reader("SGLang", ("humming",), ("mixed", "encoder", *_SHARED, "experts"), PUBLISHED),
+        Reader("SGLang", ("humming",), ("mixed", "encoder", *_SHARED, "experts", "experts of integers"), PUBLISHED),
     ),
     kernels=(
         Kernel(("compressed-tensors",), "Marlin for fused experts", _EXPERTS_PULL, experts=True),

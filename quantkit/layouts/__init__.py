@@ -31,11 +31,11 @@ LAYOUTS: dict[str, Layout] = {
     layout.NAME: layout
     for layout in (
         CompressedTensors(),
-        Humming(),
-        TcFpx(),
         Gptq(),
         GptqV2(),
         Awq(),
+        Humming(),
+        TcFpx(),
         Quick(),
         Marlin(),
         Marlin24(),

@@ -1,4 +1,4 @@
-"""humming: FP6 and FP5 in their true six and five bits, each row one little-endian bit stream (docs/layouts.md 9b)."""
+"""humming: FP6, FP5 and integers in their true bits, each row one little-endian bit stream (docs/layouts.md 9b)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import FP5, FP6, Format
+from quantkit.core.formats import FORMATS, FP5, FP6, Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import bit_streams, validation
@@ -18,18 +18,19 @@ from quantkit.layouts.dynamic import read_dynamic, write_dynamic
 from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import Schemes
 
-#: A config's name for each format.
+#: A config's name for each format. Codes of integers are unsigned there, and half of their number is zero.
 DTYPES = {f"float{fmt.bits}{fmt.split}": fmt for fmt in (FP6, FP5)}
+DTYPES |= {f"uint{fmt.bits}": fmt for fmt in FORMATS.values() if not fmt.is_float}
 _NAMES = {fmt: name for name, fmt in DTYPES.items()}
 
 
 class Humming(Layout):
-    """humming: one scale per row and k % 32 == 0."""
+    """humming: FP6 and FP5 with one scale per row, integers in groups too, k % 32 == 0."""
 
     NAME = "humming"
     QUANT_METHODS = ("humming",)
-    HOLDS = "fp6 and fp5"
-    TENSORS = ("weight", "weight_scale")
+    HOLDS = "fp6, fp5 and integers"
+    TENSORS = ("weight", "weight_scale", "zero_point")
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "humming", (1, 32)
 
@@ -38,11 +39,22 @@ class Humming(Layout):
 
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
-        if scheme.group_size is not None:
-            raise LayoutError("humming has one scale per row", Words("quantize with", Setting("group_size", "channel")))
+        if scheme.format.is_float and scheme.group_size is not None:
+            rule = f"humming holds {scheme.format.name} with one scale per row"
+            raise LayoutError(rule, Words("quantize with", Setting("group_size", "channel")))
+        if scheme.group_size is not None and scheme.group_size % 32:
+            rule = f"humming needs groups of a multiple of 32, not {scheme.group_size}"
+            raise LayoutError(rule, Words("use", Setting("group_size", 32)))
+
+    def check(self, scheme: Scheme, n: int, k: int) -> None:
+        super().check(scheme, n, k)
+        if not scheme.symmetric:  # zero points fill whole words
+            validation.check_multiples(f"{self.TITLE} with zero points", (n, k), (32, 32), self.WAY_OUT)
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
-        return {"weight": (torch.int32, (n, k * scheme.format.bits // 32)), "weight_scale": (torch.float16, (n, 1))}
+        bits, g = scheme.format.bits, scheme.groups(k)
+        zeros = {} if scheme.symmetric else {"zero_point": (torch.int32, (n * bits // 32, g))}
+        return {"weight": (torch.int32, (n, k * bits // 32)), "weight_scale": (torch.float16, (n, g)), **zeros}
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
         n, words = validation.matrix(shapes, "weight")
@@ -53,12 +65,16 @@ class Humming(Layout):
         self.check(scheme, n, k)
         words = torch.empty((n, k * scheme.format.bits // 32), dtype=torch.int32, device=scales.device)
         tensors = {"weight": words, "weight_scale": validation.half(scales)}
+        if zeros is not None:
+            tensors["zero_point"] = bit_streams.pack_zeros(zeros, scheme.format.bits)
         return Packing(tensors, bit_streams.packer(words, scheme.format.bits, k))
 
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         n, k = self.check_tensors(tensors, scheme)
-        fill = bit_streams.unpacker(tensors["weight"], scheme.format.bits, k, "weight")
-        return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), None, fill)
+        bits = scheme.format.bits
+        zeros = None if scheme.symmetric else bit_streams.unpack_zeros(tensors["zero_point"], bits, n, "zero_point")
+        fill = bit_streams.unpacker(tensors["weight"], bits, k, "weight")
+        return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.
@@ -68,13 +84,14 @@ class Humming(Layout):
         """
         self.check_all(schemes)
         ignore = [f"re:^{re.escape(entry)}$" if _is_exact(entry) else entry for entry in schemes.ignore]
-        dynamic = write_dynamic(schemes.overrides, lambda scheme: {"b_dtype": _NAMES[scheme.format]})
-        config = {
-            "quant_method": "humming",
-            "b_dtype": _NAMES[schemes.default.format],
-            "weight_scale_group_size": 0,
-            "ignore": ignore,
-        }
+        usual = {"has_zero_point": False, **_entries(schemes.default)}
+
+        def changes(scheme: Scheme) -> dict[str, Any]:
+            own = {"has_zero_point": False, **_entries(scheme)}
+            return {key: value for key, value in own.items() if key == "b_dtype" or value != usual[key]}
+
+        dynamic = write_dynamic(schemes.overrides, changes)
+        config = {"quant_method": "humming", **_entries(schemes.default), "ignore": ignore}
         return config | ({"dynamic": dynamic} if dynamic else {})
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
@@ -86,19 +103,26 @@ class Humming(Layout):
         return Schemes(_scheme(config), overrides, (*ignore, *dense))
 
 
+def _entries(scheme: Scheme) -> dict[str, Any]:
+    entries = {"b_dtype": _NAMES[scheme.format], "weight_scale_group_size": scheme.group_size or 0}
+    return entries if scheme.symmetric else {**entries, "has_zero_point": True}
+
+
 def _scheme(config: Mapping[str, Any]) -> Scheme:
     dtype = validation.entry(config, "b_dtype" if "b_dtype" in config else "dtype", str)
     key = "weight_scale_group_size" if "weight_scale_group_size" in config else "group_size"
     group = validation.entry(config, key, int, default=0)
     if dtype not in DTYPES:
         raise CheckpointError(
-            f"a humming checkpoint of {dtype!r:.40}: quantkit reads {' and '.join(DTYPES)}, {validation.ORIGINAL}"
+            f"a humming checkpoint of {dtype!r:.40}: quantkit reads {', '.join(DTYPES)}, {validation.ORIGINAL}"
         )
-    if group != 0:
+    fmt, zeros = DTYPES[dtype], validation.entry(config, "has_zero_point", bool, default=False)
+    if group < 0 or (fmt.is_float and (group or zeros)):
         raise CheckpointError(
-            f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0), {validation.ORIGINAL}"
+            f"a humming checkpoint of {dtype} with groups of {group}{' and zero points' if zeros else ''}: "
+            f"quantkit reads floats with one scale per row (0), {validation.ORIGINAL}"
         )
-    return Scheme(DTYPES[dtype])
+    return Scheme(fmt, group or None, symmetric=not zeros)
 
 
 def _is_exact(entry: str) -> bool:

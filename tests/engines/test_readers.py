@@ -82,6 +82,8 @@ ASKED = [
     *((folder("compressed-tensors", f"int{bits}:g64", modules=EXPERTS), bits == 8) for bits in (2, 3, 5, 6, 8)),
     (folder("compressed-tensors", "int8:g128:asym", modules=EXPERTS), False),
     (folder("compressed-tensors", "int8:channel", modules=["lm_head"]), False),
+    *((folder("humming", label), True) for label in ("int2:g64", "int4:g128", "int6:channel:asym", "int8:g64")),
+    (folder("humming", "int4:g128", modules=EXPERTS), False),
 ]
 #: family, a quantized linear of it, and whether vLLM opens the folder: what docs/models.md found of model classes
 CLASSES = [

@@ -42,7 +42,19 @@ HELD = {
         ],
         [(64, 128), (8, 256), (128, 384)],
     ),
-    "humming": (["fp6:channel", "fp5:channel"], [(1, 32), (7, 96), (64, 256)]),
+    "humming": (
+        [
+            "fp6:channel",
+            "fp5:channel",
+            "int2:channel",
+            "int3:g32",
+            "int4:channel",
+            "int5:g32",
+            "int6:channel",
+            "int8:g32",
+        ],
+        [(1, 32), (7, 96), (64, 256)],
+    ),
     "tcfpx": (
         ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"],
         [(64, 64), (128, 192), (64, 256)],

@@ -49,3 +49,13 @@ def test_words_of_releases_that_left_bits_unused_are_refused() -> None:
     packed["weight_packed"] = torch.zeros(4, 13, dtype=torch.int32)
     with pytest.raises(LayoutError, match=r"'weight_packed' must .*\[4, 12\]"):
         layout.unpack(packed, scheme)
+
+
+@pytest.mark.parametrize("label", ["int2:g64", "int3:channel:asym", "int5:g32:asym", "int6:channel", "int8:g128:asym"])
+def test_humming_has_the_same_words_and_zero_points(label: str) -> None:
+    """As humming's own conversion from `pack-quantized` leaves them (docs/layouts.md 9b)."""
+    q = record(Scheme.parse(label), 64, 256)
+    here, there = LAYOUTS["compressed-tensors"].pack(q), LAYOUTS["humming"].pack(q)
+    same = {"weight": "weight_packed", "weight_scale": "weight_scale", "zero_point": "weight_zero_point"}
+    assert all(torch.equal(tensor, here[same[name]]) for name, tensor in there.items())
+    assert len(there) == 2 + (q.zeros is not None) and LAYOUTS["humming"].unpack(there, q.scheme).equal(q)

@@ -289,6 +289,9 @@ def test_contradictions_are_refused() -> None:
     refused({"quant_method": "marlin", "group_size": 64}, "128 or -1")
     refused({"quant_method": "marlin", "group_size": 128, "sym": False}, "sym False")
     refused({"quant_method": "humming", "b_dtype": "float4e2m1"}, "float4e2m1")
+    refused({"quant_method": "humming", "b_dtype": "uint7"}, "uint7")
+    refused({"quant_method": "humming", "b_dtype": "uint4", "weight_scale_group_size": -1}, "groups of -1")
+    refused({"quant_method": "humming", "b_dtype": "float6e3m2", "has_zero_point": True}, "zero points")
     refused({"quant_method": "humming", "b_dtype": "float6e3m2", "weight_scale_group_size": 128}, "groups of 128")
     refused({"quant_method": "tcfpx", "format": "e4m1", "bits": 6}, "e4m1")
     refused({"quant_method": "tcfpx", "format": "e3m2", "bits": 5}, "bits 5")
@@ -361,7 +364,7 @@ def test_configs_with_any_entry_replaced_give_no_traceback(config: dict[str, Any
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_config_is_written_for_a_scheme_that_the_layout_lacks(layout: str) -> None:
     good = Scheme.parse(HELD[layout][0][0])
-    for label in ("fp6:g128",) + (("int4",) if layout in ("humming", "tcfpx") else ()):
+    for label in ("fp6:g128",) + (("int4",) if layout == "tcfpx" else ()):
         for schemes in (Schemes(Scheme.parse(label)), Schemes(good, (("x", Scheme.parse(label)),))):
             with pytest.raises(QuantkitError):
                 LAYOUTS[layout].write_config(schemes)
@@ -380,3 +383,16 @@ def test_the_key_of_a_checkpoint_without_a_recipe() -> None:
     assert key["recipe_sha256"] is None and key["overrides"] == {"a": "int4:channel"}
     config = LAYOUTS["gptq"].write_config(Schemes(INT4_G128))
     assert read_config({**config, "quantkit": key}, PATH)[1].of("a") == INT4_ROWS
+
+
+def test_humming_states_groups_and_zero_points_of_each_scheme_that_differ() -> None:
+    default, grouped, rows = parse("int6:g64:asym", "int3:g32", "fp6:channel")
+    schemes = Schemes(default, ((r".*\.down_proj", grouped), (r".*\.v_proj", rows)))
+    config = LAYOUTS["humming"].write_config(schemes)
+    assert (config["b_dtype"], config["weight_scale_group_size"], config["has_zero_point"]) == ("uint6", 64, True)
+    assert list(config["dynamic"].values()) == [
+        {"has_zero_point": False, "b_dtype": "uint3", "weight_scale_group_size": 32},
+        {"has_zero_point": False, "b_dtype": "float6e3m2", "weight_scale_group_size": 0},
+    ]
+    read = read_config(config, PATH)[1]
+    assert [read.of(module) for module in MODULES] == [schemes.of(module) for module in MODULES]

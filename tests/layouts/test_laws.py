@@ -115,7 +115,8 @@ ILLEGAL = [
     ("gptq-v2", "int4:channel", 64, 136),
     ("gptq", "fp6", 64, 128),
     ("humming", "fp6", 4, 48),
-    ("humming", "int4", 4, 64),
+    ("humming", "int4:g48", 4, 96),
+    ("humming", "int4:channel:asym", 4, 64),
     ("humming", "fp6-e2m3", 4, 64),
     ("tcfpx", "int4", 64, 64),
     ("tcfpx", "fp6", 96, 64),
@@ -182,7 +183,7 @@ def test_a_refusal_names_rule_and_way_out() -> None:
         ("quick", "int4:g16", 128, 128, ("multiple of 32", "16", "--layout awq")),
         ("humming", "fp6", 4, 48, ("multiple of 32", "48", "--layout compressed-tensors")),
         ("tcfpx", "fp6", 96, 64, ("n to be a multiple of 64", "96", "--layout compressed-tensors")),
-        ("humming", "fp5-e2m2", 4, 32, ("fp6 and fp5, not fp5-e2m2", "--layout compressed-tensors")),
+        ("humming", "fp5-e2m2", 4, 32, ("fp6, fp5 and integers, not fp5-e2m2", "--layout compressed-tensors")),
         ("compressed-tensors", "fp5:g32", 4, 32, ("one scale per row", "--group-size channel")),
     ):
         with pytest.raises(LayoutError) as refusal:

@@ -50,9 +50,9 @@ def test_many_threads_write_the_same_files(
     layout: str, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = packed
-    if layout in ("humming", "tcfpx", "marlin24", "marlin24-ct"):  # from what holds their scheme
+    if layout in ("tcfpx", "marlin24", "marlin24-ct"):  # from what holds their scheme
         source = tmp_path / "source"
-        held = "humming" if layout in ("humming", "tcfpx") else "marlin24-ct"
+        held = "tcfpx" if layout == "tcfpx" else "marlin24-ct"
         pack(packed, source, held, requantize=True, pad=True)
     for name, count, batch in (("one", 1, 1), ("five", 5, 1), ("by some", 5, 60_000)):
         monkeypatch.setattr(convert, "workers", lambda count=count: count)

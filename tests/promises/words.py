@@ -166,7 +166,7 @@ ERRORS = (
     "plan int4",
     f"convert gptq-to-marlin int4 {TO}",
     # What a layout cannot hold.
-    *(f"pack int4 --layout {layout} {TO}" for layout in ("humming", "tcfpx")),
+    *(f"pack int4 --layout {layout} {TO}" for layout in ("tcfpx",)),
     f"pack dense-int4 --layout marlin24 {TO}",
     f"convert compressed-tensors-to-marlin24-ct dense-int4 {TO}",
     f"pack asym --layout marlin {TO}",
@@ -181,7 +181,7 @@ ERRORS = (
     f"quantize model --group-size 96 {RTN} -o out",
     f"quantize model --layout marlin --group-size 64 {RTN} -o out",
     f"quantize model --layout marlin --asym {RTN} -o out",
-    f"quantize model --layout humming {RTN} -o out",
+    f"quantize model --layout tcfpx {RTN} -o out",
     f"quantize model --layout gptq --format fp6 {TO}",
     f"quantize model --layout marlin24 {RTN} -o out",
     # Calibration and evaluation texts.
