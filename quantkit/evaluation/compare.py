@@ -131,7 +131,8 @@ def compare(
     failed: dict[str, str] = {}
 
     def write() -> list[Row]:
-        found = list(_finished(rows, entries, lambda entry: command(model, entry, asked, sources, settings or {}, run)))
+        made = ((entry, rows.row(entry, rows.finished(entries[0]))) for entry in entries)
+        found = [{**row, "command": command(model, entry, sources, settings or {}, run)} for entry, row in made if row]
         files.write_atomic(out / "compare.csv", as_csv(found).encode())
         files.write_atomic(out / "compare.md", as_markdown(found).encode())
         files.write_atomic(out / "compare.html", page(name_of(model), found).encode())
@@ -200,12 +201,7 @@ def _storable(recipe: Recipe) -> Recipe:
 
 
 def command(
-    model: str | Path,
-    entry: Entry,
-    asked: Mapping[str, Mapping[str, Any]],
-    sources: Mapping[str, str],
-    settings: Mapping[str, Any],
-    run: Mapping[str, Any],
+    model: str | Path, entry: Entry, sources: Mapping[str, str], settings: Mapping[str, Any], run: Mapping[str, Any]
 ) -> str:
     """Return the command that quantizes as a row did; of a scheme without a layout the one that makes the row."""
     if entry.recipe is None:
@@ -239,13 +235,6 @@ def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield from _pairs(value, f"{before}{key}.")
         else:
             yield f"{before}{key}={value if isinstance(value, str) else json.dumps(value)}"
-
-
-def _finished(rows: Rows, entries: Sequence[Entry], commands: Any) -> Iterator[Row]:
-    base = rows.finished(entries[0])
-    for entry in entries:
-        if (row := rows.row(entry, base)) is not None:
-            yield {**row, "command": commands(entry)}
 
 
 def _listed(names: str | Iterable[str]) -> list[str]:

@@ -43,9 +43,11 @@ class Opened:
         return hash_of(repr([self.src.path.absolute(), *((n, s.st_size, s.st_mtime_ns) for n, s in stats)]).encode())
 
 
-def open_writer(checkpoint: str | Path, revision: str | None, trust_remote_code: bool) -> Opened:
+def open_writer(
+    checkpoint: str | Path, revision: str | None, trust_remote_code: bool, dequantize: bool = False
+) -> Opened:
     """Open a checkpoint without its weights; CheckpointError if it is no model that reads and writes text."""
-    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code, dequantize=dequantize)
     config = config_of(src, trust_remote_code)
     require_text(src, config, trust_remote_code)
     return Opened(src, config, load_tokenizer(src.path))

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
-from quantkit.checkpoint.resolve import resolve
 from quantkit.core.scheme import Scheme
 from quantkit.errors import about
 from quantkit.evaluation.divergence import token_values
 from quantkit.evaluation.finished import Finished
-from quantkit.evaluation.opened import Opened
+from quantkit.evaluation.opened import Opened, open_writer
 from quantkit.evaluation.perplexity import exponential
 from quantkit.evaluation.rouge import KINDS
 from quantkit.evaluation.tasks import Exam, means
@@ -33,14 +32,12 @@ from quantkit.io import files
 from quantkit.io.hashing import hash_of, hash_of_file
 from quantkit.io.staging import check_staging, claimed
 from quantkit.models.devices import device_of
-from quantkit.models.meta_model import auto_class, config_of
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.reporting.recipe_table import UNSTORED, Row
 from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text
-from quantkit.text.tokenizer import load_tokenizer
 from quantkit.version import __version__
 
 #: The folder of the journals, and that of models and locks, which goes when all rows are finished.
@@ -78,10 +75,10 @@ class Judges:
         }
         for kind, exam in exams.items():
             if kind == "tasks":
-                each = {name: _digest([asked, exam.about]) for name, asked in exam.asked.items()}
+                each = {name: _digest([asked, _lasting(exam.about)]) for name, asked in exam.asked.items()}
                 self._names |= {("task", name): f"task {name} {digest}" for name, digest in each.items()}
             else:
-                self._names[kind, ""] = f"{kind} {_digest(exam.run)}"
+                self._names[kind, ""] = f"{kind} {_digest(_lasting(exam.run))}"
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be judged so."""
@@ -148,14 +145,10 @@ class Rows:
     ) -> None:
         self._model, self._out, self._judges, self._progress = model, out, judges, progress
         self._run: Any = dict(run)
-        revision, trust_remote_code = run["revision"], run["trust_remote_code"]
-        src = Checkpoint(resolve(str(model), revision), trust_remote_code, dequantize=True)
-        config = config_of(src, trust_remote_code)
-        auto_class(src, config, trust_remote_code)
-        self._opened = Opened(src, config, load_tokenizer(src.path))
+        self._opened = open_writer(model, run["revision"], run["trust_remote_code"], dequantize=True)
         judges.require(self._opened)
-        self._digests = {name: hash_of_file(path) for name, path in sorted(src.sources().items())}
-        self._windows = cache(self._cut)
+        self._digests = {name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())}
+        self._reference, self._windows = cache(partial(self._dense, self._opened.src)), cache(self._cut)
         self._noted: set[str] = set()
 
     def finished(self, entry: Entry) -> Finished:
@@ -198,16 +191,15 @@ class Rows:
             finished, folder = self.finished(entry), work / "model"
             if not self._judges.lacks(finished):
                 return True
+            load, reference = self._reference, None
             if entry.recipe is None:
                 finished.get("made", self._unquantized)
-                self._judges.judge(finished, self._opened, self._reference, self._windows, None, self._progress)
-                return True
-            for which in self._judges.texts:
-                self._windows(which)  # a text that is too short is refused before the work
-            finished.get("made", partial(self._made, entry, folder))
-            load = cache(partial(self._load, entry, folder))
-            self._judges.judge(finished, self._opened, load, self._windows, self._reference(), self._progress)
-            del load
+            else:
+                for which in self._judges.texts:
+                    self._windows(which)  # a text that is too short is refused before the work
+                finished.get("made", partial(self._made, entry, folder))
+                load, reference = cache(partial(self._load, entry, folder)), self._reference()
+            self._judges.judge(finished, self._opened, load, self._windows, reference, self._progress)
             shutil.rmtree(folder, ignore_errors=True)
             return True
 
@@ -238,19 +230,13 @@ class Rows:
     def _cut(self, which: str) -> Windows:
         return cut([self._reference()], self._opened.tokenizer, self._judges.texts[which], **self._judges.protocol)
 
-    @cached_property
-    def _loaded(self) -> Any:
-        device, trust = self._run["device"], self._run["trust_remote_code"]
-        return load_dense_model(self._opened.src, device=device, trust_remote_code=trust)
-
-    def _reference(self) -> Any:
-        return self._loaded
+    def _dense(self, src: Checkpoint) -> Any:
+        """Load a model, decoded to float32 like every other, so that rows differ in codes alone."""
+        return load_dense_model(src, device=self._run["device"], trust_remote_code=self._run["trust_remote_code"])
 
     def _load(self, entry: Entry, folder: Path) -> Any:
-        """Load the model of a row, decoded to float32 like the unquantized one, so that rows differ in codes alone."""
         self._quantized(entry, folder)
-        trust = self._run["trust_remote_code"]
-        return load_dense_model(Checkpoint(folder, trust), device=self._run["device"], trust_remote_code=trust)
+        return self._dense(Checkpoint(folder, self._run["trust_remote_code"]))
 
     def _unquantized(self) -> Row:
         src = self._opened.src
@@ -327,6 +313,11 @@ def _exam_figures(
 
 def _with_interval(key: str, value: float, low: float | None, high: float | None) -> Row:
     return {key: value, f"{key}:low": low, f"{key}:high": high}
+
+
+def _lasting(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the size of batches, which moves answers by rounding alone."""
+    return {key: value for key, value in facts.items() if key != "batch_size"}
 
 
 def _digest_of_source(source: str) -> str:

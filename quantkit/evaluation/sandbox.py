@@ -57,6 +57,8 @@ class Sandbox:
             ways = ["run in a container"]
             if self.namespaces:
                 ways.insert(0, Words("add", Option("namespaces", False), "to contain them by limits alone"))
+            elif os.geteuid() == 0 and error.rule.endswith("Permission denied"):  # root's programs are another user's
+                ways = ["use a Python that every user may read", "run as another user than root"]
             raise QuantkitError(f"programs cannot be contained here ({error.rule})", *ways) from error
         if verdict != "passed":
             raise QuantkitError(f"a program that does nothing {verdict} here", Words("raise", Option("timeout")))

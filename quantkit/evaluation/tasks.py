@@ -232,7 +232,8 @@ class Exam:
                     "stderr": float(error) if isinstance(error, int | float) and math.isfinite(error) else None,
                     "values": [float(each) for each in values] if is_mean else None,
                 }
-        return {"metrics": metrics, "truncated": lm.truncated, "weights": describe_weights(model)}
+        facts = {"truncated": lm.truncated, "weights": describe_weights(model), "batch_size": about["batch_size"]}
+        return {"metrics": metrics, **facts}
 
     def scores(self, answers: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> list[TaskScore]:
         """Return the scores of the answers to all tasks, in pairs with those of another model."""

@@ -41,11 +41,6 @@ class Plot(NamedTuple):
 def page(model: str, rows: Sequence[Row]) -> str:
     """Write the page."""
     names = series(rows)
-    tables = [
-        ("Quality and size", recipe_table.quality(rows)),
-        ("Tails of the KL divergence", recipe_table.tails(rows)),
-    ]
-    tables += [("Tasks", recipe_table.tasks(rows))]
     return render(
         "compare.html.jinja",
         model=model,
@@ -55,7 +50,7 @@ def page(model: str, rows: Sequence[Row]) -> str:
         size=(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM),
         series=[(f"s{i % len(charts.LIGHT)}", MARKS[i % len(MARKS)], name) for i, name in enumerate(names)],
         plots=[plot for text in recipe_table.labels(rows, "text") for plot in plots(rows, text, names)],
-        tables=[(title, _table(rows, columns)) for title, columns in tables if columns],
+        tables=[(title, _table(rows, columns)) for title, columns in recipe_table.sections(rows)],
         notes=recipe_table.notes(rows),
         commands=[(recipe_table.name(row), row["command"]) for row in rows if row["command"]],
     )

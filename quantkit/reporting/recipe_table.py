@@ -53,19 +53,23 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Write rows as tables: quality, tails of the divergence, tasks, and the command of each row."""
     if not rows:
         return "No row is finished.\n"
-    several = len({row.get("seed") for row in rows if row.get("seed") not in ("", None)}) > 1
-    about = "Mean ± standard deviation over seeds of the calibration text.\n" if several else ""
-    parts = [f"## Quality and size\n\n{about}{notes(rows)}\n{table(rows, quality(rows))}"]
-    parts += [f"## Tails of the KL divergence\n\n{table(rows, found)}" for found in [tails(rows)] if found]
-    parts += [f"## Tasks\n\n{table(rows, found)}" for found in [tasks(rows)] if found]
+    parts = [f"## {title}\n\n{table(rows, columns)}" for title, columns in sections(rows)]
     lines = "\n".join(f"{name(row)}: {format_seconds(float(row['seconds']))}\n  {row['command']}" for row in rows[1:])
-    return "\n".join([*parts, f"## Commands\n\n```\n{lines}\n```\n"])
+    return "\n".join([notes(rows), *parts, f"## Commands\n\n```\n{lines}\n```\n"])
+
+
+def sections(rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
+    """List the tables of rows that have columns, each with its title."""
+    found = [("Quality and size", quality(rows)), ("Tails of the KL divergence", tails(rows)), ("Tasks", tasks(rows))]
+    return [(title, columns) for title, columns in found if columns]
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """Say which rows were judged without being packed, and what stands for a thousandth."""
+    """Say what stands for a thousandth, over what a deviation is, and which rows were judged without being packed."""
     unpacked = dict.fromkeys(row["recipe"] for row in rows if row["stored"] == UNSTORED)
     told = "KL divergence from the unquantized model is in thousandths of a nat.\n"
+    if len({row["seed"] for row in rows if _has(row, "seed")}) > 1:
+        told += "Mean ± standard deviation over seeds of the calibration text.\n"
     if unpacked:
         told += f"No layout stores {', '.join(unpacked)}: judged without packing, bits and bytes are as if packed.\n"
     return told
@@ -77,25 +81,23 @@ def quality(rows: Sequence[Row]) -> list[Column]:
     texts = labels(rows, "text")
     found += [Column(f"ppl {text}", f"text:{text}:ppl", lambda value: f"{value:.3f}") for text in texts]
     found += [Column(f"KL {text}", f"text:{text}:kld", _thousandths) for text in texts]
-    found += [Column("tasks", "tasks:value", _percent), Column("std error", "tasks:stderr", _percent, False)]
-    codes = [f"code:{label}" for label in labels(rows, "code")]
-    found += [Column(key.partition(":")[2], key, _percent) for key in codes]
+    found += [Column("tasks", "tasks:value", _percent)]
+    found += [Column(label, f"code:{label}", _percent) for label in labels(rows, "code")]
     found += [Column(kind, f"rouge:{kind}", _percent) for kind in ("rouge1", "rouge2", "rougeL")]
     return _known(rows, found)
 
 
 def tails(rows: Sequence[Row]) -> list[Column]:
-    """List the columns of the divergence's tails."""
-    kinds = [("p99", "kld_p99", _thousandths), ("p99.9", "kld_p999", _thousandths)]
-    kinds += [("above 0.1 nat, %", "kld_above", _percent), ("top-1, %", "top1", _percent)]
-    return _known(
-        rows,
-        [
-            Column(f"{head} {text}", f"text:{text}:{key}", write)
-            for text in labels(rows, "text")
-            for head, key, write in kinds
-        ],
-    )
+    """List the columns of the divergence's tails: all of the first text, of others the 99th percentile."""
+    texts = labels(rows, "text")
+    found = [Column(f"p99 {text}", f"text:{text}:kld_p99", _thousandths) for text in texts]
+    for head, key, write in (
+        ("p99.9", "kld_p999", _thousandths),
+        ("above 0.1 nat, %", "kld_above", _percent),
+        ("top-1, %", "top1", _percent),
+    ):
+        found += [Column(f"{head} {text}", f"text:{text}:{key}", write) for text in texts[:1]]
+    return _known(rows, found)
 
 
 def tasks(rows: Sequence[Row]) -> list[Column]:
@@ -109,11 +111,12 @@ def tasks(rows: Sequence[Row]) -> list[Column]:
 
 
 def cells(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table, in which seeds are one row."""
+    """Return the head and the rows of a table, in which seeds are one row, without rows that have no value."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["recipe"], row["calibration"]), []).append(row)
-    heads = identity(rows)
+        if any(_has(row, each.key) for each in columns):
+            groups.setdefault((row["recipe"], row["calibration"]), []).append(row)
+    heads = [key for key in identity(rows) if any(_has(group[0], key) for group in groups.values())]
     body = [
         [
             *(str(group[0].get(key) or DASH) for key in heads),

@@ -27,7 +27,7 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.named import load_named_or_scheme
 from quantkit.recipes.recipe import from_mapping, merge
 from quantkit.reporting.recipe_page import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, page, plots, series
-from quantkit.reporting.recipe_table import as_csv, as_markdown, cells, quality, read_csv
+from quantkit.reporting.recipe_table import as_csv, as_markdown, cells, quality, read_csv, tasks
 from tests.command_line import call, refused
 from tests.folders import TEXT
 
@@ -196,7 +196,9 @@ def test_the_csv_says_all_that_the_markdown_needs(whole: Any, tmp_path: Path) ->
     assert as_markdown(read) == (whole.path / "compare.md").read_text() == as_markdown(whole.rows)
 
 
-def test_tasks_are_paired_with_the_unquantized_model(small_llama: Path, asked: dict[str, Any], tmp_path: Path) -> None:
+def test_tasks_are_paired_with_the_unquantized_model_and_asked_once_whatever_the_batch(
+    whole: Any, small_llama: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval")
     records = [{"goal": f"the {i}", "sol1": f"rain {i * i}", "sol2": "hail", "label": i % 2} for i in range(12)]
     (tmp_path / "tasks" / "piqa").mkdir(parents=True)
@@ -211,6 +213,13 @@ def test_tasks_are_paired_with_the_unquantized_model(small_llama: Path, asked: d
     assert "task:piqa:difference" not in {key for key, value in found.rows[0].items() if value is not None}
     head, body = cells(found.rows, quality(found.rows))
     assert dict(zip(head, body[1], strict=True))["tasks"] == f"{100 * alone.value:.2f}"
+    monkeypatch.setattr(recipe_rows, "load_dense_model", lambda *_, **__: pytest.fail("asked again"))
+    again = compare(small_llama, tmp_path / "table", **{**asked, "recipes": "int4:g64:rtn"}, **options, batch_size=3)
+    assert again.rows == found.rows
+    assert all('"batch_size": 8' in path.read_text() for path in (tmp_path / "table" / "rows").iterdir())
+    head, body = cells([*found.rows, whole.rows[1]], tasks(found.rows))  # one row has no tasks
+    assert len(body) == 2 and "calibration" not in head
+    assert not any(set(column) == {"–"} for column in zip(*body, strict=True))
 
 
 def test_the_page_marks_each_row_where_its_figures_are(whole: Any) -> None:

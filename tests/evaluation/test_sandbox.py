@@ -250,3 +250,16 @@ def test_a_kernel_without_namespaces_is_refused_with_the_way_out(
     monkeypatch.setattr("quantkit.evaluation.sandbox.SCRIPT", script)
     with pytest.raises(QuantkitError, match=r"cannot be contained here \(unshare: Invalid argument\): add --no-namesp"):
         Sandbox().require()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs are another user's")
+def test_a_python_that_only_root_may_read_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir(mode=0o700)
+    python = tmp_path / "home" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys._base_executable} "$@"\n')  # type: ignore[attr-defined]
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "_base_executable", str(python))
+    with pytest.raises(QuantkitError, match=r"python: Permission denied\): use a Python that every user may read, "):
+        Sandbox(namespaces=False).require()
