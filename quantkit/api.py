@@ -656,11 +656,11 @@ def eval_kld(
     model, reference = load_for_evaluation(src, **options), load_for_evaluation(ref, **options)
     protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
     protocol |= {"data": what, "progress": progress}
-    if versus is None:
-        found = kld(model, reference, load_tokenizer(ref.path), text, **protocol)
-        return replace(found, weights=describe_weights(model))
-    other = load_for_evaluation(Checkpoint(resolve(str(versus)), trust_remote_code), **options)
-    found = kld(model, reference, load_tokenizer(ref.path), text, versus=(str(versus), other), **protocol)
+    beside = None
+    if versus is not None:
+        other = load_for_evaluation(Checkpoint(resolve(str(versus)), trust_remote_code), **options)
+        beside = str(versus), other
+    found = kld(model, reference, load_tokenizer(ref.path), text, versus=beside, **protocol)
     paired = replace(found.versus, weights=describe_weights(other)) if found.versus else None
     return replace(found, weights=describe_weights(model), versus=paired)
 

@@ -20,7 +20,6 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.bench.random_model import Outline, Variant, Workload
     from quantkit.core.scheme import Scheme
 
 #: Columns of the tables.
@@ -94,6 +93,7 @@ def kernels(
     Beside cuBLAS on weights that were never quantized, a copy and the floor that these set; a wrong product is an
     error."""
     from quantkit.bench import roofline
+    from quantkit.bench.kernels import default_layouts
     from quantkit.bench.kernels import kernels as time_kernels
     from quantkit.io import files
 
@@ -101,7 +101,16 @@ def kernels(
     if peer and against is None:
         raise click.UsageError("--peer names a kernel of --against: give both")
     peers = roofline.read_peers(against, peer) if against is not None else None
-    measured = time_kernels(**_kernel_arguments(asked), progress=progress, portable=kernel == "portable")
+    models = asked["model"] or (() if asked["shape"] else ("llama3-8b",))
+    measured = time_kernels(
+        layers=roofline.layers(models, asked["shape"]),
+        tokens=sorted(set(asked["m"] or TOKENS)),
+        layouts=list(dict.fromkeys(asked["layout"] or default_layouts())),
+        schemes=_schemes(asked),
+        dtype=_dtype(asked),
+        progress=progress,
+        portable=kernel == "portable",
+    )
     rows = measured.rows()
     found = measured.to_dict() | ({"against": roofline.compare(measured.cells, peers)} if peers is not None else {})
     if csv is not None:
@@ -116,41 +125,18 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     """Time whole models.
 
     Prompts and new tokens a second and GPU memory, packed beside dense, with random weights: nothing is downloaded."""
-    from quantkit.bench import roofline
+    from quantkit.bench import random_model, roofline
     from quantkit.bench.generate import measure
     from quantkit.io import files
 
     _require_writable(csv, ".csv")
-    found = measure(*_generate_arguments(asked), progress)
+    named, batches = random_model.read(asked["model"]), tuple(sorted(set(asked["batch"] or BATCHES)))
+    variants = random_model.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
+    work = random_model.Workload(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
+    found = measure(named, variants, work, progress)
     if csv is not None:
         files.write_atomic(csv, roofline.table(found.rows()))
     emit(show.as_json(found.to_dict()) if as_json else format_paces(found.to_dict()))
-
-
-def _kernel_arguments(asked: dict[str, Any]) -> dict[str, Any]:
-    """Make the arguments of `bench.kernels.kernels`: each value once, the usual ones where none is given."""
-    from quantkit.bench.kernels import default_layouts
-    from quantkit.bench.roofline import layers
-
-    models = asked["model"] or (() if asked["shape"] else ("llama3-8b",))
-    return {
-        "layers": layers(models, asked["shape"]),
-        "tokens": sorted(set(asked["m"] or TOKENS)),
-        "layouts": list(dict.fromkeys(asked["layout"] or default_layouts())),
-        "schemes": _schemes(asked),
-        "dtype": _dtype(asked),
-    }
-
-
-def _generate_arguments(asked: dict[str, Any]) -> tuple[Outline, list[Variant], Workload]:
-    """Make the arguments of `bench.generate.measure`."""
-    from quantkit.bench import random_model
-    from quantkit.bench.random_model import Workload
-
-    named = random_model.read(asked["model"])
-    found = random_model.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
-    batches = tuple(sorted(set(asked["batch"] or BATCHES)))
-    return named, found, Workload(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
 
 
 def _schemes(asked: dict[str, Any]) -> list[Scheme]:

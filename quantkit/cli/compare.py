@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import completers, options, show
+from quantkit.cli.evaluate import window
 from quantkit.cli.exits import FAILED, emit, leave
 from quantkit.cli.keys import recipe_options
 from quantkit.cli.options import command
 from quantkit.cli.parsing import section
-from quantkit.cli.scores import Numbers
+from quantkit.cli.scores import Numbers, allow_code_execution, shots
 from quantkit.keys import keys_of
 from quantkit.progress import Progress
 from quantkit.recipes.schema import RecipeKeys
@@ -82,7 +83,7 @@ class Part(click.ParamType):  # type: ignore[type-arg]
         shell_complete=completers.texts,
         help="Texts for perplexity and KL divergence, as eval ppl takes them [wikitext2].",
     ),
-    click.option("--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."),
+    window,
     click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Read each text's first N tokens [all]."),
     click.option("--tasks", default="", metavar="NAME,NAME", help="Tasks, as eval tasks takes them."),
     click.option(
@@ -91,14 +92,12 @@ class Part(click.ParamType):  # type: ignore[type-arg]
         shell_complete=completers.folders,
         help="Folder with a folder of questions for each task [the hub].",
     ),
-    click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before a question [the task's]."),
+    shots,
     click.option("--limit", type=_COUNT, metavar="N", help="First N questions, problems and documents [all]."),
     click.option(
         "--code", metavar="FILE", shell_complete=completers.files, help="Problems for pass@1, as eval code takes them."
     ),
-    click.option(
-        "--allow-code-execution", is_flag=True, help="Run the programs that the model writes, in contained processes."
-    ),
+    allow_code_execution,
     click.option("--namespaces/--no-namespaces", default=True, help="As for eval code."),
     click.option(
         "--rouge", metavar="FILE", shell_complete=completers.files, help="Documents with summaries, as for eval rouge."
@@ -137,7 +136,8 @@ def compare(
         {"calibration": {"samples": samples, "max_length": max_length}}, from_pairs(settings, keys_of(RecipeKeys))
     )
     found = api.compare(model, out, settings=over, progress=progress, **asked)
-    emit(show.as_json(_plain(found)) if as_json else format_comparison(found, progress))
+    plain = {**asdict(found), "path": str(found.path)}
+    emit(show.as_json(plain) if as_json else format_comparison(found, progress))
     if found.failed:
         leave(FAILED, f"Error: {len(found.failed)} rows failed, the first is {next(iter(found.failed))}")
 
@@ -154,7 +154,3 @@ def format_comparison(found: Comparison, progress: Progress) -> str:
     commands = [f"{recipe_table.name(row)}: {row['command']}" for row in found.rows if row["command"]]
     text = "\n".join([show.table(head, body), recipe_table.notes(found.rows), *commands, "", line])
     return show.of_level(progress, line, text)
-
-
-def _plain(found: Comparison) -> dict[str, Any]:
-    return {**asdict(found), "path": str(found.path)}

@@ -176,10 +176,6 @@ def format_demo(found: Mapping[str, Any], progress: Progress) -> str:
         for row in found["rows"][1:]
     ]
     line = f"verified; perplexity {found['rows'][0]['perplexity']:.3f}, {', '.join(changes)}"
-    return show.of_level(progress, line, _table(found))
-
-
-def _table(found: Mapping[str, Any]) -> str:
     rows = [
         (
             row["format"],
@@ -192,4 +188,4 @@ def _table(found: Mapping[str, Any]) -> str:
         )
         for row in found["rows"]
     ]
-    return f"{show.table(DEMO, rows)}\n\n{found['protocol']}"
+    return show.of_level(progress, line, f"{show.table(DEMO, rows)}\n\n{found['protocol']}")

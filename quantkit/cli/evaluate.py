@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from quantkit.evaluation.divergence import Divergence, Figures, Versus
     from quantkit.evaluation.perplexity import Perplexity
 
+window = click.option(
+    "--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."
+)
 #: The options of an evaluation: text, windows, device.
 protocol_options = combined(
     section(
@@ -34,9 +37,7 @@ protocol_options = combined(
     ),
     section(
         "Method",
-        click.option(
-            "--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."
-        ),
+        window,
         click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next [the window]."),
         click.option(
             "--bos/--no-bos", default=None, help="Put the BOS token in front of every window [as the tokenizer does]."

@@ -146,9 +146,17 @@ def plan(
     """Say what quantize would do, and end with its exit code.
 
     Exact bytes of the output, memory, duration, and everything that quantize would refuse before it computes."""
+    from quantkit.pipeline import fit
+
     fitted = FitOptions(target=target, **{name: given.pop(name) for name in FITTING if name != "target"})
     running, recipe = _split(given)
-    _plan(model, out, recipe, running, as_json, progress, gpu_memory=gpu_memory, fitted=fitted, gpu=gpu, probe=probe)
+    asked: Any = {**running, "gpu_memory": gpu_memory, "fitted": fitted, "gpu": gpu, "probe": probe}
+    told = progress if progress.quiet else None  # the table lists all warnings, one line does not
+    found = fit.plan(model, recipe, out=out, progress=told, **asked)
+    if as_json or found.refusal is None:
+        emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
+    if found.refusal is not None:
+        raise found.refusal
 
 
 def _produce(
@@ -165,25 +173,6 @@ def _produce(
     with pushed(out, publishing, progress, running["device"]):
         report = api.produce(model, out, recipe, progress=progress, **publishing, **running)
         emit(show.as_json(report) if as_json else show.report(report, progress))
-
-
-def _plan(
-    model: str,
-    out: Path | None,
-    recipe: Recipe,
-    running: dict[str, Any],
-    as_json: bool,
-    progress: Progress,
-    **asked: Any,
-) -> None:
-    from quantkit.pipeline import fit
-
-    told = progress if progress.quiet else None  # the table lists all warnings, one line does not
-    found = fit.plan(model, recipe, out=out, progress=told, **asked, **running)
-    if as_json or found.refusal is None:
-        emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
-    if found.refusal is not None:
-        raise found.refusal
 
 
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:

@@ -32,6 +32,12 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 
 
 _COUNT = click.IntRange(min=1)
+shots = click.option(
+    "--shots", type=click.IntRange(min=0), metavar="N", help="Examples before a question [the task's]."
+)
+allow_code_execution = click.option(
+    "--allow-code-execution", is_flag=True, help="Run the programs that the model writes, in contained processes."
+)
 _limit = click.option("--limit", type=_COUNT, metavar="N", help="Read the first N records only [all].")
 _journal = section(
     "Output",
@@ -129,7 +135,7 @@ def format_rouge(found: Rouge, progress: Progress) -> str:
 )
 @section(
     "Method",
-    click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before a question [the task's]."),
+    shots,
     click.option("--chat-template", is_flag=True, help="Ask through the model's chat template."),
     click.option(
         "--seed", type=click.IntRange(min=0), default=1234, metavar="N", help="Seed that chooses the examples [1234]."
@@ -158,31 +164,11 @@ def tasks(checkpoint: str, tasks: str, against: str | None, as_json: bool, progr
 
 def format_tasks(found: TaskScores, progress: Progress) -> str:
     """Format the scores of tasks, their mean and their protocol."""
-    header = ["task", "metric", "value", "std error"]
-    rows = [(each.task, each.metric, *_value(each)) for each in found.scores]
-    rows += [("mean", "first metrics", *_value(found))] if len({each.task for each in found.scores}) > 1 else []
-    if found.against is not None:
-        header += [found.against, "difference", "95 % interval"]
-    splits = sorted({f"{each.split} ({each.shots} examples)" for each in found.scores})
-    protocol = (
-        f"on {found.data}: {', '.join(splits)}, {sum({each.task: each.questions for each in found.scores}.values())} "
-        f"questions, seed {found.seed}, batches of {found.batch_size}, {'with' if found.chat_template else 'no'} chat "
-        f"template, {found.truncated} requests cut to fit; lm-eval {found.lm_eval}; {found.weights}"
-    )
-    line = f"mean {' '.join(filter(None, _value(found)))}"
-    table = show.table(header, [row[: len(header)] for row in rows])
-    return show.of_level(progress, f"{line} {protocol}", f"{table}\n{protocol}")
+    from quantkit.reporting import facts
 
-
-def _value(found: Any) -> tuple[str, ...]:
-    """Format value, standard error, the other checkpoint's value, difference and interval; an absent one is empty."""
-    value = getattr(found, "value", getattr(found, "mean", None))
-    other = found.against if isinstance(found.against, float) else None
-    numbers = (value, found.stderr, other, found.difference)
-    low, high = found.difference_low, found.difference_high
-    texts = ["" if number is None else f"{number:.4f}" for number in numbers]
-    texts[3] = "" if found.difference is None else f"{found.difference:+.4f}"
-    return (*texts, "" if low is None or high is None else f"{low:+.4f} to {high:+.4f}")
+    head, rows, protocol = facts.tasks(asdict(found))
+    line = f"mean {' '.join(filter(None, rows[-1][2:]))}"
+    return show.of_level(progress, f"{line} {protocol}", f"{show.table(head, rows)}\n{protocol}")
 
 
 @command("code", "quantkit eval code ./model-int4 --data HumanEval.jsonl.gz --samples 20 --allow-code-execution")
@@ -196,9 +182,7 @@ def _value(found: Any) -> tuple[str, ...]:
         shell_complete=completers.files,
         help="Problems as HumanEval or MBPP has them (.jsonl, .jsonl.gz, .json, .parquet).",
     ),
-    click.option(
-        "--allow-code-execution", is_flag=True, help="Run the programs that the model writes, in contained processes."
-    ),
+    allow_code_execution,
     _limit,
     options.device,
 )

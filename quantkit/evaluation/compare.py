@@ -222,8 +222,7 @@ def command(
     words += [] if entry.calib is None else [Option("calib", sources[entry.calib])]
     pairs += [f"calibration.seed={seed}"] if seed and recipe.layout is not None else []
     words += [Words("--set", shlex.quote(pair)) for pair in pairs]
-    words += [Option("revision", run["revision"])] if run["revision"] else []
-    words += [Option("trust_remote_code", True)] if run["trust_remote_code"] else []
+    words += [Option(name, run[name]) for name in ("revision", "trust_remote_code") if run[name]]
     made = "compare" if recipe.layout is None else "quantize"
     return str(Command(made, model, Option("out", Words("OUT")), *words))
 

@@ -127,17 +127,9 @@ class Verification(Shown):
         )
 
     def _shown(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "checked": self.checked,
-            "layout": self.layout,
-            "linears": len(self.rows),
-            "weights": self.weights,
-            "note": self.note,
-            "against": self.against,
-            "failures": list(self.failures),
-            "notices": list(self.notices),
-        }
+        facts = self.to_dict()
+        shown = ("ok", "checked", "layout", "linears", "weights", "note", "against", "failures", "notices")
+        return {name: facts[name] for name in shown}
 
     def to_dict(self) -> dict[str, Any]:
         """Build the content of verify.json."""

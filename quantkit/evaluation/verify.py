@@ -64,7 +64,6 @@ def verify(
     folder = Path(folder)
     place = device_of(device)
     recorded: dict[str, Any] = {}
-    extra: list[str] = []
     failures: list[str] = []
     hashes: dict[str, str] = {}
     clock = Clock(torch.device("cpu"))
@@ -72,15 +71,14 @@ def verify(
         recorded = report.load(folder)
         with clock.phase("files"):
             hashes, failures = _check_files(folder, recorded)
-        extra = extra_files(folder, recorded)
-        failures += [_unlisted(name) for name in extra if is_loadable(name)]
+        loadable, notices = _unlisted(folder, recorded)
+        failures += loadable
         src = _quantized(folder)
     except CheckpointError as error:
         if not failures:
             raise
         return Verification(None, (), hashes, tuple(dict.fromkeys([*failures, error.typed])), ())
     assert src.layout is not None
-    notices = [_unlisted(name) for name in extra if not is_loadable(name)]
     checked = bool(recorded or against)
     if not recorded:
         with clock.phase("files"):
@@ -133,29 +131,26 @@ def verify_files(folder: Path) -> tuple[list[str], list[str]]:
                 subject=folder,
             )
         return failures, [UNREPORTED.format("weights were compared with the digests in their files")]
-    extra = extra_files(folder, recorded)
-    failures = _check_files(folder, recorded)[1] + [_unlisted(name) for name in extra if is_loadable(name)]
-    return failures, [_unlisted(name) for name in extra if not is_loadable(name)]
+    loadable, notices = _unlisted(folder, recorded)
+    return _check_files(folder, recorded)[1] + loadable, notices
 
 
-def extra_files(folder: Path, recorded: Mapping[str, Any]) -> list[str]:
-    """List files that the report lacks, without hidden files, card and proof; nothing without a report."""
+def _unlisted(folder: Path, recorded: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Name the files that a report lacks, without hidden files, card and proof: those that a program may load or run,
+    and the others.
+    """
     if not recorded:
-        return []
+        return [], []
     listed = {*recorded.get("files", {}), *UNLISTED}
     with files.guarded(folder):
-        found = [p.relative_to(folder) for p in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*"))]
-        names = [f"{p.as_posix()}/" if (folder / p).is_dir() else p.as_posix() for p in found if p.name[:1] != "."]
-    return sorted(name for name in names if name not in listed and name != f"{TEMPLATES}/")
-
-
-def is_loadable(name: str) -> bool:
-    """Return True for a file that a program may load or run beside those that the report lists."""
-    return name.endswith((".safetensors", ".py", *model_folder.PICKLES))
-
-
-def _unlisted(name: str) -> str:
-    return f"{report.valid_text(name)}: is not a file that {report.REPORT} lists"
+        paths = [p.relative_to(folder) for p in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*"))]
+        names = [f"{p.as_posix()}/" if (folder / p).is_dir() else p.as_posix() for p in paths if p.name[:1] != "."]
+    found: tuple[list[str], list[str]] = [], []
+    for name in sorted(name for name in names if name not in listed and name != f"{TEMPLATES}/"):
+        is_loadable = name.endswith((".safetensors", ".py", *model_folder.PICKLES))
+        line = f"{report.valid_text(name)}: is not a file that {report.REPORT} lists"
+        found[0 if is_loadable else 1].append(line)
+    return found
 
 
 def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | None:
@@ -244,12 +239,8 @@ def _missing_weights(modules: list[str], layers: Mapping[str, Any] | None, other
     here = set(modules)
     found = []
     if layers is not None:
-        found += [
-            f"{module}: is in {report.REPORT} and has no packed weight" for module in layers if module not in here
-        ]
-        found += [
-            f"{module}: has a packed weight that {report.REPORT} lacks" for module in modules if module not in layers
-        ]
+        found += [f"{name}: is in {report.REPORT} and has no packed weight" for name in layers if name not in here]
+        found += [f"{name}: has a packed weight that {report.REPORT} lacks" for name in modules if name not in layers]
     if other is not None:
         there = set(other.modules())
         found += [f"{module}: is packed in {other.path} only" for module in other.modules() if module not in here]

@@ -63,12 +63,8 @@ def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tupl
         differences = _compare(job, module, q)
         notices += _notices(src, module, q)
     except QuantkitError as error:
-        if str(error.subject) in (
-            f"{src.path}: {module}",
-            str(src.path),
-            module,
-        ):  # the failure names the module itself
-            error.subject = None
+        if str(error.subject) in (f"{src.path}: {module}", str(src.path), module):
+            error.subject = None  # the failure names the module itself
         return replace(row, repack=False, problem=error.typed), notices
     row = replace(row, repack=not changed, against=None if differences is None else not differences)
     problems = [f"{suffix} is not what its own codes pack to" for suffix in changed]

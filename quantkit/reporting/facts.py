@@ -257,19 +257,26 @@ def _count(fact: str, value: Any) -> int:
 
 
 def tasks(scores: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str]:
-    """Return head and rows of a table of the scores of tasks, in percent, and a line about them."""
+    """Return head and rows of a table of the scores of tasks in percent, the mean last, and their protocol."""
 
     def percent(value: Any, sign: str = "") -> str:
-        return f"{100 * value:{sign}.2f}" if isinstance(value, int | float) else ""
+        return "" if number(value) is None else f"{100 * value:{sign}.2f}"
 
+    found, against = scores.get("scores", []), scores.get("against")
     head = ["task", "metric", "value, %", "std error", "questions"]
-    head += ["difference", "95 % interval"] if scores.get("against") else []
+    head += [str(against), "difference", "95 % interval"] if against else []
     rows = []
-    for each in scores.get("scores", []):
+    for each in [*found, {**scores, "task": "mean", "metric": "first metrics", "value": scores.get("mean")}]:
         row = [each.get("task"), each.get("metric"), percent(each.get("value")), percent(each.get("stderr"))]
         low, high = (percent(each.get(f"difference_{end}"), "+") for end in ("low", "high"))
-        row += [each.get("questions"), percent(each.get("difference"), "+"), f"{low} to {high}" if low else ""]
-        rows.append([str(value) for value in row[: len(head)]])
-    about = f"Mean {percent(scores.get('mean'))} % of the first metrics. lm-eval {scores.get('lm_eval')}, questions of"
-    about += f" {scores.get('data')}, {'with' if scores.get('chat_template') else 'without'} chat template"
-    return head, rows, about + (f"; differences to {scores['against']}." if scores.get("against") else ".")
+        row += [each.get("questions", ""), percent(each.get("against")), percent(each.get("difference"), "+")]
+        rows.append([str(value) for value in [*row, f"{low} to {high}" if low else ""][: len(head)]])
+    splits = sorted({f"{each.get('split')} ({each.get('shots')} examples)" for each in found})
+    questions = sum({each.get("task"): number(each.get("questions")) or 0 for each in found}.values())
+    return (
+        head,
+        rows,
+        f"on {scores.get('data')}: {', '.join(splits)}, {questions:.0f} questions, seed {scores.get('seed')}, batches "
+        f"of {scores.get('batch_size')}, {'with' if scores.get('chat_template') else 'no'} chat template, "
+        f"{scores.get('truncated')} requests cut to fit; lm-eval {scores.get('lm_eval')}; {scores.get('weights')}",
+    )

@@ -45,12 +45,9 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
         lines += ["", "## Worth knowing", "", *(f"- {_plain(line)}" for line in happened)]
     lines += _use(report, pruned)
     lines += ["", "## Calibration", "", _plain(facts.protocol(report))]
-    if fitted := facts.fit(report):
-        lines += ["", "## Target size", "", _plain(fitted)]
-    if tuned := facts.distillation(report):
-        lines += ["", "## Distillation", "", _plain(tuned)]
-    if measured := facts.evaluation(report):
-        lines += ["", "## Evaluation", "", _plain(measured)]
+    more = {"Target size": facts.fit, "Distillation": facts.distillation, "Evaluation": facts.evaluation}
+    for title, fact in more.items():
+        lines += ["", f"## {title}", "", _plain(fact(report))] if fact(report) else []
     lines += ["", "## Largest errors", "", *_worst(report)]
     lines += ["", "## Check it", "", "```", f"quantkit {check} {FOLDER}", f"quantkit inspect {FOLDER}", "```", ""]
     lines += [f"`{REPORT}` has the hash of every file, and the {known}error and method of every linear."]

@@ -67,41 +67,26 @@ def plots(rows: Sequence[Row], text: str, names: Sequence[str]) -> list[Plot]:
     shown = [row for row in rows if isinstance(row.get(key), float) and row[key] > 0]
     if not shown:
         return []
-    ys = [math.log10(row[key]) for row in shown]
-    bottom, top = _range(ys)
-
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - bottom) / (top - bottom) * (HEIGHT - BOTTOM - TOP)
-
+    y, bottom, top = _scale([math.log10(row[key]) for row in shown], HEIGHT - BOTTOM, TOP)
     y_ticks = [(y(math.log10(each)), f"{1000 * each:g}") for each in _decades(bottom, top)]
-    found = []
-    sizes: list[tuple[str, str, Callable[[float], str]]] = [
-        ("bits", "bits a weight", lambda value: f"{value:g}"),
-        ("bytes", "bytes of all tensors", format_bytes),
-    ]
-    for size, x_name, write in sizes:
-        left, right = _range([float(row[size]) for row in shown])
-
-        def x(value: float, left: float = left, right: float = right) -> float:
-            return LEFT + (value - left) / (right - left) * (WIDTH - LEFT - RIGHT)
-
+    about, found = f"KL divergence on {text}, thousandths of a nat", []
+    for size, x_name in (("bits", "bits a weight"), ("bytes", "bytes of all tensors")):
+        x, left, right = _scale([float(row[size]) for row in shown], LEFT, WIDTH - RIGHT)
         marks = [
             Mark(
                 x(float(row[size])),
-                y(at),
+                y(math.log10(row[key])),
                 names.index(_series(row)),
                 f"{recipe_table.name(row)}: {1000 * row[key]:.3g} thousandths of a nat, {row['bits']:.3f} bits, "
                 f"{format_bytes(row['bytes'])}",
             )
-            for row, at in zip(shown, ys, strict=True)
+            for row in shown
         ]
-        steps = [left + (right - left) * part / 4 for part in range(5)]
         ticks = [each for each in charts.ticks(right) if left <= each <= right]
-        chosen = ticks if len(ticks) > 2 else [float(f"{each:.3g}") for each in steps[1:4]]
-        about = f"KL divergence on {text}, thousandths of a nat"
-        found.append(
-            Plot(f"{text}: {x_name}", x_name, about, [(x(each), write(each)) for each in chosen], y_ticks, marks)
-        )
+        if len(ticks) < 3:
+            ticks = [float(f"{left + (right - left) * part / 4:.3g}") for part in (1, 2, 3)]
+        x_ticks = [(x(each), format_bytes(each) if size == "bytes" else f"{each:g}") for each in ticks]
+        found.append(Plot(f"{text}: {x_name}", x_name, about, x_ticks, y_ticks, marks))
     return found
 
 
@@ -109,10 +94,12 @@ def _series(row: Row) -> str:
     return f"{row['method']}, {row['calibration']}" if row["calibration"] else str(row["method"])
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def _scale(values: Sequence[float], start: float, end: float) -> tuple[Callable[[float], float], float, float]:
+    """Return the place in pixels of a value on an axis from `start` to `end`, and the values at these."""
     low, high = min(values), max(values)
     free = FREE * (high - low) or 0.5 * (abs(high) or 1.0)
-    return low - free, high + free
+    low, high = low - free, high + free
+    return lambda value: start + (value - low) / (high - low) * (end - start), low, high
 
 
 def _decades(bottom: float, top: float) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,8 @@ def test_a_task_of_the_hub_without_a_network_names_the_folder(small_llama: Path,
 def test_the_table_and_the_json_say_the_same(small_llama: Path, data: Path) -> None:
     line = ("eval", "tasks", small_llama, "--tasks", "piqa", "--data", data, "--limit", 10, "--device", "cpu")
     found, text = json.loads(call(*line, "--json").stdout), call(*line).stdout
-    assert f"acc       {found['scores'][0]['value']:.4f}" in text and "validation (0 examples), 10 questions" in text
+    assert re.search(f"acc +{100 * found['scores'][0]['value']:.2f} ", text)
+    assert "validation (0 examples), 10 questions" in text
     beside = call(*line, "--against", small_llama, "-q").stdout
-    assert "+0.0000" in beside and len(beside.splitlines()) == 1
+    assert "+0.00" in beside and len(beside.splitlines()) == 1
     assert quantkit.eval_tasks.__doc__
