@@ -91,7 +91,8 @@ def exits() -> Iterator[None]:
     except (MemoryError, RuntimeError, ImportError, SystemError) as error:
         if not is_out_of_memory(error):
             raise
-        leave(FAILED, f"Error: not enough memory or threads ({_first_line(error)}): {_smaller(error)}")
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        leave(FAILED, f"Error: not enough memory or threads ({why}): {_smaller(error)}")
     finally:
         STOP.clear()
 
@@ -151,7 +152,3 @@ def _smaller(error: BaseException) -> str:
     }
     first = [way for name, way in ways.items() if context and name in context.params]
     return f"{[*first, 'free some memory'][0]}, or raise ulimit -v and -u"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -272,7 +272,7 @@ def tasks(scores: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str]:
         row += [each.get("questions", ""), percent(each.get("against")), percent(each.get("difference"), "+")]
         rows.append([str(value) for value in [*row, f"{low} to {high}" if low else ""][: len(head)]])
     splits = sorted({f"{each.get('split')} ({each.get('shots')} examples)" for each in found})
-    questions = sum({each.get("task"): number(each.get("questions")) or 0 for each in found}.values())
+    questions = sum({str(each.get("task")): number(each.get("questions")) or 0 for each in found}.values())
     return (
         head,
         rows,

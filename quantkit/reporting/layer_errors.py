@@ -90,16 +90,24 @@ def _is_shape(shape: Any) -> bool:
 
 def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
     """List the recorded reasons for the error of a linear; `most_bits` is the width of the model's widest scheme."""
-    found = [_fallback(layer, key, words) for key, words in _FALLBACKS.items()]
-    found += [_few_tokens(layer), _outlier(layer), _damping(layer)]
-    found += [_counted(layer, key, words) for key, words in _COUNTED.items()]
+    found = [words.format(layer[key]) for key, words in _FALLBACKS.items() if layer.get(key)]
+    tokens, columns, peak = number(layer.get("tokens")), _columns(layer), number(layer.get("channel_peak"))
+    if tokens and columns is not None and tokens < columns and not layer.get("few_routed"):
+        found.append(f"few tokens: {tokens:.0f} for {columns} input channels")
+    if peak and peak >= OUTLIER:
+        found.append(f"outlier channel: {peak:.0f} times the median input channel")
+    rungs = layer.get("rungs")
+    if isinstance(rungs, list) and len(rungs) > 1:
+        found.append(f"damping raised from {rungs[0]} to {rungs[-1]}")
+    counts = {words: number(layer.get(key)) for key, words in _COUNTED.items()}
+    found += [words.format(f"{count:.0f}") for words, count in counts.items() if count]
     kept, zeros = number(layer.get("kept")), number(layer.get("zeros"))
     if kept is not None and zeros and kept + zeros > 0:
         found.append(f"2:4 pruning: {100 * zeros / (kept + zeros):.1f} % of the weights are zero")
     own = bits(layer)
     if own is not None and most_bits is not None and own < 0.9 * most_bits:
         found.append(f"fewer bits: {own:.2f}, elsewhere up to {most_bits:.2f}")
-    return [cause for cause in found if cause] or [NO_CAUSE]
+    return found or [NO_CAUSE]
 
 
 _FALLBACKS = {
@@ -118,34 +126,6 @@ _COUNTED = {
     "zero_scales": "rows whose stored scale is 0: {}",
     "rounded_scales": "scales rounded to the layout's type: {}",
 }
-
-
-def _fallback(layer: Layer, key: str, words: str) -> str | None:
-    return words.format(layer[key]) if layer.get(key) else None
-
-
-def _counted(layer: Layer, key: str, words: str) -> str | None:
-    count = number(layer.get(key))
-    return words.format(f"{count:.0f}") if count else None
-
-
-def _few_tokens(layer: Layer) -> str | None:
-    tokens, columns = number(layer.get("tokens")), _columns(layer)
-    if not tokens or columns is None or tokens >= columns or layer.get("few_routed"):
-        return None
-    return f"few tokens: {tokens:.0f} for {columns} input channels"
-
-
-def _outlier(layer: Layer) -> str | None:
-    peak = number(layer.get("channel_peak"))
-    return f"outlier channel: {peak:.0f} times the median input channel" if peak and peak >= OUTLIER else None
-
-
-def _damping(layer: Layer) -> str | None:
-    rungs = layer.get("rungs")
-    if not isinstance(rungs, list) or len(rungs) < 2:
-        return None
-    return f"damping raised from {rungs[0]} to {rungs[-1]}"
 
 
 @dataclass(frozen=True)
@@ -192,7 +172,7 @@ def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
     return [
         Series(
             f"{short[kind]} (experts)" if kind in expert_kinds else short[kind],
-            tuple(_point(block, values) for block, values in sorted(blocks.items())),
+            tuple(Point(i, min(each), median(each), max(each), len(each)) for i, each in sorted(blocks.items())),
             any(len(values) > 1 for values in blocks.values()),
         )
         for kind, blocks in found.items()
@@ -206,10 +186,6 @@ def _place(name: str) -> tuple[str, int] | None:
     if not numbers:
         return None
     return ".".join(part for part in parts if part not in numbers), int(numbers[0])
-
-
-def _point(block: int, errors: Sequence[float]) -> Point:
-    return Point(block, min(errors), median(errors), max(errors), len(errors))
 
 
 def _short_names(kinds: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from quantkit.reporting import facts
 def summary(report: Mapping[str, Any]) -> str:
     """Format the closing table for a terminal: figures, then one line for each event that must not be silent."""
     layers, totals = report.get("layers", []), report.get("totals", {})
-    peak = totals.get("peak_memory", {})
+    peak, ranks = totals.get("peak_memory", {}), report.get("ranks", [])
     rows = [
         ("failed", report.get("failed", "")),
         (
@@ -33,7 +33,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("target", facts.fit(report)),
         ("evaluation", facts.evaluation(report)),
         ("left out", facts.left_out(report)),
-        ("processes", _processes(report.get("ranks", []))),
+        ("processes", ", then ".join(map(str, ranks if isinstance(ranks, list) else [ranks]))),
         ("time", _times(report, totals)),
         ("memory", ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items())),
         *(("note", line) for line in facts.events(report)),
@@ -65,10 +65,6 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         cells = [layer.get("name"), layer.get("shape"), layer.get("scheme")]
         found.append((*(_line(str(cell)) for cell in cells), *("-" if x is None else f"{x:.4g}" for x in numbers)))
     return found
-
-
-def _processes(ranks: Any) -> str:
-    return ", then ".join(map(str, ranks if isinstance(ranks, list) else [ranks]))
 
 
 def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
