@@ -128,15 +128,16 @@ def test_a_table_escapes_its_values(shown: dict[str, dict[str, Any]]) -> None:
 
 
 def test_a_plan_refuses_what_quantize_refuses_in_the_same_words(work: Path) -> None:
-    asked: dict[str, Any] = {"layout": "humming", "method": "rtn"}
+    asked: dict[str, Any] = {"layout": "tcfpx", "method": "rtn"}
     planned = quantkit.plan("model", **asked)
-    assert isinstance(planned.refusal, LayoutError) and 'use layout="compressed-tensors"' in repr(planned)
+    way = 'use layout="marlin" or layout="compressed-tensors"'
+    assert isinstance(planned.refusal, LayoutError) and way in repr(planned)
     with pytest.raises(LayoutError) as caught:
         quantkit.quantize("model", "refused", **asked)
     assert str(caught.value) == str(planned.refusal) == "\n".join(planned.ways_out)
-    with pytest.raises(LayoutError, match='use layout="compressed-tensors"'):
+    with pytest.raises(LayoutError, match=way):
         planned.require()
-    assert "use --layout compressed-tensors" in planned.refusal.typed
+    assert "use --layout marlin or --layout compressed-tensors" in planned.refusal.typed
     planned = quantkit.plan("model", method="rtn", skip=".*mlp.*", gpu_memory=2**30)
     assert "nothing of this run is computed on a GPU: gpu_memory has no effect" in planned.notices
     assert isinstance(planned.refusal, ThresholdError) and str(planned.refusal).endswith("or lower min_share")
@@ -215,7 +216,7 @@ def test_a_progress_object_is_used_as_it_is(work: Path, capsys: pytest.CaptureFi
     [
         ("pack", ("told", "o", "exl3"), {}, "unknown layout 'exl3': use one of compressed-tensors, "),
         ("pack", ("told", "o", "gptq"), {"expect": "exl3"}, "unknown layout 'exl3'"),
-        ("plan", ("model",), {"target": "abacus", "gpu": "h100"}, "unknown program 'abacus': use one of "),
+        ("plan", ("model",), {"target": "abacus", "gpu": "h100"}, "target is 'abacus': use one of "),
         ("plan", ("model",), {"target": "vllm", "gpu": "abacus"}, "unknown GPU 'abacus': use one of "),
         ("plan", ("model",), {"gpu": "h100"}, "gpu says where a program runs, and none is named: add target"),
         ("quantize", ("model", "o"), {"act_budget": -1}, "act_budget is -1: use an integer from 0"),

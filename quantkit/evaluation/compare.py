@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,7 +147,7 @@ def compare(
         write()
     unfinished = [entry.title for entry in entries if rows.lacks(entry)]
     if not unfinished:
-        shutil.rmtree(out / WORK, ignore_errors=True)
+        files.remove(out / WORK)
     return Comparison(out, write(), unfinished, failed)
 
 

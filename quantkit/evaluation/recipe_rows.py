@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -200,7 +199,7 @@ class Rows:
                 finished.get("made", partial(self._made, entry, folder))
                 load, reference = cache(partial(self._load, entry, folder)), self._reference()
             self._judges.judge(finished, self._opened, load, self._windows, reference, self._progress)
-            shutil.rmtree(folder, ignore_errors=True)
+            files.remove(folder)
             return True
 
     def row(self, entry: Entry, base: Finished) -> Row | None:

@@ -118,7 +118,7 @@ def test_only_kernels_that_run_on_this_gpu_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "toolchain", lambda: {"problem": None})
     pretend(monkeypatch, T4, A100)
     assert gpu_diagnosis.kernels()["here"] == sorted(kernels.MATMULS)
-    assert ", on A100; other programs multiply compressed-tensors, humming, " in gpu_diagnosis.kernels()["note"]
+    assert ", on A100; other programs multiply compressed-tensors, gptq, " in gpu_diagnosis.kernels()["note"]
 
 
 def test_kernels_without_cupy_are_not_named_but_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
