@@ -43,7 +43,7 @@ class Finished:
         return name in self._known
 
     def value(self, name: str) -> Any:
-        """Return what is kept under a name."""
+        """Return the value kept under a name."""
         return self._known[name]
 
     def get(self, name: str, compute: Callable[[], _T]) -> _T:

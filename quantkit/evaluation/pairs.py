@@ -70,7 +70,7 @@ class Pairs:
 
 
 def load_material(src: Checkpoint, source: str, trust_remote_code: bool = False) -> tuple[Material, str]:
-    """Return what a model is judged on, and one line that describes it: a text, or for an encoder-decoder records.
+    """Return the text, or the records for an encoder-decoder, on which a model is judged, and one line that describes them.
 
     CheckpointError as `load_evaluation_text` and `records_with`, and for an encoder-decoder that reads no text.
     """

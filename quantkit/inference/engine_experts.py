@@ -2,7 +2,7 @@
 
 `prepare_experts` checks the packed weights of a layer and compiles its kernels. `torch.ops.quantkit.engine_experts`
 multiplies, for inference engines: torch.compile and CUDA graphs see one operator. Weights are stacked `[experts, ...]`.
-A grouped kernel multiplies with all experts in one launch. Layouts without one multiply all tokens by each expert.
+A grouped kernel multiplies with all experts in one launch.
 """
 
 from __future__ import annotations

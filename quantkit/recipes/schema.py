@@ -30,7 +30,7 @@ class SchemeKeys:
         choices=FORMATS,
         table="quantkit.core.formats:FORMATS",
         more="FP6 has the form E3M2 and FP5 E3M1, if the name does not say otherwise.",
-        when="FP6 loses least, INT4 is smallest.",
+        when="More bits lose less, INT4 is usual.",
     )
     group_size: Positive | Literal["channel"] | None = key(
         "Weights of a row that share a scale, or channel for the whole row",

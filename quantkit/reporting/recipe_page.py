@@ -57,7 +57,7 @@ def page(model: str, rows: Sequence[Row]) -> str:
 
 
 def series(rows: Sequence[Row]) -> list[str]:
-    """List what marks are told apart by: the method with its calibration text."""
+    """List the labels of marks: the method with its calibration text."""
     return list(dict.fromkeys(_series(row) for row in rows if row["recipe"] != recipe_table.UNQUANTIZED))
 
 
