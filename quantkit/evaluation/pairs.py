@@ -70,7 +70,7 @@ class Pairs:
 
 
 def load_material(src: Checkpoint, source: str, trust_remote_code: bool = False) -> tuple[Material, str]:
-    """Return the text, or the records for an encoder-decoder, on which a model is judged, and one line that describes them.
+    """Return the text on which a model is judged, or records for an encoder-decoder, and one line that describes it.
 
     CheckpointError as `load_evaluation_text` and `records_with`, and for an encoder-decoder that reads no text.
     """
