@@ -1,14 +1,14 @@
 """How much the model's likelihood suffers from each linear in each scheme (ALGORITHMS 17).
 
-The unquantized model runs forward and back once, on some calibration documents. The gradients of `stages.gradients` by
-a block's outputs are carried on to the outputs of its linears. A linear's harm in a scheme is the squared change of its
-outputs by rounding, each output weighted by its mean squared gradient. One block is in memory at a time.
+The unquantized model runs forward and back once, on some calibration documents (`stages.gradients`). A linear's harm in
+a scheme is the squared change of its outputs by rounding, each output weighted by its mean squared gradient. One block
+is in memory at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,87 +18,54 @@ from torch import Tensor, nn
 from quantkit.algorithms import rtn
 from quantkit.algorithms.deviation import widened
 from quantkit.algorithms.numerics import row_slices
-from quantkit.calibration.backward import explaining, gradient, in_fixed_order, parts, run_part, stacked
-from quantkit.calibration.run import Run, Stream, embedded
+from quantkit.calibration.run import Run, embedded
 from quantkit.calibration.stages import gradients
 from quantkit.core.scheme import Scheme
-from quantkit.errors import Words, about
+from quantkit.errors import about
 
 #: The documents that are run have at least this many tokens together, if there are so many.
-TOKENS = 2**15
-INSTEAD = Words("quantize it with one scheme")
+TOKENS = 2**13
 
 #: The harm of each linear in each scheme, by its label.
 Harms = dict[str, dict[str, float]]
 
 
-def measure(run: Run, schemes: Mapping[str, Sequence[Scheme]], done: int = 0) -> Iterator[Harms]:
-    """Yield the harm of the linears of each block, in nats for each token, behind the first `done` blocks.
+def measure(run: Run, schemes: Mapping[str, Collection[str]]) -> Harms:
+    """Measure the harm of each linear in its `schemes`, by their labels, in nats for each token.
 
-    `schemes` has the schemes to try for each linear. A linear that no token reaches has no entry. The gradients of a
-    stopped run are read from its folder. Raises as `gradients.measure`.
+    A linear that no token reaches has no entry. Raises as `gradients.measure`.
     """
-    count, total = 0, 0
+    count, total, found = 0, 0, Harms()
     while count < len(run.sequences) and total < TOKENS:
         count, total = count + 1, total + len(run.sequences[count])
-    found = gradients.measure(run, embedded(run, count, "unquantized-"), resumed=done > 0)
-    stream = embedded(run, count, "sensitivity-")
-    for block in run.progress.bar(range(len(run.model.blocks)), "sensitivities", len(run.model.blocks), "block"):
-        with run.clock.phase("load"):
-            run.model.load_block(block)
-        if block >= done:
-            with run.clock.phase("sensitivities"):
-                linears = [linear for linear in run.model.targets(block) if linear in schemes]
-                seen = _observe(stream, block, linears, found.of(block))
-                yield {name: _harms(run, name, schemes[name], *sums, total) for name, sums in seen.items()}
-        stream.forward(block)
-        run.model.unload_block(block)
-
-
-def _observe(
-    stream: Stream, block: int, linears: Sequence[str], behind: Tensor
-) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """Sum what each linear of a loaded block sees in all documents.
-
-    These are its squared inputs `[k]`, the squared gradients by its outputs `[n]`, float64, and the number of tokens.
-    `behind` are the gradients by the block's outputs.
-    """
-    model, rows = stream.model, stream.activations.rows
-    modules = {linear: model.module.get_submodule(model.paths[linear]) for linear in linears}
-    gradients_of = behind.split(rows)
+    #: Squared inputs `[k]` and squared gradients by the outputs `[n]`, float64 sums, and the number of tokens.
     sums: dict[str, tuple[Tensor, Tensor, int]] = {}
-    for part in parts(stream, block):
-        with explaining(model, INSTEAD):
-            seen = in_fixed_order(model, stream.progress, partial(_seen, stream, block, part, gradients_of, modules))
-        for linear, x, g, tokens in seen:
-            before = sums.get(linear)
-            sums[linear] = (x, g, tokens) if before is None else (before[0] + x, before[1] + g, before[2] + tokens)
-    return sums
 
+    @contextmanager
+    def watch(block: int) -> Iterator[None]:
+        seen: list[tuple[str, Tensor, Tensor, int]] = []
 
-@torch.enable_grad()
-def _seen(
-    stream: Stream, block: int, part: Sequence[int], behind: Sequence[Tensor], modules: Mapping[str, nn.Module]
-) -> list[tuple[str, Tensor, Tensor, int]]:
-    """Run some documents through a loaded block and back; return the sums of each call of its linears."""
-    found: list[tuple[str, Tensor, Tensor, int]] = []
-    device = stream.model.device
+        def see(linear: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            x = args[0].detach()
+            if x.numel():
+                output.register_hook(partial(add, linear, _squares(x), x.numel() // x.shape[-1]))
 
-    def see(linear: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        x = args[0].detach()
-        if x.numel():
-            output.register_hook(partial(add, linear, _squares(x), x.numel() // x.shape[-1]))
+        def add(linear: str, x: Tensor, tokens: int, g: Tensor) -> None:
+            seen.append((linear, x, _squares(g), tokens))
 
-    def add(linear: str, x: Tensor, tokens: int, g: Tensor) -> None:
-        found.append((linear, x, _squares(g), tokens))
+        with ExitStack() as stack:
+            for linear in schemes.keys() & run.model.targets(block):
+                module = run.model.module.get_submodule(run.model.paths[linear])
+                stack.callback(module.register_forward_hook(partial(see, linear)).remove)
+            yield
+        for linear, x, g, tokens in seen:  # behind a pass that did not fail
+            before = sums.get(linear, (0, 0, 0))
+            sums[linear] = x + before[0], g + before[1], tokens + before[2]
 
-    with ExitStack() as stack:
-        for linear, module in modules.items():
-            stack.callback(module.register_forward_hook(partial(see, linear)).remove)
-        hidden = stacked(stream.activations, part).detach().to(device, copy=True).requires_grad_()
-        passed_back = torch.stack([behind[number] for number in part]).to(device)
-        out = run_part(stream, block, part, {}, hidden)
-        gradient(stream.model, out, hidden, passed_back.view_as(out).to(out.dtype))
+    for _ in gradients.carried_back(run, embedded(run, count, "unquantized-"), watch):
+        with run.clock.phase("rounding"):
+            for linear in list(sums):
+                found[linear] = _harms(run, linear, schemes[linear], *sums.pop(linear), total)
     return found
 
 
@@ -108,7 +75,7 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _harms(
-    run: Run, linear: str, schemes: Sequence[Scheme], x: Tensor, g: Tensor, tokens: int, total: int
+    run: Run, linear: str, schemes: Collection[str], x: Tensor, g: Tensor, tokens: int, total: int
 ) -> dict[str, float]:
     """Compute the harm of a linear in each scheme: `sum(g (W - Q(W))^2 x) / 2`, with means over its tokens.
 
@@ -116,7 +83,7 @@ def _harms(
     """
     weight = run.model.weights.source(linear)
     found = {}
-    for scheme in schemes:
+    for scheme in map(Scheme.parse, sorted(schemes)):
         run.progress.check()
         with about(linear):
             q, _ = rtn.quantize(widened(weight, scheme.padded_k(weight.shape[1])), scheme)

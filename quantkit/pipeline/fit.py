@@ -1,13 +1,13 @@
-"""A folder that fits a size: a scheme for each linear by its harm, never worse than the best uniform scheme that fits.
+"""A folder that fits a size: a scheme for each linear by its harm, never worse than a uniform scheme that fits.
 
-The work is done in OUT's partial folder, whose journal has a line for the harms of each block. Two folders are made in
-it: of the uniform scheme that is predicted best, and of the mix. Both are judged on held-out text. The better one
-becomes OUT, with a recipe that makes the same bytes without this search.
+The work is done in OUT's partial folder, whose journal has the harms. Folders are made in it: of the mix, and of each
+uniform scheme whose predicted harm is within REACH of the mix's. They are judged on held-out text. The best one becomes
+OUT, with a recipe that makes the same bytes without this search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -36,17 +36,7 @@ from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
-from quantkit.planning.fit import (
-    Choice,
-    Group,
-    Harm,
-    Space,
-    expected_harm,
-    groups_of,
-    recipe_of,
-    schemes_of,
-    with_fixed,
-)
+from quantkit.planning.fit import Choice, Group, Harm, Space, expected_harm, groups_of, recipe_of, schemes_of
 from quantkit.planning.plan import Plan
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.fit_options import DENSE, FitOptions
@@ -57,9 +47,11 @@ from quantkit.text.sequences import Calibration
 from quantkit.text.sources import PACKAGED
 from quantkit.version import __version__
 
-UNIFORM, MIXED = "uniform", "mixed"
+MIXED = "mixed"
+#: A uniform scheme with so many times the predicted harm of the mix is not made: docs/algorithms.md 17.
+REACH = 1.3
 #: Sequences of held-out text, and the most tokens of each.
-HELD_OUT, LONGEST = 32, 512
+HELD_OUT, LONGEST = 16, 512
 #: The most bytes that the search adds to the report: of any model, and of each group.
 ADDED, ADDED_BY_GROUP = 32 * 2**10, 256
 #: How often the programme is solved again, because config and recipe take more bytes than was expected.
@@ -67,13 +59,18 @@ ATTEMPTS = 8
 
 
 class _Found(NamedTuple):
-    """A choice whose folder fits: its name, its plan, and the sum of its harm."""
+    """A choice whose folder fits: MIXED or the label of its scheme, its plan, and the sum of its harm."""
 
     name: str
     space: Space
     choice: Choice
     job: pipeline.Job
     harm: float
+
+    @property
+    def folder(self) -> str:
+        """The folder's name among the files of the run."""
+        return self.name.replace(":", "-")
 
 
 @dataclass(frozen=True)
@@ -85,53 +82,52 @@ class _Search:
     run: RunOptions
     spaces: Sequence[Space] = ()
 
-    def planned(self, space: Space, choice: Choice) -> pipeline.Job:
-        """Plan the folder of a choice."""
+    def planned(self, space: Space, choice: Choice) -> tuple[pipeline.Job, int, int]:
+        """Plan the folder of a choice; also return its most bytes, and by how many it is above the target."""
         made = recipe_of(self.job.recipe, space, choice)
-        return pipeline.job_of(self.job.src, self.job.model, made, None, self.run)
+        job = pipeline.job_of(self.job.src, self.job.model, made, None, self.run)
+        total = job.plan.total + ADDED + ADDED_BY_GROUP * len(space.groups)
+        return job, total, space.size(choice) - self.budget(space, total - space.size(choice))
 
-    def excess(self, space: Space, choice: Choice, total: int) -> int:
-        """Return by how many bytes a choice, whose folder takes `total`, is above the target."""
-        if self.asked.target_bits is not None:
-            return space.size(choice) - space.budget(self.asked.target_bits)
-        return total - (self.asked.target_size or 0)
+    def budget(self, space: Space, overhead: int) -> int:
+        """Return the most bytes of all linears, if the rest of the folder takes `overhead`."""
+        bits, size = self.asked.target_bits, self.asked.target_size
+        return (size or 0) - overhead if bits is None else space.budget(bits)
 
-    def uniform(self, harm: Harm) -> _Found | None:
-        """Find the uniform scheme of least harm that fits."""
+    def uniform(self, harm: Harm, reach: float = 0.0) -> list[_Found]:
+        """Find the uniform scheme of least harm that fits, and more with a harm of at most `reach`, the least first."""
+        found: dict[str, _Found] = {}
         every = [_Found(n, s, c, self.job, s.harm(c, harm)) for s in self.spaces for n, c in s.uniform.items()]
-        for each in sorted(every, key=lambda found: found.harm):
-            if self.excess(each.space, each.choice, each.space.overhead + each.space.size(each.choice)) <= 0:
-                job = self.planned(each.space, each.choice)
-                if self.excess(each.space, each.choice, _total(each.space, job)) <= 0:
-                    return each._replace(job=job)
-        return None
+        for each in sorted(every, key=lambda each: each.harm):
+            if found and each.harm > reach:
+                break
+            space = each.space
+            if each.name not in found and space.size(each.choice) <= self.budget(space, space.overhead):
+                job, _, excess = self.planned(space, each.choice)
+                found |= {each.name: each._replace(job=job)} if excess <= 0 else {}
+        return list(found.values())
 
     def mix(self, harm: Harm) -> _Found | None:
         """Find the choice of least harm that fits, and that the reader opens."""
         found = [each for space in self.spaces if (each := self._mix_of(space, harm)) is not None]
-        return min(
-            (each for each in found if self.opens(each.job.plan.folder)), key=lambda each: each.harm, default=None
-        )
+        opened = [each for each in found if self.opens(each.job.plan.folder)]
+        return min(opened, key=lambda each: each.harm, default=None)
 
     def some(self, harm: Harm) -> _Found:
         """Find a choice that fits; RecipeError if the reader opens none."""
-        found = self.mix(harm) or self.uniform(harm)
-        if found is None:
-            rule = f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes"
-            raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
-        return found
+        for found in (self.mix(harm), *self.uniform(harm)):
+            if found is not None:
+                return found
+        rule = f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes"
+        raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
 
     def _mix_of(self, space: Space, harm: Harm) -> _Found | None:
-        if self.asked.target_bits is not None:
-            budget = space.budget(self.asked.target_bits)
-        else:
-            budget = (self.asked.target_size or 0) - space.overhead
+        budget = self.budget(space, space.overhead)
         for _ in range(ATTEMPTS):
             choice = space.choose(harm, budget, 1 - self.run.min_share)
             if choice is None:
                 return None
-            job = self.planned(space, choice)
-            excess = self.excess(space, choice, _total(space, job))
+            job, _, excess = self.planned(space, choice)
             if excess <= 0:
                 return _Found(MIXED, space, choice, job, space.harm(choice, harm))
             budget = min(budget, space.size(choice)) - excess
@@ -143,9 +139,9 @@ class _Search:
 
     def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
         """List the size and the harm of what may be written, the smallest first, and whether it fits."""
-        rows = [(space, row) for space in self.spaces for row in space.curve(harm, mixes)]
         bits, size = self.asked.target_bits, self.asked.target_size
-        found = [{**row, "fits": row["bits"] <= bits if bits else row["bytes"] <= (size or 0)} for _, row in rows]
+        rows = [row for space in self.spaces for row in space.curve(harm, mixes)]
+        found = [{**row, "fits": row["bits"] <= bits if bits else row["bytes"] <= (size or 0)} for row in rows]
         return sorted(found, key=lambda row: (row["bytes"], row["scheme"]))
 
 
@@ -167,10 +163,9 @@ def plan(
     except RecipeError as error:
         return replace(pipeline.plan(model, recipe, out=out, **options), refusal=error)
     found = search.uniform(expected_harm)
-    best = found or search.some(expected_harm)
-    weights = sum(group.weights for group in best.space.groups if not (group.is_fixed and DENSE in group.bytes))
-    curve = [{**row, "harm": row["harm"] / weights} for row in search.curve(expected_harm, mixes=False)]
-    facts = {"best_uniform": found and found.name, "curve": curve}
+    best = found[0] if found else search.some(expected_harm)
+    curve = [{**row, "harm": row["harm"] / best.space.weights} for row in search.curve(expected_harm, mixes=False)]
+    facts = {"best_uniform": found[0].name if found else None, "curve": curve}
     return replace(pipeline.plan(model, best.job.recipe, out=out, **options), fit=facts)
 
 
@@ -212,8 +207,8 @@ def quantize(
 
 
 def _make(search: _Search, text: Calibration, work: Path, model: str | Path, measure: Measure | None) -> None:
-    """Make the folders in `work`, judge them, and leave the files of the better one there."""
-    asked, job = search.asked, search.job
+    """Make the folders in `work`, judge them, and leave the files of the best one there."""
+    asked, job, journal = search.asked, search.job, work / JOURNAL
     identity = {
         "version": __version__,
         "target": [asked.target_size, asked.target_bits, asked.allowed, asked.target],
@@ -222,23 +217,22 @@ def _make(search: _Search, text: Calibration, work: Path, model: str | Path, mea
         "device": job.model.device_name,
         "source": [[path.name, path.stat().st_size] for path in job.src.files()],
     }
-    journal = work / JOURNAL
     lines = read_journal(journal)
     if not lines:
         append_journal(journal, identity)
     elif differs := [key for key in identity if lines[0].get(key) != identity[key]]:
         rule = f"{work} was begun with other settings ({', '.join(differs)})"
         raise CheckpointError(rule, "give the former ones", Words("use", Option("overwrite", True)))
-    chosen = next((line["chosen"] for line in lines if "chosen" in line), None)
-    if chosen is None:
-        blocks = [line["harms"] for line in lines if "harms" in line]
-        chosen = _decide(search, text, work, model, measure, blocks)
-        append_journal(journal, {"chosen": chosen})
-    if (work / chosen).exists():
-        for path in sorted((work / chosen).iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
+    done = {key: value for line in lines for key, value in line.items()}
+    if "chosen" not in done:
+        done["chosen"] = _decide(search, text, work, model, measure, done.get("harms"))
+        append_journal(journal, {"chosen": done["chosen"]})
+    folders = [path for path in work.iterdir() if path.is_dir()]
+    if work / done["chosen"] in folders:
+        for path in sorted((work / done["chosen"]).iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
             files.rename(path, work / path.name)
-    for name in (UNIFORM, MIXED):
-        files.remove(work / name)
+    for folder in folders:
+        files.remove(folder)
 
 
 def _decide(
@@ -247,60 +241,64 @@ def _decide(
     work: Path,
     model: str | Path,
     measure: Measure | None,
-    blocks: list[sensitivity.Harms],
+    known: sensitivity.Harms | None,
 ) -> str:
-    """Measure harms, make the folders of the uniform scheme and of the mix, and return the name of the better one."""
+    """Measure harms, make the folders of the mix and of uniform schemes, and return the name of the best one."""
     asked, job, options = search.asked, search.job, search.run
     progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
     begin = partial(new_run, job.src, job.recipe, work=work, progress=progress, act_budget=options.act_budget)
-    free = [group for space in search.spaces for group in space.groups if not group.is_fixed]
-    labels: dict[str, dict[str, None]] = {}
-    for group in free:
-        for linear in group.linears:
-            labels.setdefault(linear, {}).update(dict.fromkeys(label for label in group.bytes if label != DENSE))
-    schemes = {linear: list(map(Scheme.parse, each)) for linear, each in labels.items()}
+    every = [group for space in search.spaces for group in space.groups if not group.is_fixed]
+    free = {group.name: group for group in every}
     with clock.phase("sensitivities"), progress.loop():
-        if len(blocks) < len(job.model.blocks):
-            begun = begin(model=job.model, sequences=text.sequences)
-            for harms in sensitivity.measure(begun, schemes, len(blocks)):
-                append_journal(work / JOURNAL, {"harms": harms})
-                blocks.append(harms)
-    known = {linear: by for harms in blocks for linear, by in harms.items()}
+        if known is None:
+            schemes: dict[str, set[str]] = {}
+            for group in every:
+                for linear in group.linears:
+                    schemes.setdefault(linear, set()).update(group.bytes.keys() - {DENSE})
+            found = sensitivity.measure(begin(model=job.model, sequences=text.sequences), schemes)
+            reached = {name: [found[m] for m in group.linears if m in found] for name, group in free.items()}
+            known = {
+                n: {label: sum(m[label] for m in each) for label in each[0]} for n, each in reached.items() if each
+            }
+            append_journal(work / JOURNAL, {"harms": known})
+    harm = partial(_measured, known)
     with clock.phase("programme"):
-        usual, harm = job.plan.scheme, partial(_measured, known)
-        spaces = [replace(space, groups=with_fixed(space.groups, known, usual)) for space in search.spaces]
-        search = replace(search, spaces=spaces)
-        found = {UNIFORM: search.uniform(harm), MIXED: search.mix(harm)}
-    made = {name: each for name, each in found.items() if each is not None} or {MIXED: search.some(harm)}
-    if len(made) == 2 and made[MIXED].job.recipe == made[UNIFORM].job.recipe:
-        del made[MIXED]
-    for name, each in made.items():
+        search = replace(search, spaces=[space.with_fixed(known, job.plan.scheme) for space in search.spaces])
+        mix = search.mix(harm)
+        reach = REACH * mix.harm if mix else 0.0
+        uniform = search.uniform(harm, reach)
+    made = [each for each in uniform if mix is None or each.harm <= reach]
+    if mix is not None and mix.job.recipe not in [each.job.recipe for each in made]:
+        made.append(mix)
+    for each in made:
         progress.note(f"{each.name}: {each.space.bits(each.space.size(each.choice))} bits/weight")
-        if not (work / name).exists():
-            with clock.phase(name):
-                pipeline.quantize(model, work / name, each.job.recipe, **{**vars(options), "overwrite": False})
+        if not (work / each.folder).exists():
+            with clock.phase(each.name):  # resume: there is nothing to go on with, or this run's own
+                given = {**vars(options), "overwrite": False, "resume": True}
+                pipeline.quantize(model, work / each.folder, each.job.recipe, **given)
     with clock.phase("divergence"), progress.loop():
         held, source = _held_out(search, text, progress)
-        folders = {name: Checkpoint(work / name, options.trust_remote_code) for name in made}
+        folders = {each.name: Checkpoint(work / each.folder, options.trust_remote_code) for each in made}
         judged = divergences(begin(model=job.model, sequences=held), folders)
-    chosen = min(judged, key=lambda name: (judged[name], name == UNIFORM))
-    best, report = made[chosen], load_report(work / chosen)
+    best = min(made, key=lambda each: judged[each.name])
+    report = load_report(work / best.folder)
     report["fit"] = {
         **{key: getattr(asked, key) for key in ("target_size", "target_bits", "allowed", "target")},
-        "chosen": chosen,
-        "best_uniform": made[UNIFORM].name if UNIFORM in made else None,
+        "chosen": best.name if best.name == MIXED else "uniform",
+        "best_uniform": uniform[0].name if uniform else None,
         "kld": judged,
+        "predicted": {each.name: each.harm for each in [*uniform[:1], *made]},
         "held_out": {"source": source, "sequences": len(held), "tokens": sum(map(len, held))},
-        "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group in free},
+        "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group.name in free},
         "curve": search.curve(harm, mixes=True),
         "seconds": clock.take(),
     }
-    if unknown := sorted({group.name for group in free if not known.keys() & set(group.linears)}):
+    if unknown := sorted(free.keys() - known):
         report["notices"].append(f"{unknown[0]} has the usual scheme: no text reaches it ({len(unknown)} such groups)")
     if measure is not None:
-        report["evaluation"] = measure(folders[chosen])
-    rewrite_report(work / chosen, report)
-    return chosen
+        report["evaluation"] = measure(folders[best.name])
+    rewrite_report(work / best.folder, report)
+    return best.folder
 
 
 def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOptions) -> _Search:
@@ -322,8 +320,8 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
             refused.append(error)
             continue
         least = {group.name: min(group.bytes, key=lambda each: (group.bytes[each], each)) for group in space.groups}
-        total, size = _total(space, search.planned(space, least)), space.size(least)
-        if search.excess(space, least, total) <= 0:
+        (_, total, excess), size = search.planned(space, least), space.size(least)
+        if excess <= 0:
             spaces.append(replace(space, overhead=total - size))
         smallest.append((total, space.bits(size)))
     if not smallest:
@@ -331,11 +329,6 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     if not spaces:
         raise _too_small(asked, min(smallest), recipe)
     return replace(search, spaces=spaces)
-
-
-def _total(space: Space, job: pipeline.Job) -> int:
-    """Return the most bytes of a folder with the report of a search."""
-    return job.plan.total + ADDED + ADDED_BY_GROUP * len(space.groups)
 
 
 def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> RecipeError:
@@ -378,8 +371,8 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
     )
 
 
-def _measured(harms: Mapping[str, Mapping[str, float]], group: Group, label: str) -> float:
-    return sum(harms.get(linear, {}).get(label, 0.0) for linear in group.linears)
+def _measured(harms: sensitivity.Harms, group: Group, label: str) -> float:
+    return harms.get(group.name, {}).get(label, 0.0)
 
 
 def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[list[Tensor], str]:
@@ -400,5 +393,5 @@ def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[l
             raise
         progress.note("the calibration text holds no more documents: the text that comes with quantkit judges")
         found = draw(replace(calib, data=PACKAGED, samples=HELD_OUT, lengths="own", text_column=None, split=None))
-    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][:HELD_OUT]
+    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][: min(HELD_OUT, len(used))]
     return held, str(found.facts["source"])

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -50,6 +50,11 @@ class Group:
     bytes: Mapping[str, int]
     is_fixed: bool = False
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether a pin leaves it dense."""
+        return self.is_fixed and DENSE in self.bytes
+
 
 @dataclass(frozen=True)
 class Space:
@@ -76,19 +81,22 @@ class Space:
         """Add up the harm of all groups."""
         return sum(harm(group, choice[group.name]) for group in self.groups)
 
+    @cached_property
+    def weights(self) -> int:
+        """The weights that mean bits are about: all but those of pinned dense linears."""
+        return max(1, sum(group.weights for group in self.groups if not group.is_dense))
+
     def budget(self, bits: float) -> int:
-        """Return the bytes of all linears at a mean of `bits`, to three decimals; pinned dense ones do not count."""
-        weights = sum(group.weights for group in self.groups if not (group.is_fixed and DENSE in group.bytes))
-        return self._dense + int((bits + 0.0005) * weights / 8)
+        """Return the bytes of all linears at a mean of `bits`, to three decimals."""
+        return self._dense + int((bits + 0.0005) * self.weights / 8)
 
     def bits(self, size: int) -> float:
         """Return the mean bits of a weight if the linears take `size` bytes; inverse of `budget`."""
-        weights = sum(group.weights for group in self.groups if not (group.is_fixed and DENSE in group.bytes))
-        return round(8 * (size - self._dense) / max(1, weights), 3)
+        return round(8 * (size - self._dense) / self.weights, 3)
 
-    @property
+    @cached_property
     def _dense(self) -> int:
-        return sum(group.bytes[DENSE] for group in self.groups if group.is_fixed and DENSE in group.bytes)
+        return sum(group.bytes[DENSE] for group in self.groups if group.is_dense)
 
     def choose(self, harm: Harm, budget: int, dense_share: float = 0.0) -> Choice | None:
         """Choose a scheme for each group: least harm, linears in at most `budget` bytes; None if there is no choice.
@@ -98,7 +106,7 @@ class Space:
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
-        found = [(i, label) for i, group in enumerate(self.groups) for label in _useful(group, harm, dense_share)]
+        found = [(i, label) for i, group in enumerate(self.groups) for label in sorted(group.bytes)]
         owner = np.array([i for i, _ in found])
         costs = np.array([harm(self.groups[i], label) for i, label in found])
         sizes = np.array([self.groups[i].bytes[label] for i, label in found]) / max(1, budget)
@@ -127,28 +135,21 @@ class Space:
         for point in range(POINTS if mixes and rows else 0):
             choice = self.choose(harm, min(sizes) + point * (max(sizes) - min(sizes)) // (POINTS - 1))
             rows += [] if choice is None or choice in self.uniform.values() else [("mixed", choice)]
-        found = [(name, self.size(choice), self.harm(choice, harm)) for name, choice in rows]
+        facts = [(name, self.size(choice), self.harm(choice, harm)) for name, choice in rows]
         return [
-            {
-                "scheme": name,
-                "layout": self.layout,
-                "bytes": self.overhead + size,
-                "bits": self.bits(size),
-                "harm": each,
-            }
-            for name, size, each in found
+            {"scheme": n, "layout": self.layout, "bytes": self.overhead + b, "bits": self.bits(b), "harm": h}
+            for n, b, h in facts
         ]
 
-
-def _useful(group: Group, harm: Harm, dense_share: float) -> list[str]:
-    """List the schemes of a group that no other one beats in both bytes and harm, and dense if some may be."""
-    if group.is_fixed:
-        return list(group.bytes)
-    dense, kept = [DENSE] if DENSE in group.bytes and dense_share else [], list[str]()
-    for label in sorted(group.bytes.keys() - {DENSE}, key=lambda each: (group.bytes[each], harm(group, each), each)):
-        if not kept or harm(group, label) < harm(group, kept[-1]):
-            kept.append(label)
-    return [*kept, *dense]
+    def with_fixed(self, known: Collection[str], label: str) -> Space:
+        """Fix the groups whose harm is not `known` to the scheme `label`, or to their widest one."""
+        found = []
+        for group in self.groups:
+            if group.name not in known:
+                chosen = label if label in group.bytes else max(group.bytes, key=lambda each: (group.bytes[each], each))
+                group = replace(group, bytes={chosen: group.bytes[chosen]}, is_fixed=True)
+            found.append(group)
+        return replace(self, groups=found)
 
 
 def schemes_of(allowed: str | None, recipe: Recipe) -> list[Scheme | None]:
@@ -207,17 +208,6 @@ def groups_of(
                 Words("leave it dense with", Setting("skip", re.escape(members[0]))),
             )
         found.append(Group(name, tuple(members), sum(prod(linears[m]) for m in members), sizes, bool(pins)))
-    return found
-
-
-def with_fixed(groups: Iterable[Group], known: Collection[str], label: str) -> list[Group]:
-    """Fix the groups none of whose linears has a `known` harm to the scheme `label`, or to their widest one."""
-    found = []
-    for group in groups:
-        if not any(linear in known for linear in group.linears):
-            chosen = label if label in group.bytes else max(group.bytes, key=lambda each: (group.bytes[each], each))
-            group = replace(group, bytes={chosen: group.bytes[chosen]}, is_fixed=True)
-        found.append(group)
     return found
 
 

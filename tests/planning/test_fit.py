@@ -11,7 +11,7 @@ import pytest
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
 from quantkit.layouts import LAYOUTS
-from quantkit.planning.fit import Group, Space, groups_of, patterns, recipe_of, schemes_of, with_fixed
+from quantkit.planning.fit import Group, Space, groups_of, patterns, recipe_of, schemes_of
 from quantkit.recipes.recipe import Recipe, from_mapping, matches
 
 CT = LAYOUTS["compressed-tensors"]
@@ -108,7 +108,8 @@ def test_a_pattern_of_a_layer_matches_no_other_one() -> None:
 
 
 def test_a_linear_that_no_text_reaches_is_not_given_the_fewest_bits() -> None:
-    found = with_fixed(groups(rtn()), [name for name in SHAPES if "layers.1." in name], "int4:g128")
+    space = Space("x", groups(rtn()))
+    found = space.with_fixed([g.name for g in space.groups if "layers.1." in g.name], "int4:g128").groups
     assert {tuple(g.bytes) for g in found if "layers.1." not in g.name} == {("int4:g128",)}
     assert all(len(g.bytes) > 1 and not g.is_fixed for g in found if "layers.1." in g.name)
 

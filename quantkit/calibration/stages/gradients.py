@@ -11,7 +11,8 @@ A run that is resumed reads the saved gradients, or computes them again to the s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ DAMP = 1.0
 DRAWING_BYTES = 16
 _INDEX = "activations-gradients.json"
 INSTEAD = Words("use", Setting("output_aware", False))
+#: Makes the context of one pass of a block forward and back. A pass that fails there may run again in a new one.
+Watch = Callable[[int], AbstractContextManager[None]]
 
 
 class Gradients(Stage):
@@ -64,7 +67,7 @@ class OutputGradients:
 
     def of(self, block: int) -> Tensor:
         """Read the gradient by a block's output hidden states to the device; CheckpointError if its file changed."""
-        found = files.load_tensor(_file(self.work, block), self.shape, self.dtype, self.hashes[block])
+        found = files.load_tensor(_file(self.work, block + 1), self.shape, self.dtype, self.hashes[block])
         return found.to(self.model.device)
 
     def root(self, block: int) -> Tensor:
@@ -94,27 +97,56 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
     gradient. NumericError for a gradient that is not finite.
     """
     model = run.model
-    dtype = torch.bfloat16 if model.dtype == torch.float16 else model.dtype  # float16 would underflow
+    dtype = _dtype(model)
     shape = tuple(stream.activations.hidden.shape)
     saved = _saved(run, stream, shape, dtype)
     if saved is not None:
         return saved
     if resumed:
         run.progress.warn(f"{run.work}: the gradients of the model's outputs are lost or damaged: computed again")
-    hashes = _go_forward(run, stream)
-    rows = stream.activations.rows
-    store = Activations(run.work, run.act_budget, rows, shape[1:], dtype, model.device, kind="gradients-")
+    hashes = [""] * len(model.blocks)
+    for block, found in carried_back(run, stream):
+        with run.clock.phase("save"):
+            hashes[block - 1] = files.save_tensor(_file(run.work, block), found)
+    index = {"shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
+    files.write_atomic(run.work / _INDEX, json.dumps(index).encode())
+    return OutputGradients(run.work, model, shape, dtype, hashes)
+
+
+def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Run the model forward and back; yield the gradients by the inputs of each block behind the first, the last first.
+
+    The first pair is the number of blocks, with the gradients by the last outputs. Each other block is still loaded
+    when its pair comes. With `watch`, each pass of a block back is in its context, and the first block has a pair too.
+    Raises as `measure`.
+    """
+    model, hidden, first = run.model, stream.activations.hidden, 0 if watch else 1
+    hashes = _go_forward(run, stream, first)
+    shape, dtype = tuple(hidden.shape), _dtype(model)
+    store = Activations(
+        run.work, run.act_budget, stream.activations.rows, shape[1:], dtype, model.device, kind="gradients-"
+    )
     with run.clock.phase("load"):
         model.weights.load_head()
     with run.clock.phase("gradients"):
         _sample(stream, store, run.recipe.calibration.seed)
     model.weights.drop_head()
-    with run.clock.phase("save"):
-        hashes.append(files.save_tensor(_file(run.work, len(hashes)), store.hidden))
-    _go_back(run, stream, store, hashes)
-    index = {"shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
-    files.write_atomic(run.work / _INDEX, json.dumps(index).encode())
-    return OutputGradients(run.work, model, shape, dtype, hashes)
+    yield len(model.blocks), store.hidden
+    blocks = range(len(model.blocks) - 1, first - 1, -1)
+    for block in run.progress.bar(blocks, "gradients, backward", len(blocks), "block"):
+        with run.clock.phase("load"):
+            model.load_block(block)
+            hidden.copy_(  # the tensor that was read has no name, so that it is freed here
+                files.load_tensor(_file(run.work, block), shape, model.dtype, hashes[block])
+            )
+        with run.clock.phase("gradients"):
+            _carry_back(stream, block, store, watch)
+        yield block, store.hidden
+        model.unload_block(block)
+
+
+def _dtype(model: BlockRunner) -> torch.dtype:
+    return torch.bfloat16 if model.dtype == torch.float16 else model.dtype  # float16 would underflow
 
 
 def _saved(run: Run, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
@@ -123,19 +155,19 @@ def _saved(run: Run, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype)
         index: Any = json.loads((run.work / _INDEX).read_text())
         found = OutputGradients(run.work, run.model, shape, dtype, index["hashes"])
         for block in range(len(found.hashes)):
-            files.load_tensor(_file(run.work, block), shape, dtype, found.hashes[block])
+            files.load_tensor(_file(run.work, block + 1), shape, dtype, found.hashes[block])
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return None
     return found if len(found.hashes) == len(run.model.blocks) else None
 
 
-def _go_forward(run: Run, stream: Stream) -> list[str]:
-    """Run all blocks, save the inputs of each but the first, and list the hashes of the files."""
-    model, hashes = run.model, list[str]()
+def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
+    """Run all blocks, save the inputs of those from `first` on, and list the hashes of the files."""
+    model, hashes = run.model, [""] * first
     for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"):
-        if block:
+        if block >= first:
             with run.clock.phase("save"):
-                hashes.append(files.save_tensor(_file(run.work, block - 1), stream.activations.hidden))
+                hashes.append(files.save_tensor(_file(run.work, block), stream.activations.hidden))
         with run.clock.phase("load"):
             model.load_block(block)
         stream.forward(block)
@@ -175,28 +207,12 @@ def _drawn(model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.
     return gradient(model, logits, hidden, wanted.to(logits.dtype))
 
 
-def _go_back(run: Run, stream: Stream, store: Activations, hashes: list[str]) -> None:
-    """Carry the gradients from the last block back to the second one, and save them in place of hidden states."""
-    model, hidden = run.model, stream.activations.hidden
-    for block in run.progress.bar(range(len(hashes) - 1, 0, -1), "gradients, backward", len(hashes) - 1, "block"):
-        with run.clock.phase("load"):
-            model.load_block(block)
-            hidden.copy_(  # the tensor that was read has no name, so that it is freed here
-                files.load_tensor(_file(run.work, block - 1), tuple(hidden.shape), model.dtype, hashes[block - 1])
-            )
-        with run.clock.phase("gradients"):
-            _carry_back(stream, block, store)
-        with run.clock.phase("save"):
-            hashes[block - 1] = files.save_tensor(_file(run.work, block - 1), store.hidden)
-        model.unload_block(block)
-
-
-def _carry_back(stream: Stream, block: int, store: Activations) -> None:
+def _carry_back(stream: Stream, block: int, store: Activations, watch: Watch | None) -> None:
     """Run a loaded block back: replace the gradients by its outputs with the gradients by its inputs."""
     model, behind = stream.model, store.hidden.split(store.rows)
     for part in parts(stream, block):
         with explaining(model, INSTEAD):
-            found = in_fixed_order(model, stream.progress, partial(_carried, stream, block, part, behind))
+            found = in_fixed_order(model, stream.progress, partial(_carried, stream, block, part, behind, watch))
         if not is_finite(found):
             raise NumericError("its gradient is not finite", INSTEAD, subject=model.blocks[block])
         for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
@@ -204,13 +220,16 @@ def _carry_back(stream: Stream, block: int, store: Activations) -> None:
 
 
 @torch.enable_grad()
-def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
+def _carried(
+    stream: Stream, block: int, part: Sequence[int], gradients: Sequence[Tensor], watch: Watch | None
+) -> Tensor:
     """Compute the gradients by a loaded block's inputs from those by its outputs, for some documents."""
     device = stream.model.device
     hidden = stacked(stream.activations, part).detach().to(device, copy=True).requires_grad_()
     behind = torch.stack([gradients[number] for number in part]).to(device)
-    out = run_part(stream, block, part, {}, hidden)
-    return gradient(stream.model, out, hidden, behind.view_as(out).to(out.dtype))
+    with watch(block) if watch else nullcontext():
+        out = run_part(stream, block, part, {}, hidden)
+        return gradient(stream.model, out, hidden, behind.view_as(out).to(out.dtype))
 
 
 def _empty(size: int, model: BlockRunner) -> Hessian:
@@ -220,4 +239,5 @@ def _empty(size: int, model: BlockRunner) -> Hessian:
 
 
 def _file(work: Path, block: int) -> Path:
+    """Name the file of a block's inputs, and then of the gradients by them."""
     return work / f"activations-gradient-{block}.bin"
