@@ -26,7 +26,7 @@ from quantkit.bench import roofline
 from quantkit.cli.show import table
 from quantkit.core.scheme import Scheme
 from quantkit.models.devices import device_of
-from quantkit.recipes.recipe import from_mapping, gptq_of
+from quantkit.recipes.recipe import from_mapping, written
 
 #: Weights of Llama 3 8B.
 SHAPES = ("4096x4096", "14336x4096", "4096x14336")
@@ -38,7 +38,7 @@ def measure(n: int, k: int, scheme: Scheme, device: torch.device, rounds: int) -
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(2 * k, k, generator=generator, device=device)
     x += torch.randn(2 * k, 1, generator=generator, device=device)
-    h, options = x.T @ x, from_mapping(gptq_of(scheme)).gptq
+    h, options = x.T @ x, from_mapping({"scheme": written(scheme)}).gptq
     del x
     weight = torch.randn(n, k, generator=generator, device=device).to(torch.bfloat16)
     factor = factorize(h, options)

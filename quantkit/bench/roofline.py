@@ -1,28 +1,21 @@
-"""Compare timings of kernels with cuBLAS of the same run, with the floor, and with published figures.
+"""Compare timings of kernels with cuBLAS of the same run and with the floor.
 
 Pure arithmetic on measured times. The floor of a kernel is the time to move its bytes at the speed of a copy, or to
-multiply at the speed of a large dense product, whichever is longer. Kernels that were timed elsewhere are compared by
-their speedup over the cuBLAS of their own run, which cancels clocks and cards.
+multiply at the speed of a large dense product, whichever is longer.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from quantkit.bench.workloads import MODELS
-from quantkit.errors import CheckpointError, RecipeError
-from quantkit.io import files
-
-#: (kernel, n, k, m) -> its speedup over cuBLAS.
-Peers = dict[tuple[str, int, int, int], float]
+from quantkit.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -151,75 +144,6 @@ def table(rows: Sequence[dict[str, Any]]) -> bytes:
     writer.writeheader()
     writer.writerows({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in row.items()} for row in rows)
     return text.getvalue().encode()
-
-
-def read_peers(path: Path, names: Sequence[str]) -> Peers:
-    """Read the speedups of the kernels `names` from a CSV with columns K, N, M, kernel, speedup_vs_cublas.
-
-    The best of several figures for one cell counts. CheckpointError for a file that is no such CSV. RecipeError for no
-    names and for unknown ones, with those that the file has.
-    """
-    found: Peers = {}
-    with files.open_regular(path) as file:
-        text = file.read()
-    try:
-        for row in csv.DictReader(io.StringIO(text.decode(), newline="")):
-            if not row["speedup_vs_cublas"]:
-                continue  # a row of a plain read has no speedup
-            key = (row["kernel"], int(row["N"]), int(row["K"]), int(row["M"]))
-            speedup = float(row["speedup_vs_cublas"])
-            if not 0 < speedup < math.inf:
-                raise ValueError
-            found[key] = max(speedup, found.get(key, 0.0))
-    except (KeyError, ValueError, TypeError, csv.Error) as error:
-        raise CheckpointError(
-            "no CSV of speeds: it needs the columns kernel, K, N, M and speedup_vs_cublas, and numbers in all "
-            "but the first",
-            subject=path,
-        ) from error
-    known = sorted({kernel for kernel, *_ in found})
-    for name in names or ("",):
-        if name not in known:
-            asked = f"no kernel {name!r} in {path}" if name else f"which kernels of {path} to compare with is not said"
-            raise RecipeError(f"use --peer with one of {', '.join(known) or 'none, it is empty'}", subject=asked)
-    return {key: speedup for key, speedup in found.items() if key[0] in names}
-
-
-def compare(cells: Iterable[Cell], peers: Peers) -> dict[str, Any]:
-    """Compare cells with the best of `peers` for the same n, k and m, by speedup over cuBLAS.
-
-    `compared` counts the cells with a peer's figure, `missing` those without. `mean` is the geometric mean of our
-    speedup over theirs (None if no cell was compared), `slower` lists the cells that are behind, the worst first.
-    """
-    best: dict[tuple[int, int, int], tuple[float, str]] = {}
-    for (kernel, n, k, m), speedup in peers.items():
-        best[n, k, m] = max((speedup, kernel), best.get((n, k, m), (0.0, "")))
-    ratios: list[float] = []
-    slower: list[dict[str, Any]] = []
-    missing = 0
-    for cell in cells:
-        found = best.get((cell.layer.n, cell.layer.k, cell.m))
-        if found is None:
-            missing += 1
-            continue
-        speedup, kernel = found
-        ratios.append(cell.speedup / speedup)
-        if ratios[-1] < 1:
-            slower.append(
-                {
-                    "layout": cell.layout,
-                    "scheme": cell.scheme,
-                    "layer": cell.layer.name,
-                    "M": cell.m,
-                    "speedup_vs_cublas": cell.speedup,
-                    "peer": kernel,
-                    "peer_speedup": speedup,
-                    "ratio": ratios[-1],
-                }
-            )
-    slower.sort(key=lambda row: row["ratio"])
-    mean = geometric_mean(ratios) if ratios else None
-    return {"compared": len(ratios), "missing": missing, "mean": mean, "slower": slower}
 
 
 def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

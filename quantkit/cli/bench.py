@@ -77,17 +77,7 @@ def bench() -> None:
     help="Portable: those for sm_80 and newer [fastest].",
 )
 @click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
-@click.option("--against", type=options.PATH, metavar="CSV", help="Figures of other kernels, or of an earlier run.")
-@click.option("--peer", multiple=True, metavar="NAME", help="The kernel in it to compare with, the best of several.")
-def kernels(
-    kernel: str,
-    csv: Path | None,
-    against: Path | None,
-    peer: tuple[str, ...],
-    as_json: bool,
-    progress: Progress,
-    **asked: Any,
-) -> None:
+def kernels(kernel: str, csv: Path | None, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Time the kernels of packed weights.
 
     Beside cuBLAS on weights that were never quantized, a copy and the floor that these set; a wrong product is an
@@ -98,9 +88,6 @@ def kernels(
     from quantkit.io import files
 
     _require_writable(csv, ".csv")
-    if peer and against is None:
-        raise click.UsageError("--peer names a kernel of --against: give both")
-    peers = roofline.read_peers(against, peer) if against is not None else None
     models = asked["model"] or (() if asked["shape"] else ("llama3-8b",))
     measured = time_kernels(
         layers=roofline.layers(models, asked["shape"]),
@@ -112,7 +99,7 @@ def kernels(
         portable=kernel == "portable",
     )
     rows = measured.rows()
-    found = measured.to_dict() | ({"against": roofline.compare(measured.cells, peers)} if peers is not None else {})
+    found = measured.to_dict()
     if csv is not None:
         files.write_atomic(csv, roofline.table(rows))
     emit(show.as_json(found) if as_json else format_speeds(found))
@@ -158,7 +145,7 @@ def _require_writable(path: Path | None, suffix: str) -> None:
 
 
 def format_speeds(found: Mapping[str, Any]) -> str:
-    """Format the table of `bench kernels`, the machine, and the cells in which a peer is faster."""
+    """Format the table of `bench kernels` and the machine."""
     lines = [show.table(SPEEDS, (_speed(row) for row in found["rows"])), ""]
     keys = ("layout", "scheme", "model", "M", "speedup_vs_cublas", "floor_speedup")
     averages = [_cells(row, keys) for row in found["means"]]
@@ -168,14 +155,6 @@ def format_speeds(found: Mapping[str, Any]) -> str:
         f"{device['gpu']}, torch {device['torch']}, CUDA {device['cuda']}, {device['dtype']}: copy "
         f"{device['copy'] / 1e9:.0f} GB/s, dense product {device['rate'] / 1e12:.0f} TFLOP/s, which make the floor"
     )
-    against = found.get("against")
-    if against is None:
-        return "\n".join(lines)
-    names = ("layout", "scheme", "layer", "M", "speedup_vs_cublas", "peer", "peer_speedup", "ratio")
-    slower = [_cells(row, names) for row in against["slower"]]
-    lines += ["", show.table(names, slower)] if slower else []
-    mean = f", geometric mean {against['mean']:.3f} of its speedup" if against["compared"] else ""
-    lines.append(f"compared: {against['compared']} cells, {len(slower)} slower{mean}; no figure: {against['missing']}")
     return "\n".join(lines)
 
 

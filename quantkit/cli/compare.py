@@ -28,20 +28,6 @@ _COUNT = click.IntRange(min=1)
 OVER_ALL = ("samples", "max_length")
 
 
-class Part(click.ParamType):  # type: ignore[type-arg]
-    """A part and the number of parts, like 1/3."""
-
-    name = "i/n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        number, slash, count = str(value).partition("/")
-        if not (slash and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-            self.fail(f"{value!r} is no part: write it like 1/3", param, ctx)
-        return int(number), int(count)
-
-
 @command(
     "compare",
     "quantkit compare ./model -o table --recipes int4:g128:rtn,int4-gptq,fp6:channel:gptq --calib packaged,self",
@@ -108,11 +94,7 @@ class Part(click.ParamType):  # type: ignore[type-arg]
     click.option("--batch-size", type=_COUNT, default=8, metavar="N", help="Questions and documents at a time [8]."),
     click.option("--code-batch-size", type=_COUNT, default=16, metavar="N", help="Programs at a time [16]."),
 )
-@section(
-    "Advanced",
-    click.option("--part", type=Part(), default=(1, 1), help="Make one of N parts of the rows, like 1/3 [all]."),
-    options.source,
-)
+@section("Advanced", options.source)
 def compare(
     model: str,
     out: Path,

@@ -349,7 +349,6 @@ OTHERS = Engine(
 
 _ELSEWHERE = "tests/layouts/test_loads_elsewhere.py, transformers 5.23 and compressed-tensors 0.20, 2026-11-23"
 _DECODES = "transformers 5.23 with compressed-tensors 0.20, tests/layouts/test_loads_elsewhere.py, 2026-11-23"
-_FOR_GOOD = "the first call decodes the weight for good"
 _PLAIN, _DEQUANTIZED, _THROUGH, _REGISTERED = (
     f"transformers ({how})"
     for how in (

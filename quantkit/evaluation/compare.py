@@ -69,7 +69,6 @@ def compare(
     namespaces: bool = True,
     rouge: str | Path | None = None,
     max_new_tokens: int | None = None,
-    part: tuple[int, int] = (1, 1),
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -87,8 +86,7 @@ def compare(
     in their codes alone. A scheme that no layout stores is judged without being packed.
 
     Finished rows are kept in `out`: the same call continues, also with more recipes or texts, and several processes
-    share the rows. `part` (1, 3) is the first of three parts of the rows. Raises a QuantkitError, before any work, for
-    what a row would refuse.
+    share the rows. Raises a QuantkitError, before any work, for what a row would refuse.
 
     Example:
 
@@ -103,9 +101,6 @@ def compare(
     """
     progress, out = reporter(progress), Path(out)
     _require_folder(out)
-    number, count = part
-    if not 1 <= number <= count:
-        raise RecipeError(f"part {number} of {count} is none", Words("use", Option("part", "1/3")))
     asked = {name: merge(load_named_or_scheme(name), settings or {}) for name in _listed(recipes)}
     sources, texts = labelled(_listed(calib), "calib"), labelled(_listed(text), "text")
     seeds = list(seeds)
@@ -124,7 +119,7 @@ def compare(
     judges = Judges(texts, {"window": window, "tokens": tokens}, exams)
     run: Any = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     rows = Rows(model, out, judges, progress, run)
-    mine = [entry for entry in entries[number - 1 :: count] if rows.lacks(entry)]
+    mine = [entry for entry in entries if rows.lacks(entry)]
     rows.require(mine)
     files.make_folder(out / ROWS, parents=True)
     failed: dict[str, str] = {}

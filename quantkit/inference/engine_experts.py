@@ -140,21 +140,17 @@ def multiply_experts(
     (m, topk), (first, second) = ids.shape, (layer.first, layer.second)
     routing = route(ids.contiguous(), layer.experts, kernels[0].tile(m, topk))
     h = x.new_empty(m * topk, first.weight.n)
-    kernels[0].launch(_ordered(first, stacks[0]), as_matrix(x, first.weight.k), routing, h, gather=True)
+    kernels[0].launch(first.ordered(stacks[0]), as_matrix(x, first.weight.k), routing, h, gather=True)
     if layer.activation == "silu" and (first.weight.n, second.weight.k) == (first.out, first.out // 2):
         a = x.new_empty(m * topk, second.weight.k)
         silu_multiply(h, a)
     else:
         a = layer.activated(h)
     z = x.new_empty(m * topk, second.weight.n)
-    kernels[1].launch(_ordered(second, stacks[1]), a, routing, z, gather=False, weights=weights.float().contiguous())
+    kernels[1].launch(second.ordered(stacks[1]), a, routing, z, gather=False, weights=weights.float().contiguous())
     y = x.new_empty(m, second.weight.n)
     sum_choices(z, y)
     return y[:, : second.out].contiguous()
-
-
-def _ordered(one: Prepared, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors if one.order is None else [tensors[i] for i in one.order]
 
 
 def _on_cpu(

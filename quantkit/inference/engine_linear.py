@@ -45,6 +45,10 @@ class Prepared:
     dtype: torch.dtype
     checked: set[tuple[int, ...]] = field(default_factory=set)
 
+    def ordered(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Put tensors, which are in the order of calls, in that of the kernel."""
+        return tensors if self.order is None else [tensors[i] for i in self.order]
+
 
 #: Handle -> product.
 PREPARED: list[Prepared] = []
@@ -101,7 +105,7 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     if x.dtype is not one.dtype:
         asked, ready = dtype_name(x.dtype), dtype_name(one.dtype)
         raise KernelError(f"a weight prepared for {ready} got {asked} activations", f"prepare it for {asked}")
-    packed = tensors if one.order is None else [tensors[i] for i in one.order]
+    packed = one.ordered(tensors)
     if tuple([tensor.data_ptr() for tensor in packed]) not in one.checked:
         _check(one, tensors, device)
     if len(shape) != 2 or shape[1] != k or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
@@ -131,7 +135,7 @@ def as_matrix(x: Tensor, k: int) -> Tensor:
 
 def _check(one: Prepared, tensors: Sequence[Tensor], device: torch.device) -> None:
     """Check the tensors of a weight; KernelError if the kernels would read them wrongly."""
-    packed = tensors if one.order is None else [tensors[i] for i in one.order]
+    packed = one.ordered(tensors)
     check_packed(one.weight, dict(zip(one.weight.tensors, packed, strict=True)), device)
     if len(one.checked) > 4096:  # weights that move between devices
         one.checked.clear()

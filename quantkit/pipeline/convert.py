@@ -47,6 +47,14 @@ BUDGET = 256 * 2**20
 BATCH = 4 * 2**20
 #: The most workers: more would wait for the writing and the hashing thread.
 MOST_WORKERS = 4
+#: The key of an error that a linear may have of a run -> the event in words, and the key of the mean error.
+LOSSES = {
+    "requantized_error": ("were rounded again: relative to the source's weights", "requantized_error"),
+    "scale_error": (
+        "had scales that are no float16 values, rounded: relative error of the weights",
+        "mean_scale_error",
+    ),
+}
 
 
 def pack(
@@ -119,9 +127,8 @@ def pack(
         if lost:  # then the figures describe other values
             report.pop("evaluation", None)
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
-        report["same_values"] = len(layers) - len(
-            {*_rounded_again(layers, recorded), *_rounded_scales(layers, recorded)}
-        )
+        changed = {each["name"] for key in LOSSES for each in _lost(layers, recorded, key)}
+        report["same_values"] = len(layers) - len(changed)
         return finish(writer, src, partial, Path(out), schemes, report, planned.share, clock, overwrite)
 
 
@@ -241,44 +248,21 @@ def _routers(src: Checkpoint) -> list[str]:
     return [module for module in beside if len(src.shape(f"{module}.weight")) == 2]
 
 
-def _rounded_again(
-    layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Mapping[str, Any]]:
-    """Find the layers that `requantize` rounded in this run; `recorded` has the facts of the source's report."""
-    return {
-        layer["name"]: layer
-        for layer in layers
-        if layer.get("requantized_error") != recorded.get(layer["name"], {}).get("requantized_error")
-    }
-
-
-def _rounded_scales(
-    layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Mapping[str, Any]]:
-    """Find the layers whose scales were rounded in this run; `recorded` has the facts of the source's report."""
-    return {
-        layer["name"]: layer
-        for layer in layers
-        if "scale_error" in layer and "scale_error" not in recorded.get(layer["name"], {})
-    }
+def _lost(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Find the layers with an error of this run under a `key`; `recorded` has the facts of the source's report."""
+    return [each for each in layers if key in each and each[key] != recorded.get(each["name"], {}).get(key)]
 
 
 def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Warn, in a line each, how much rounding again and rounding scales lost in this run."""
-    again = ("were rounded again: relative to the source's weights", "requantized_error", "requantized_error")
-    scales = (
-        "had scales that are no float16 values, rounded: relative error of the weights",
-        "scale_error",
-        "mean_scale_error",
-    )
-    found = ((_rounded_again(layers, recorded), *again), (_rounded_scales(layers, recorded), *scales))
-    return [_loss(lost, len(layers), *words) for lost, *words in found if lost]
-
-
-def _loss(lost: Mapping[str, Mapping[str, Any]], of: int, event: str, worst_key: str, mean_key: str) -> str:
-    worst, name = max((float(layer[worst_key]), name) for name, layer in lost.items())
-    mean = sum(float(layer[mean_key]) for layer in lost.values()) / len(lost)
-    return f"{len(lost)} of {of} linears {event}, mean {mean:.4g}, worst {worst:.4g} ({name})"
+    found = []
+    for key, (event, mean_key) in LOSSES.items():
+        if lost := _lost(layers, recorded, key):
+            worst, name = max((float(layer[key]), layer["name"]) for layer in lost)
+            mean = sum(float(layer[mean_key]) for layer in lost) / len(lost)
+            words = f"{len(lost)} of {len(layers)} linears {event}, mean {mean:.4g}, worst {worst:.4g} ({name})"
+            found.append(words)
+    return found
 
 
 def packed_source(checkpoint: str | Path, trust_remote_code: bool = False) -> tuple[Checkpoint, Layout]:

@@ -311,16 +311,6 @@ def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool 
     return job, text
 
 
-def prune(
-    model: str | Path, out: str | Path, recipe: Recipe, measure: Measure | None = None, **options: Unpack[RunKeywords]
-) -> dict[str, Any]:
-    """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
-
-    Dtypes and config stay; everything else is as for `quantize` (ALGORITHMS 9).
-    """
-    return quantize(model, out, recipe, measure, **options)
-
-
 def quantize(
     model: str | Path,
     out: str | Path,
@@ -328,7 +318,7 @@ def quantize(
     measure: Measure | None = None,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
-    """Quantize or prune a causal LM (folder or hub id) into a new folder `out`; return its report.
+    """Quantize or prune (ALGORITHMS 9) a causal LM (folder or hub id) into a new folder `out`; return its report.
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
     continues. `measure` evaluates the finished folder before it is published.

@@ -141,27 +141,13 @@ class Memory:
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
+            on_cpu = Words("use", Option("device", "cpu"))
+            what, ways = "the weights of the largest block take", (on_cpu, "a GPU with more memory")
             if AUTHOR in self.vram:
-                whole = (
-                    f"the whole model, which writes its calibration text, takes {_gb(self.least_vram)} of GPU memory,"
-                )
-                raise QuantkitError(Words(whole, self._there(there)), INSTEAD, Words("use", Option("device", "cpu")))
-            if WHOLE in self.vram:
-                raise QuantkitError(
-                    Words(
-                        f"the whole model, unquantized and quantized, takes {_gb(self.least_vram)} of GPU memory,",
-                        self._there(there),
-                    ),
-                    Words("use", Option("device", "cpu")),
-                    "a GPU with more memory",
-                )
-            raise QuantkitError(
-                Words(
-                    f"the weights of the largest block take {_gb(self.least_vram)} of GPU memory,", self._there(there)
-                ),
-                Words("use", Option("device", "cpu")),
-                "a GPU with more memory",
-            )
+                what, ways = "the whole model, which writes its calibration text, takes", (INSTEAD, on_cpu)
+            elif WHOLE in self.vram:
+                what = "the whole model, unquantized and quantized, takes"
+            raise QuantkitError(Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there)), *ways)
 
     def _smaller(self) -> str:
         """Name the option that reduces the largest part of the RAM, if there is one."""
@@ -353,10 +339,7 @@ def tuning_memory(
         STUDENT: student + ROUNDING_BYTES * max((n * k for n, k in quantized.values()), default=0),
         DOCUMENT: tokens * (token + 4 * LOGITS * (_stated(src, "vocab_size") or 0)),
     }
-    if not cuda:
-        return Memory({"program": program_bytes(cuda, training=True), **parts})
-    host = {"program": program_bytes(cuda, training=True)}
-    return Memory(host, {"CUDA": CUDA_DEVICE, **parts}, least_vram=whole + student)
+    return _where_it_computes(cuda, parts, least=whole + student, training=True)
 
 
 def writing_memory(src: Checkpoint, calib: Calib, device: str) -> Memory:
@@ -370,10 +353,12 @@ def writing_memory(src: Checkpoint, calib: Calib, device: str) -> Memory:
         "keys and values": max(row, min(CACHE_BYTES[device], rows * row)),
         "logits": LOGIT_BYTES * rows * (_stated(src, "vocab_size") or 0),
     }
-    program = {"program": program_bytes(device == "cuda")}
-    if device == "cpu":
-        return Memory({**program, **parts})
-    return Memory(program, {"CUDA": CUDA_DEVICE, **parts}, least_vram=sum(parts.values()))
+    return _where_it_computes(device == "cuda", parts, least=sum(parts.values()))
+
+
+def _where_it_computes(cuda: bool, parts: dict[str, int], least: int, training: bool = False) -> Memory:
+    program = {"program": program_bytes(cuda, training=training)}
+    return Memory(program, {"CUDA": CUDA_DEVICE, **parts}, least) if cuda else Memory({**program, **parts})
 
 
 def _stated(src: Checkpoint, key: str) -> int | None:

@@ -183,11 +183,6 @@ def written(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def gptq_of(scheme: Scheme) -> dict[str, Any]:
-    """Return the mapping of the recipe that quantizes to a scheme by GPTQ with the default settings."""
-    return {"scheme": written(scheme), "method": "gptq"}
-
-
 def pruning_from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Recipe:
     """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
     asked = read(mapping, pruning_keys(kind))

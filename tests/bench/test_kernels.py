@@ -1,4 +1,4 @@
-"""`bench kernels`: shapes, copies, floors and comparisons, without a GPU; on one all layouts and wrong products."""
+"""`bench kernels`: shapes, copies, floors without a GPU; on one all layouts and wrong products."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from quantkit.bench import kernels, roofline, timing
-from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers, read_peers
+from quantkit.bench.roofline import Cell, Device, Layer, floor, layers
 from quantkit.cli.bench import format_speeds
-from quantkit.cli.show import as_json
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, KernelError, RecipeError
+from quantkit.errors import KernelError, RecipeError
 from quantkit.kernels import LAUNCHERS, MATMULS, missing, proof
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
@@ -33,12 +32,6 @@ CELL = Cell(QKV, 16, "marlin", "int4:g128", "matmul", "hopper", 8.0, 16.0, 20.0,
 
 def cell(us: float, layer: Layer = QKV, m: int = 16) -> Cell:
     return replace(CELL, time_us=us, layer=layer, m=m)
-
-
-def write(path: Path, *rows: tuple[Any, ...]) -> Path:
-    head = "layer,K,N,M,kernel,time_us,speedup_vs_cublas"
-    path.write_text("\n".join([head, *(",".join(map(str, row)) for row in rows)]) + "\n")
-    return path
 
 
 def test_the_shapes_are_those_of_the_published_figures(shared: Path) -> None:
@@ -166,71 +159,6 @@ def _stored(n: int, k: int) -> Any:
     return LAYOUTS["marlin"].stored(Scheme.parse("int4:g128"), n, k).values()
 
 
-def test_layers_are_found_by_n_and_k_in_this_order(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "p.csv",
-        ("other name", 4096, 6144, 16, "a", 1.0, 2.5),
-        ("llama3-8b qkv", 6144, 4096, 16, "a", 1.0, 9.0),
-        ("llama3-8b qkv", 4096, 6144, 8, "a", 1.0, 9.0),
-    )
-    (row,) = compare([cell(8.0)], read_peers(path, ["a"]))["slower"]
-    assert (row["peer_speedup"], row["ratio"]) == (2.5, 0.8)
-
-
-def test_the_best_peer_counts_and_missing_figures_are_counted(tmp_path: Path) -> None:
-    o, down = layers(["llama3-8b"], [])[1], layers(["llama3-8b"], [])[3]
-    path = write(
-        tmp_path / "p.csv",
-        ("", 4096, 6144, 16, "a", 1.0, 1.6),
-        ("", 4096, 6144, 16, "b", 1.0, 2.5),
-        ("", 4096, 6144, 16, "unasked", 1.0, 7.0),
-        ("", 4096, 4096, 16, "a", 1.0, 1.0),
-        ("", 4096, 4096, "", "plain read", 1.0, ""),
-    )
-    found = compare([cell(8.0), cell(4.0, o), cell(8.0, down)], read_peers(path, ["a", "b"]))
-    assert (found["compared"], found["missing"], len(found["slower"])) == (2, 1, 1)
-    assert found["slower"][0]["peer"] == "b" and found["mean"] == pytest.approx((0.8 * 4.0) ** 0.5)
-    assert compare([cell(8.0, down)], read_peers(path, ["a"])) == {
-        "compared": 0,
-        "missing": 1,
-        "mean": None,
-        "slower": [],
-    }
-
-
-def test_published_files_are_read(shared: Path) -> None:
-    assert len(read_peers(shared / "bench" / "humming_h200.csv", ["humming_int4_g128"])) == 72
-    found = read_peers(shared / "bench" / "peers_h200.csv", ["marlin_int4_g128", "marlin_int4_per_channel"])
-    assert len(found) == 144
-    with pytest.raises(RecipeError, match=r"no kernel 'humming'.*marlin_int4_g128"):
-        read_peers(shared / "bench" / "peers_h200.csv", ["humming"])
-
-
-def test_a_run_of_ours_can_be_compared_with_a_later_one(tmp_path: Path) -> None:
-    (tmp_path / "old.csv").write_bytes(roofline.table([CELL.row(H200)]))
-    found = compare([cell(10.0)], read_peers(tmp_path / "old.csv", ["matmul"]))
-    assert found["slower"][0]["ratio"] == pytest.approx(0.8)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"a,b\n1,2\n",
-        b"\xff\xfe\x00",
-        b"K,N,M,kernel,speedup_vs_cublas\n1,2,x,k,1.0\n",
-        b"K,N,M,kernel,speedup_vs_cublas\n1,2,3,k,nan\n",
-        b"K,N,M,kernel,speedup_vs_cublas\n1,2,3,k,0\n",
-        b"K,N,M,kernel,speedup_vs_cublas\n1,2,3,k,inf\n",
-        b'K,N,M,kernel,speedup_vs_cublas\n1,2,3,"' + b"k" * 200_000 + b'",1\n',
-    ],
-)
-def test_a_malformed_csv_is_one_line_of_error(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_bytes(data)
-    with pytest.raises((CheckpointError, RecipeError), match=r"p\.csv"):
-        read_peers(tmp_path / "p.csv", ["k"])
-
-
 def test_a_csv_has_every_figure_and_the_device(tmp_path: Path) -> None:
     rows = [cell(8.0).row(H200), cell(9.87654321).row(H200)]
     back = list(csv.DictReader(io.StringIO(roofline.table(rows).decode())))
@@ -239,20 +167,13 @@ def test_a_csv_has_every_figure_and_the_device(tmp_path: Path) -> None:
     assert back[0].keys() == rows[0].keys()
 
 
-def test_the_table_has_all_cells_and_names_those_behind(tmp_path: Path) -> None:
+def test_the_table_has_all_cells_and_the_means_of_whole_models() -> None:
     found = kernels.Bench(H200, (cell(8.0), cell(16.0, m=64))).to_dict()
     text = format_speeds(found)
     assert len([line for line in text.splitlines() if line.startswith("marlin ")]) == 2
-    assert "6144x4096" in text and "4240 GB/s" in text and "compared" not in text and "means" not in text
+    assert "6144x4096" in text and "4240 GB/s" in text and "means" not in text
     whole = kernels.Bench(H200, tuple(cell(8.0, layer) for layer in layers(["llama3-8b"], []))).to_dict()
     assert "geometric means" in format_speeds(whole)
-    path = write(tmp_path / "p.csv", ("", 4096, 6144, 16, "theirs", 1.0, 2.5))
-    against = {"against": compare([cell(8.0), cell(16.0, m=64)], read_peers(path, ["theirs"]))}
-    text = format_speeds(found | against)
-    assert "theirs" in text and "compared: 1 cells, 1 slower" in text and "no figure: 1" in text
-    assert json.loads(as_json(found | against))["against"]["slower"][0]["peer"] == "theirs"
-    nothing = {"against": compare([cell(8.0, m=3)], read_peers(path, ["theirs"]))}
-    assert "compared: 0 cells, 0 slower; no figure: 1" in format_speeds(found | nothing)
 
 
 def test_without_a_gpu_nothing_is_timed() -> None:
@@ -284,16 +205,12 @@ def test_shapes_and_schemes_are_checked_before_anything_is_timed(args: str, said
         "--dtype float32",
         "--csv {tmp}/no-folder/k.csv",
         "--csv {tmp}/k.png",
-        "--peer marlin",
-        "--against {tmp}/p.csv",
-        "--against {tmp}/p.csv --peer nobody",
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_timed(args: str, tmp_path: Path) -> None:
-    write(tmp_path / "p.csv", ("", 4096, 6144, 16, "a", 1.0, 1.6))
     result = call("bench", "kernels", *args.format(tmp=tmp_path).split(), code=2)
     assert "Error: " in result.stderr and result.stdout == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["p.csv"]
+    assert not list(tmp_path.iterdir())
 
 
 def _needs_kernels() -> None:

@@ -21,7 +21,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.inspection import describe
-from quantkit.pipeline.quantize import prune, quantize
+from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.tiny_models import byte_tokenizer
 
@@ -496,7 +496,7 @@ def test_quantizing_and_pruning_a_release_give_what_its_dense_weights_give(
     report = {}
     for folder in (low, exact):
         report[folder.name] = quantize(folder, tmp_path / f"q-{folder.name}", from_mapping(RTN), min_share=0)
-        prune(folder, tmp_path / f"p-{folder.name}", asked, min_share=0)
+        quantize(folder, tmp_path / f"p-{folder.name}", asked, min_share=0)
     for kind in "qp":
         found, expected = weights_of(tmp_path / f"{kind}-low"), weights_of(tmp_path / f"{kind}-exact")
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

@@ -21,7 +21,7 @@ from quantkit.evaluation.verify import verify
 from quantkit.inference.load import load
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.inspection import describe
-from quantkit.pipeline.quantize import plan, prune, quantize
+from quantkit.pipeline.quantize import plan, quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.tiny_models import byte_tokenizer
 
@@ -426,7 +426,7 @@ def test_a_pruned_low_bit_folder_is_dense_and_says_nothing_else(llama: Path, tmp
     low, exact = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
     asked = pruning_from_mapping({"method": "magnitude", "skip": ["lm_head"]})
     for folder in (low, exact):
-        prune(folder, tmp_path / f"pruned-{folder.name}", asked, min_share=0)
+        quantize(folder, tmp_path / f"pruned-{folder.name}", asked, min_share=0)
     pruned = (tmp_path / f"pruned-{name}" for name in ("low", "exact"))
     found, expected = (load_file(folder / "model-00001-of-00001.safetensors") for folder in pruned)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

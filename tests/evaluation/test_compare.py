@@ -139,22 +139,14 @@ def test_a_killed_run_continues_to_the_same_rows(
     assert not found.unfinished and not (tmp_path / "table" / "work").exists()
 
 
-def test_parts_of_two_machines_make_the_table_of_one(
-    whole: Any, small_llama: Path, asked: dict[str, Any], tmp_path: Path
-) -> None:
-    parts = [compare(small_llama, tmp_path / f"{number}", **asked, part=(number, 2)) for number in (1, 2)]
-    assert [len(part.rows) for part in parts] == [3, 3] and [len(part.unfinished) for part in parts] == [3, 3]
-    for path in (tmp_path / "2" / "rows").iterdir():
-        shutil.copy(path, tmp_path / "1" / "rows")
-    assert _figures(compare(small_llama, tmp_path / "1", **asked).rows) == _figures(whole.rows)
-
-
 def test_a_row_of_a_neighbour_is_left_to_it(small_llama: Path, asked: dict[str, Any], tmp_path: Path) -> None:
     one = {**asked, "recipes": ["int4:g64:rtn"]}
-    compare(small_llama, tmp_path / "table", **one, part=(1, 2))
-    (tmp_path / "table" / "work" / "neighbour").mkdir(parents=True)
     found = compare(small_llama, tmp_path / "other", **one)
-    name = next(path.stem for path in (tmp_path / "other" / "rows").iterdir() if "rtn" in path.name)
+    (tmp_path / "table" / "work" / "neighbour").mkdir(parents=True)
+    shutil.copytree(tmp_path / "other" / "rows", tmp_path / "table" / "rows")  # as from another machine
+    (row,) = (path for path in (tmp_path / "table" / "rows").iterdir() if "rtn" in path.name)
+    name = row.stem
+    row.unlink()
     (tmp_path / "table" / "work" / name).mkdir()
     with claimed(tmp_path / "table" / "work" / name) as is_ours:
         left = compare(small_llama, tmp_path / "table", **one)

@@ -16,7 +16,7 @@ from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import PIECE, hash_of, hash_of_file
 from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.quantize import prune, quantize
+from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.reporting.samples import write_report
 
@@ -99,7 +99,7 @@ def test_damage_of_a_dense_source_with_a_report_is_not_quantized_further(
     kind: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
     recipe = from_mapping({"method": "rtn", "clip": "none"})
-    prune(tiny_llama, tmp_path / "pruned", pruning_from_mapping({"method": "magnitude"}))
+    quantize(tiny_llama, tmp_path / "pruned", pruning_from_mapping({"method": "magnitude"}))
     if kind == "sha256":
         report = load(tmp_path / "pruned")
         report["files"] = {name: sha256(tmp_path / "pruned" / name) for name in report["files"]}

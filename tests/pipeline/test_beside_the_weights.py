@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError, NumericError, QuantkitError
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.quantize import plan, prune, quantize
+from quantkit.pipeline.quantize import plan, quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.command_line import call
 from tests.faults import Killed, faults, memory_path
@@ -173,8 +173,8 @@ def test_a_dense_dtype_changes_a_pruned_model_after_the_choice(method: str, mode
     (tmp_path / "calib.txt").write_text(TEXT)
     text = {"data": str(tmp_path / "calib.txt"), "samples": 4, "max_length": 64}
     recipe = {"method": method, "skip": ["lm_head"], **({} if method == "magnitude" else {"calibration": text})}
-    prune(model, tmp_path / "f32", pruning_from_mapping(recipe))
-    prune(model, tmp_path / "bf16", pruning_from_mapping({**recipe, "dense_dtype": "bfloat16"}))
+    quantize(model, tmp_path / "f32", pruning_from_mapping(recipe))
+    quantize(model, tmp_path / "bf16", pruning_from_mapping({**recipe, "dense_dtype": "bfloat16"}))
     before, after = Checkpoint(tmp_path / "f32"), Checkpoint(tmp_path / "bf16")
     assert before.names() == after.names() and after.config["dtype"] == "bfloat16"
     assert all(torch.equal(after.get(name), before.get(name).bfloat16()) for name in before.names())

@@ -130,19 +130,18 @@ def test_finished_blocks_are_read_back_where_their_activations_are_lost(
     text: dict[str, Any] = {"data": str(calib), "samples": 4, "max_length": 64}
     joint = from_mapping({"scheme": {"sparsity": "2:4"}, "calibration": text})
     recipe: Any = joint if command == "joint" else pruning_from_mapping({"calibration": text})
-    work = quantize.quantize if command == "joint" else quantize.prune
     whole, out = tmp_path / "whole", tmp_path / "out"
-    operations = count(lambda: work(small_llama, whole, recipe) and None)
+    operations = count(lambda: quantize.quantize(small_llama, whole, recipe) and None)
     expected, resumed = hashes(whole), 0
     for stop in range(operations // 3, operations, operations // 3):
         with faults(killer(stop)), pytest.raises(Killed):
-            work(small_llama, out, recipe)
+            quantize.quantize(small_llama, out, recipe)
         for activations in tmp_path.glob("out.partial-*/activations-*"):
             activations.unlink()  # so that finished blocks are read back from their files
         if not out.exists():
             resumable = any(tmp_path.glob("out.partial-*"))
             resumed += resumable
-            work(small_llama, out, recipe, resume=resumable)
+            quantize.quantize(small_llama, out, recipe, resume=resumable)
         assert hashes(out) == expected, stop
         files.remove(out)
     assert resumed > 1
@@ -154,7 +153,7 @@ def test_a_head_that_is_not_skipped_is_pruned_by_magnitude_and_reported(
     recipe = replace(
         pruning_from_mapping({"calibration": {"data": str(calib), "samples": 4, "max_length": 64}}), skip=()
     )
-    made = quantize.prune(small_llama, tmp_path / "out", recipe)
+    made = quantize.quantize(small_llama, tmp_path / "out", recipe)
     (head,) = [layer for layer in made["layers"] if layer["name"] == "lm_head"]
     assert head["method"] == "magnitude" and head["by_magnitude"] == "it is outside the blocks"
     assert "pruned by magnitude although" in summary(made)
