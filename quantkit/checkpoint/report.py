@@ -12,17 +12,19 @@ import platform
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
+import msgspec
 import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.io.hashing import hash_of
-from quantkit.io.json_files import dump_json, load_json, shown
+from quantkit.io.json_files import dump_json, load_json
 from quantkit.io.model_folder import inside
 from quantkit.version import __version__
 
@@ -38,24 +40,9 @@ KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "
 BASE = ("name", "revision", "base_model", "relation", *KEPT)
 #: Facts of a layer that are text.
 WORDS = ("reason", "by_magnitude", "descent_skipped", "few_routed", "restated_from", "requantized_from")
-#: The kinds of entries that quantkit reads; any of them may be absent.
-_TEXT, _TEXT_OR_NULL, _TEXTS, _TEXT_BY_NAME = "text", "text or null", "a list of texts", "an object of texts"
-_NUMBER, _NUMBERS, _NUMBER_BY_NAME = "a number", "a list of numbers", "an object of numbers"
-_NUMBER_OR_NULL = "a number or null"
-_COUNTS = "a number or a list of numbers"
-_OBJECT, _OBJECTS, _SCALAR = "an object", "a list of objects", "text, a number, or a list of these"
-_ENTRIES = {
-    **dict.fromkeys(("quantkit", "command", "failed", "device", "compute_dtype", "auto_class", SEAL), _TEXT),
-    **dict.fromkeys(("recipe_sha256", "layout", "scheme"), _TEXT_OR_NULL),
-    **dict.fromkeys(("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"), _TEXTS),
-    **dict.fromkeys(("files", "not_opened_by", "not_tried"), _TEXT_BY_NAME),
-    **dict.fromkeys(("source", "base", "totals", "calibration", "recipe", "environment", "fit"), _OBJECT),
-    **dict.fromkeys(("evaluation", "distillation"), _OBJECT),
-    "layers": _OBJECTS,
-    "phases": _NUMBER_BY_NAME,
-    **dict.fromkeys(("same_values", "outside"), _NUMBER),
-    "ranks": _COUNTS,
-}
+#: What an entry may hold that a conversion copies as it is, also from other versions: nothing deeper than a list.
+_Scalar = str | float | bool | None
+_COPIED = dict[str, _Scalar | list[_Scalar]]
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
@@ -66,15 +53,45 @@ VOLATILE = (
     *("environment", "phases", "profile", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"),
     SEAL,
 )
-_FACTS = {
-    **dict.fromkeys(("name", "digest", "scheme", *WORDS), _TEXT),
-    **dict.fromkeys(("layout", "method", "prune"), _TEXT_OR_NULL),
-    **dict.fromkeys((*NUMBERS, "seconds", "tokens", "requantized_error"), _NUMBER_OR_NULL),
-    **dict.fromkeys(("shape", "true_shape", "rungs"), _NUMBERS),
-}
-TOTALS = ("bits_per_weight", "share", "source_bytes", "bytes", "seconds")
 KLD = ("kld", "kld_low", "kld_high", "kld_median", "kld_p99", "kld_p999", "kld_above")
-EVALUATED = ("before", "after", "top1", *KLD)
+
+
+def _entries(kinds: Mapping[Any, Any], *required: str) -> Any:
+    """Describe an object for msgspec by the kinds of some entries, each for several keys, and by the `required` texts.
+
+    Entries that are not required may be absent.
+    """
+    optional = [(key, kind, None) for keys, kind in kinds.items() for key in keys]
+    return msgspec.defstruct("Entries", [*((key, str) for key in required), *optional])
+
+
+#: The kinds of entries that quantkit reads.
+_FACTS = {
+    ("digest", "scheme", *WORDS): str,
+    ("layout", "method", "prune"): str | None,
+    (*NUMBERS, "seconds", "tokens", "requantized_error"): float | None,
+    ("shape", "true_shape", "rungs"): list[float],
+}
+_NAMES = {("name", "revision", "weights"): str | None}
+_TOTALS = ("bits_per_weight", "share", "source_bytes", "bytes", "seconds")
+_REPORT = {
+    ("quantkit", "command", "failed", "device", "compute_dtype", "auto_class", SEAL): str,
+    ("recipe_sha256", "layout", "scheme"): str | None,
+    ("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"): list[str],
+    ("files", "not_opened_by", "not_tried"): dict[str, str],
+    ("recipe", "environment", "fit"): dict[str, Any],
+    ("same_values", "outside"): float,
+    ("ranks",): float | list[float],
+    ("phases",): dict[str, float],
+    ("layers",): GenericAlias(list, _entries(_FACTS, "name")),
+    ("source",): _entries({**_NAMES, ("files",): dict[str, str]}),
+    ("base",): _entries(_NAMES),
+    ("totals",): _entries({_TOTALS: float | None, ("peak_memory",): dict[str, float]}),
+    ("calibration",): _entries({("sources",): GenericAlias(list, _entries({("share",): float | None}))}),
+    ("evaluation",): _entries({("before", "after", "top1", *KLD): float | None}),
+    ("distillation",): _entries({("kl_before", "kl_after"): float}),
+}
+_KINDS = _entries(_REPORT), _entries({("base", "evaluation", "distillation"): _COPIED, ("layers",): list[_COPIED]})
 
 
 def heading(
@@ -170,66 +187,12 @@ def load(folder: Path) -> dict[str, Any]:
     if not path.exists() and not path.is_symlink():
         return {}
     report = load_json(inside(Path(os.path.realpath(folder)), REPORT))
-    for where, kind in _malformed(report):
-        raise CheckpointError(
-            f"{shown(where)} must be {kind}", "restore the file", "quantize or pack again", subject=path
-        )
+    try:
+        for kinds in _KINDS:
+            msgspec.convert(report, kinds)
+    except msgspec.ValidationError as error:
+        rule = f"is no report of quantkit: {str(error).replace('`', '').replace(' - at ', ' at ')}"
+        raise CheckpointError(rule, "restore the file", "quantize or pack again", subject=path) from None
     if SEAL in report and report[SEAL] != seal(report):
         raise CheckpointError("was changed since it was written", "restore it", "remove it", subject=path)
     return report
-
-
-def _malformed(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (entry, the kind that it must be) for each entry of another kind."""
-    yield from _wrong(report, _ENTRIES, "")
-    for key in ("source", "base"):
-        named = report.get(key, {})
-        texts = dict.fromkeys(("name", "revision", "weights"), _TEXT_OR_NULL)
-        yield from _wrong(named, {**texts, "files": _TEXT_BY_NAME}, f"{key}.")
-    yield from _nested(report.get("base", {}), "base.")
-    yield from _wrong(report.get("evaluation", {}), dict.fromkeys(EVALUATED, _NUMBER_OR_NULL), "evaluation.")
-    yield from _nested(report.get("evaluation", {}), "evaluation.")
-    totals, calibration = report.get("totals", {}), report.get("calibration", {})
-    yield from _wrong(totals, {**dict.fromkeys(TOTALS, _NUMBER_OR_NULL), "peak_memory": _NUMBER_BY_NAME}, "totals.")
-    yield from _wrong(calibration, {"sources": _OBJECTS}, "calibration.")
-    yield from _wrong(
-        report.get("distillation", {}), dict.fromkeys(("kl_before", "kl_after"), _NUMBER), "distillation."
-    )
-    yield from _nested(report.get("distillation", {}), "distillation.")
-    for source in calibration.get("sources", []):
-        yield from _wrong(source, {"share": _NUMBER_OR_NULL}, "calibration.sources.")
-    for layer in report.get("layers", []):
-        if "name" not in layer:
-            yield "layers.name", _TEXT
-        yield from _wrong(layer, _FACTS, "layers.")
-        yield from _nested(layer, "layers.")
-
-
-def _nested(found: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
-    """Yield the entries deeper than a list; a conversion copies them all, also from other versions."""
-    for key, value in found.items():
-        if not all(_is(_SCALAR, part) for part in (value if isinstance(value, list) else [value])):
-            yield f"{where}{key}", _SCALAR
-
-
-def _wrong(found: Mapping[str, Any], kinds: Mapping[str, str], where: str) -> Iterator[tuple[str, str]]:
-    return ((f"{where}{key}", kind) for key, kind in kinds.items() if key in found and not _is(kind, found[key]))
-
-
-def _is(kind: str, value: Any) -> bool:
-    """Return True if an entry of a report is of a kind."""
-    if kind in (_TEXT, _TEXT_OR_NULL):
-        return isinstance(value, str) or (value is None and kind == _TEXT_OR_NULL)
-    if kind in (_NUMBER, _NUMBER_OR_NULL):
-        return isinstance(value, (int, float)) or (value is None and kind == _NUMBER_OR_NULL)
-    if kind == _COUNTS:
-        return _is(_NUMBER, value) or _is(_NUMBERS, value)
-    if kind == _SCALAR:
-        return value is None or isinstance(value, (str, int, float))
-    if kind in (_TEXTS, _NUMBERS, _OBJECTS):
-        each = {_TEXTS: _TEXT, _NUMBERS: _NUMBER, _OBJECTS: _OBJECT}[kind]
-        return isinstance(value, list) and all(_is(each, part) for part in value)
-    if kind in (_TEXT_BY_NAME, _NUMBER_BY_NAME):
-        each = {_TEXT_BY_NAME: _TEXT, _NUMBER_BY_NAME: _NUMBER}[kind]
-        return isinstance(value, dict) and all(_is(each, part) for part in value.values())
-    return isinstance(value, dict)

@@ -21,7 +21,7 @@ IMPORTERS = {
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push", "serving.damage"},
-    "msgspec": {"keys", "algorithms.options", "recipes"},
+    "msgspec": {"keys", "checkpoint.report", "algorithms.options", "recipes"},
     "yaml": {"recipes.recipe", "io.model_folder"},
     "rouge_score": {"evaluation.rouge"},
     "lm_eval": {"evaluation.tasks", "evaluation.task_list"},
