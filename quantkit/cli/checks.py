@@ -18,6 +18,12 @@ class Check:
     fix: str | None = None
 
 
+def required() -> dict[str, str]:
+    """Read the packages that quantkit needs, each with its lowest version; none if quantkit is not installed."""
+    stated = metadata.requires("quantkit") or [] if installed_version("quantkit") else []
+    return dict((found[1], found[2]) for each in stated if (found := re.fullmatch(r"([\w.-]+)>=([\d.]+)", each)))
+
+
 def required_package(name: str, lowest: str) -> Check:
     """Check a package that quantkit needs."""
     found = installed_version(name)

@@ -12,9 +12,9 @@ from quantkit.cli import completers, options, show
 from quantkit.cli.evaluate import window
 from quantkit.cli.exits import FAILED, emit, leave
 from quantkit.cli.keys import recipe_options
-from quantkit.cli.options import command
+from quantkit.cli.options import command, count, text
 from quantkit.cli.parsing import section
-from quantkit.cli.scores import Numbers, allow_code_execution, shots
+from quantkit.cli.scores import Numbers, allow_code_execution, questions, shots
 from quantkit.keys import keys_of
 from quantkit.progress import Progress
 from quantkit.recipes.schema import RecipeKeys
@@ -23,7 +23,6 @@ from quantkit.text.sources import PACKAGED
 if TYPE_CHECKING:
     from quantkit.evaluation.compare import Comparison
 
-_COUNT = click.IntRange(min=1)
 #: Options of quantize that go over all recipes; `--set` takes all others.
 OVER_ALL = ("samples", "max_length")
 
@@ -39,60 +38,49 @@ OVER_ALL = ("samples", "max_length")
     click.option(
         "-o", "--out", type=options.PATH, required=True, help="Folder of the table; finished rows in it stay."
     ),
-    click.option(
+    text(
         "--recipes",
+        "NAME,NAME",
+        "Shipped recipes, YAML files, or schemes with a method, like fp6:g64:gptq.",
+        completers.files,
         required=True,
-        metavar="NAME,NAME",
-        shell_complete=completers.files,
-        help="Shipped recipes, YAML files, or schemes with a method, like fp6:g64:gptq.",
     ),
     options.device,
 )
 @recipe_options([key for key in keys_of(RecipeKeys) if key.keyword in OVER_ALL], like="calibration.seed=1")
 @section(
     "Calibration",
-    click.option(
+    text(
         "--calib",
+        "SOURCE,NAME=SOURCE",
+        f"Calibration texts as quantize takes them, each for rows of its own [{PACKAGED}].",
+        completers.texts,
         default=PACKAGED,
-        metavar="SOURCE,NAME=SOURCE",
-        shell_complete=completers.texts,
-        help=f"Calibration texts as quantize takes them, each for rows of its own [{PACKAGED}].",
     ),
     click.option("--seeds", type=Numbers(), default=(0,), help="Seeds of the draws of calibration text, like 0,1 [0]."),
 )
 @section(
     "Method",
-    click.option(
+    text(
         "--text",
+        "SOURCE,NAME=SOURCE",
+        "Texts for perplexity and KL divergence, as eval ppl takes them [wikitext2].",
+        completers.texts,
         default="wikitext2",
-        metavar="SOURCE,NAME=SOURCE",
-        shell_complete=completers.texts,
-        help="Texts for perplexity and KL divergence, as eval ppl takes them [wikitext2].",
     ),
     window,
-    click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Read each text's first N tokens [all]."),
-    click.option("--tasks", default="", metavar="NAME,NAME", help="Tasks, as eval tasks takes them."),
-    click.option(
-        "--data",
-        metavar="DIR",
-        shell_complete=completers.folders,
-        help="Folder with a folder of questions for each task [the hub].",
-    ),
+    count("--tokens", "Read each text's first N tokens [all].", least=2),
+    text("--tasks", "NAME,NAME", "Tasks, as eval tasks takes them.", default=""),
+    questions,
     shots,
-    click.option("--limit", type=_COUNT, metavar="N", help="First N questions, problems and documents [all]."),
-    click.option(
-        "--code", metavar="FILE", shell_complete=completers.files, help="Problems for pass@1, as eval code takes them."
-    ),
+    count("--limit", "First N questions, problems and documents [all]."),
+    text("--code", "FILE", "Problems for pass@1, as eval code takes them.", completers.files),
     allow_code_execution,
     click.option("--namespaces/--no-namespaces", default=True, help="As for eval code."),
-    click.option(
-        "--rouge", metavar="FILE", shell_complete=completers.files, help="Documents with summaries, as for eval rouge."
-    ),
-    click.option(
-        "--max-new-tokens", type=_COUNT, metavar="N", help="Most tokens of a program [512] and of a summary [128]."
-    ),
-    click.option("--batch-size", type=_COUNT, default=8, metavar="N", help="Questions and documents at a time [8]."),
-    click.option("--code-batch-size", type=_COUNT, default=16, metavar="N", help="Programs at a time [16]."),
+    text("--rouge", "FILE", "Documents with summaries, as for eval rouge.", completers.files),
+    count("--max-new-tokens", "Most tokens of a program [512] and of a summary [128]."),
+    count("--batch-size", "Questions and documents at a time", 8),
+    count("--code-batch-size", "Programs at a time", 16),
 )
 @section("Advanced", options.source)
 def compare(

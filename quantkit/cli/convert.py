@@ -79,13 +79,7 @@ def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Prog
 )
 @repacking_options
 def convert(
-    pair: str,
-    checkpoint: Path,
-    out: Path,
-    listing: bool,
-    as_json: bool,
-    progress: Progress,
-    **asked: Any,
+    pair: str, checkpoint: Path, out: Path, listing: bool, as_json: bool, progress: Progress, **asked: Any
 ) -> None:
     """Rewrite CHECKPOINT from A to B.
 

@@ -13,32 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quantkit.cli.checks import Check, optional_package, required_package
+from quantkit.cli.checks import Check, optional_package, required, required_package
 from quantkit.errors import reason
 from quantkit.version import __version__
 
 PYTHON = ((3, 10), (3, 15))
-#: Required packages with the lowest version of each. A test compares them with pyproject.toml.
-REQUIRED = {
-    "accelerate": "1.1",
-    "blake3": "1.0",
-    "click": "8.1",
-    "datasets": "3.2",
-    "filelock": "3.13",
-    "huggingface-hub": "1.0",
-    "jinja2": "3.1",
-    "msgspec": "0.19",
-    "numpy": "1.26",
-    "PyYAML": "6.0",
-    "regex": "2024.4",
-    "safetensors": "0.5",
-    "scipy": "1.11",
-    "torch": "2.10",
-    "tqdm": "4.66",
-    "transformers": "5.15",
-    "typing-extensions": "4.10",
-    "xxhash": "3.0",
-}
 
 
 def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
@@ -47,7 +26,7 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
     `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk space, in bytes, is
     that of `folder`.
     """
-    checks = [_python(), *(required_package(name, lowest) for name, lowest in REQUIRED.items())]
+    checks = [_python(), *(required_package(name, lowest) for name, lowest in required().items())]
     gpus: list[dict[str, Any]] = []
     machine: dict[str, Any] = {"threads": None, "free_memory": None}
     try:
@@ -91,5 +70,5 @@ def _python() -> Check:
 def _broken(error: ImportError | OSError) -> Check:
     """Report a package that is installed but does not load."""
     name = (getattr(error, "name", None) or "torch").partition(".")[0].replace("_", "-")
-    fix = f"pip install --force-reinstall --no-cache-dir {name if name in REQUIRED else 'torch'}"
+    fix = f"pip install --force-reinstall --no-cache-dir {name if name in required() else 'torch'}"
     return Check(name, f"does not load: {reason(error)}", "a package that loads", False, fix)

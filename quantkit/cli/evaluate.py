@@ -10,7 +10,7 @@ import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import MISSED, emit, leave
-from quantkit.cli.options import command
+from quantkit.cli.options import command, count, text
 from quantkit.cli.parsing import Commands, combined, section
 from quantkit.progress import Progress
 
@@ -25,14 +25,8 @@ window = click.option(
 protocol_options = combined(
     section(
         "Basic",
-        click.option(
-            "--data",
-            default="wikitext2",
-            metavar="NAME|FILE",
-            shell_complete=completers.texts,
-            help=f"Text: {options.DATA} [wikitext2].",
-        ),
-        click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Read the text's first N tokens [all]."),
+        text("--data", "NAME|FILE", f"Text: {options.DATA} [wikitext2].", completers.texts, default="wikitext2"),
+        count("--tokens", "Read the text's first N tokens [all].", least=2),
         options.device,
     ),
     section(
@@ -65,12 +59,7 @@ def evaluate() -> None:
 @command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @protocol_options
-@section(
-    "Output",
-    click.option(
-        "--max-perplexity", type=float, metavar="X", help="Leave with exit code 4 if the perplexity is above X."
-    ),
-)
+@section("Output", text("--max-perplexity", "X", "Leave with exit code 4 if the perplexity is above X.", type=float))
 def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: Progress, **protocol: Any) -> None:
     """Measure perplexity.
 
@@ -87,27 +76,11 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
 @click.argument("checkpoint", shell_complete=completers.folders)
 @section(
     "Basic",
-    click.option(
-        "--against",
-        required=True,
-        metavar="MODEL",
-        shell_complete=completers.folders,
-        help="The model that CHECKPOINT was made from.",
-    ),
-    click.option(
-        "--versus",
-        metavar="CHECKPOINT",
-        shell_complete=completers.folders,
-        help="Another checkpoint, compared in pairs on the same windows.",
-    ),
+    text("--against", "MODEL", "The model that CHECKPOINT was made from.", completers.folders, required=True),
+    text("--versus", "CHECKPOINT", "Another checkpoint, compared in pairs on the same windows.", completers.folders),
 )
 @protocol_options
-@section(
-    "Output",
-    click.option(
-        "--max-kld", type=float, metavar="X", help="Leave with exit code 4 if the divergence is above X nats."
-    ),
-)
+@section("Output", text("--max-kld", "X", "Leave with exit code 4 if the divergence is above X nats.", type=float))
 def divergence(
     checkpoint: str,
     against: str,
@@ -159,10 +132,7 @@ def _pair(found: Divergence, other: Versus, checkpoint: str) -> str:
         {"mean": f"{each.kld:.6f}", **dict(tails(asdict(each))), "top-1 agreement": _top1(each)}
         for each in (found, other)
     )
-    apart = {
-        "mean": f"{other.difference:+.6f}",
-        "95 % interval": interval(other.difference_low, other.difference_high),
-    }
+    apart = {"mean": f"{other.difference:+.6f}", "95 % interval": interval(other.difference_low, other.difference_high)}
     rows = [(label, value, theirs[label], apart.get(label, "")) for label, value in ours.items()]
     return show.table(("KL divergence, nats", checkpoint, other.name, "difference"), rows)
 

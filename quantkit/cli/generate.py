@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 @options.source
 @options.no_check
 def generate(
-    checkpoint: str,
-    prompt: str | None,
-    chat: bool,
-    system: str | None,
-    as_json: bool,
-    progress: Progress,
-    **asked: Any,
+    checkpoint: str, prompt: str | None, chat: bool, system: str | None, as_json: bool, progress: Progress, **asked: Any
 ) -> None:
     """Write on after PROMPT, or converse.
 

@@ -194,6 +194,17 @@ def choice(values: Iterable[str]) -> Choice:
     return Choice(list(values))
 
 
+def text(flag: str, metavar: str, help: str, complete: Any = None, **more: Any) -> Callable[[Function], Function]:
+    """Make an option that takes a text: the name of a file, a folder or something else."""
+    return click.option(flag, metavar=metavar, shell_complete=complete, help=help, **more)
+
+
+def count(flag: str, help: str, default: int | None = None, least: int = 1) -> Callable[[Function], Function]:
+    """Make an option that takes a number from `least` on; its help ends with the default, if there is one."""
+    shown = help if default is None else f"{help} [{default}]."
+    return click.option(flag, type=click.IntRange(min=least), default=default, metavar="N", help=shown)
+
+
 model = click.argument("model", shell_complete=completers.folders)
 checkpoint = click.argument("checkpoint", type=PATH)
 device = click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ... [auto].")

@@ -10,7 +10,7 @@ import click
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.keys import fit_options, in_section, recipe_options, run_options
-from quantkit.cli.options import choice, command
+from quantkit.cli.options import choice, command, text
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.plan_table import format_plan
 from quantkit.cli.push import pushed, pushing_options
@@ -27,24 +27,17 @@ if TYPE_CHECKING:
 
 _recipe = in_section(
     "Basic",
-    click.option(
+    text(
         "--recipe",
-        metavar="FILE|NAME",
-        shell_complete=completers.files,
-        help="Recipe that the other options are laid over: a YAML file, or the name of a shipped one.",
+        "FILE|NAME",
+        "Recipe that the other options are laid over: a YAML file, or the name of a shipped one.",
+        completers.files,
     ),
 )
+_EVAL = "Measure perplexity before and after, and divergence, on at most"
 #: The options that measure an output and upload it.
 publishing_options = combined(
-    section(
-        "Output",
-        click.option(
-            "--eval",
-            metavar="NAME|FILE",
-            shell_complete=completers.texts,
-            help=f"Measure perplexity before and after, and divergence, on at most {MOST_TOKENS} tokens of this text.",
-        ),
-    ),
+    section("Output", text("--eval", "NAME|FILE", f"{_EVAL} {MOST_TOKENS} tokens of this text.", completers.texts)),
     pushing_options,
 )
 RUNNING, FITTING = ([key.keyword for key in keys_of(declared)] for declared in (RunOptions, FitOptions))
@@ -68,14 +61,7 @@ PUBLISHING = ("eval", "push_to", "public")
 @fit_options()
 @run_options()
 @publishing_options
-def quantize(
-    model: str,
-    out: Path,
-    print_recipe: bool,
-    as_json: bool,
-    progress: Progress,
-    **given: Any,
-) -> None:
+def quantize(model: str, out: Path, print_recipe: bool, as_json: bool, progress: Progress, **given: Any) -> None:
     """Quantize MODEL into OUT.
 
     MODEL is a folder, a hub id or a GGUF file. [Brackets] hold defaults, some of which depend on --format.

@@ -9,7 +9,7 @@ import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.options import command
+from quantkit.cli.options import command, count, text
 from quantkit.cli.parsing import section
 from quantkit.progress import Progress
 
@@ -31,51 +31,36 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is no list of numbers: write it like 0,1,2", param, ctx)
 
 
-_COUNT = click.IntRange(min=1)
-shots = click.option(
-    "--shots", type=click.IntRange(min=0), metavar="N", help="Examples before a question [the task's]."
-)
+shots = count("--shots", "Examples before a question [the task's].", least=0)
+questions = text("--data", "DIR", "Folder with a folder of questions for each task [the hub].", completers.folders)
 allow_code_execution = click.option(
     "--allow-code-execution", is_flag=True, help="Run the programs that the model writes, in contained processes."
 )
-_limit = click.option("--limit", type=_COUNT, metavar="N", help="Read the first N records only [all].")
-_journal = section(
-    "Output",
-    click.option(
-        "--journal",
-        metavar="FILE",
-        shell_complete=completers.files,
-        help="Keep finished parts in FILE, from which the same command continues.",
-    ),
-)
+_limit = count("--limit", "Read the first N records only [all].")
+_kept = "Keep finished parts in FILE, from which the same command continues."
+_journal = section("Output", text("--journal", "FILE", _kept, completers.files))
 _advanced = section("Advanced", options.source, options.no_check)
-
-
-def _batch_size(default: int) -> Any:
-    return click.option("--batch-size", type=_COUNT, default=default, metavar="N", help=f"Texts at a time [{default}].")
 
 
 @command("rouge", "quantkit eval rouge ./model-int4 --data summaries.jsonl --max-new-tokens 96")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @section(
     "Basic",
-    click.option(
+    text(
         "--data",
+        "FILE",
+        "Records with document and summary (.jsonl, .json, .parquet).",
+        completers.files,
         required=True,
-        metavar="FILE",
-        shell_complete=completers.files,
-        help="Records with document and summary (.jsonl, .json, .parquet).",
     ),
     _limit,
     options.device,
 )
 @section(
     "Method",
-    click.option(
-        "--prompt", metavar="TEXT", help="Prompt, {document} in it is the document [it, and TL;DR: for a decoder]."
-    ),
-    click.option("--max-new-tokens", type=_COUNT, default=128, metavar="N", help="Most tokens of a summary [128]."),
-    _batch_size(8),
+    text("--prompt", "TEXT", "Prompt, {document} in it is the document [it, and TL;DR: for a decoder]."),
+    count("--max-new-tokens", "Most tokens of a summary", 128),
+    count("--batch-size", "Texts at a time", 8),
 )
 @_journal
 @_advanced
@@ -112,35 +97,18 @@ def format_rouge(found: Rouge, progress: Progress) -> str:
 @click.argument("checkpoint", shell_complete=completers.folders)
 @section(
     "Basic",
-    click.option(
-        "--tasks",
-        required=True,
-        metavar="NAME,NAME",
-        help="Tasks, groups or tags of lm-eval; zeroshot is ten usual ones.",
-    ),
-    click.option(
-        "--data",
-        metavar="DIR",
-        shell_complete=completers.folders,
-        help="Folder with a folder of questions for each task [the hub].",
-    ),
-    click.option(
-        "--against",
-        metavar="CHECKPOINT",
-        shell_complete=completers.folders,
-        help="Another checkpoint, compared in pairs on the same questions.",
-    ),
-    click.option("--limit", type=_COUNT, metavar="N", help="Ask the first N questions of each task [all]."),
+    text("--tasks", "NAME,NAME", "Tasks, groups or tags of lm-eval; zeroshot is ten usual ones.", required=True),
+    questions,
+    text("--against", "CHECKPOINT", "Another checkpoint, compared in pairs on the same questions.", completers.folders),
+    count("--limit", "Ask the first N questions of each task [all]."),
     options.device,
 )
 @section(
     "Method",
     shots,
     click.option("--chat-template", is_flag=True, help="Ask through the model's chat template."),
-    click.option(
-        "--seed", type=click.IntRange(min=0), default=1234, metavar="N", help="Seed that chooses the examples [1234]."
-    ),
-    _batch_size(8),
+    count("--seed", "Seed that chooses the examples", 1234, least=0),
+    count("--batch-size", "Texts at a time", 8),
 )
 @_journal
 @section(
@@ -175,12 +143,12 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
 @click.argument("checkpoint", shell_complete=completers.folders)
 @section(
     "Basic",
-    click.option(
+    text(
         "--data",
+        "FILE",
+        "Problems as HumanEval or MBPP has them (.jsonl, .jsonl.gz, .json, .parquet).",
+        completers.files,
         required=True,
-        metavar="FILE",
-        shell_complete=completers.files,
-        help="Problems as HumanEval or MBPP has them (.jsonl, .jsonl.gz, .json, .parquet).",
     ),
     allow_code_execution,
     _limit,
@@ -188,13 +156,13 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
 )
 @section(
     "Method",
-    click.option("--samples", type=_COUNT, default=10, metavar="N", help="Programs for each problem and seed [10]."),
+    count("--samples", "Programs for each problem and seed", 10),
     click.option("--k", type=Numbers(), help="The k of pass@k [those of 1,10,100 that --samples allows]."),
     click.option("--seeds", type=Numbers(), default=(0,), help="Seeds of the draws, like 0,1,2 [0]."),
     click.option("--temperature", type=float, default=0.2, metavar="X", help="0 for the likeliest program [0.2]."),
     click.option("--top-p", type=float, default=0.95, metavar="X", help="Draw from the likeliest tokens [0.95]."),
-    click.option("--max-new-tokens", type=_COUNT, default=512, metavar="N", help="Most tokens of a program [512]."),
-    _batch_size(16),
+    count("--max-new-tokens", "Most tokens of a program", 512),
+    count("--batch-size", "Texts at a time", 16),
     click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, metavar="S", help="Most seconds each [5]."),
     click.option(
         "--namespaces/--no-namespaces",

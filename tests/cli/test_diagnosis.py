@@ -21,20 +21,12 @@ from quantkit.kernels import toolchain
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
-def test_required_versions_are_those_of_the_project_file() -> None:
-    if sys.version_info < (3, 11):
-        pytest.skip("reading pyproject.toml needs tomllib (Python 3.11)")
-    import tomllib
-
-    project = tomllib.loads(PROJECT.read_text())["project"]
-    stated = dict(requirement.split(">=") for requirement in project["dependencies"])
-    assert {name: version.split(",")[0] for name, version in stated.items()} == diagnosis.REQUIRED
+def test_the_pythons_and_extras_are_those_of_the_project_file() -> None:
+    text = PROJECT.read_text()
     low, high = (".".join(map(str, version)) for version in diagnosis.PYTHON)
-    assert project["requires-python"] == f">={low},<{high}"
-    extras = project["optional-dependencies"]
-    assert {"cuda12", "cuda13"} <= extras.keys(), "the fixes name these extras"
-    for extra in ("cuda12", "cuda13"):
-        assert extras[extra] == [f"cupy-{extra}x>=13.6"]
+    assert f'requires-python = ">={low},<{high}"' in text
+    for extra in ("cuda12", "cuda13"):  # the fixes name these
+        assert f'{extra} = ["cupy-{extra}x>=13.6"]' in text
 
 
 def test_this_environment_is_complete() -> None:
