@@ -282,8 +282,7 @@ def push(
         more = f" ({len(failures)} failures)" if len(failures) > 1 else ""
         lists = Words(Command("verify"), "lists all")
         raise VerificationError(Words(f"{folder} is not what was written{more}:", failures[0]), lists)
-    for notice in notices:
-        progress.note(notice)
+    progress.note(*notices)
     names = [*recorded["files"], *(name for name in UNLISTED if (folder / name).is_file())]
     done = upload(folder, names, EDITED, target, progress)
     for name in done.kept:
@@ -315,12 +314,7 @@ def _published(
 
 @api_function(pack_folder)
 def pack(
-    checkpoint: str | Path,
-    out: str | Path,
-    layout: str,
-    *,
-    expect: str | None = None,
-    **options: Unpack[PackKeywords],
+    checkpoint: str | Path, out: str | Path, layout: str, *, expect: str | None = None, **options: Unpack[PackKeywords]
 ) -> Result:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`.
 

@@ -75,9 +75,9 @@ class Progress:
         if self.verbose and not self.quiet:
             _say(text)
 
-    def note(self, text: str) -> None:
-        """Print a note, unless the user asked for quiet (-q)."""
-        if not self.quiet:
+    def note(self, *texts: str) -> None:
+        """Print notes, unless the user asked for quiet (-q)."""
+        for text in texts if not self.quiet else ():
             _say(text)
 
     def warn(self, text: str) -> None:

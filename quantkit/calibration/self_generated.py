@@ -20,15 +20,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.units import format_seconds
-from quantkit.errors import (
-    FILE,
-    CheckpointError,
-    NumericError,
-    Option,
-    QuantkitError,
-    Setting,
-    Words,
-)
+from quantkit.errors import FILE, CheckpointError, NumericError, Option, QuantkitError, Setting, Words
 from quantkit.inference.generate import write_rows
 from quantkit.io import files
 from quantkit.io.json_files import load_json

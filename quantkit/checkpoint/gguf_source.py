@@ -106,9 +106,7 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
         raise CheckpointError("does not state its general.architecture", "convert the model again", subject=path)
     if stated.get("split.count", 1) != 1:
         raise CheckpointError(
-            f"is one of {shown(stated['split.count'])} files of a model",
-            "merge them by llama-gguf-split",
-            subject=path,
+            f"is one of {shown(stated['split.count'])} files of a model", "merge them by llama-gguf-split", subject=path
         )
     sizes = {key.replace("_count", "s").replace("_length", "_size"): value for key, value in stated.items()}
     config_checks.check_sizes(sizes, path, len(header.tensors), nbytes)
@@ -166,11 +164,7 @@ class _Reading:
     """Reads the tensors of a file under their names in a model, whose parameters are on the meta device."""
 
     def __init__(self, folder: Path, file: StoredFile, header: GgufHeader, module: Any, config: Any) -> None:
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
         self.folder, self.file, self.header = folder, file, header
         architecture = header.metadata["general.architecture"]

@@ -54,11 +54,7 @@ class StoredTensors:
     never_cast: Collection[str] = ()
 
     def __init__(
-        self,
-        path: Path,
-        shards: Sequence[str],
-        weight_map: Mapping[str, str] | None,
-        beside: Sequence[StoredFile] = (),
+        self, path: Path, shards: Sequence[str], weight_map: Mapping[str, str] | None, beside: Sequence[StoredFile] = ()
     ) -> None:
         self.path = path
         self._shards: list[StoredFile] = []

@@ -16,15 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.errors import KernelError
-from quantkit.inference.engine_linear import (
-    LIBRARY,
-    PREPARED,
-    Prepared,
-    as_matrix,
-    decode,
-    handle_of,
-    load_kernel,
-)
+from quantkit.inference.engine_linear import LIBRARY, PREPARED, Prepared, as_matrix, decode, handle_of, load_kernel
 from quantkit.inference.kernel_weight import KernelWeight
 from quantkit.kernels import LAUNCHERS
 from quantkit.kernels.contract import check_packed

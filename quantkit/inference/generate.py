@@ -152,11 +152,7 @@ def chat(
     require_decoder_only(src, config_of(src, trust_remote_code), "which holds no conversation", _WITHOUT_CHAT)
     tokenizer = load_tokenizer(src.path)
     if not tokenizer.chat_template:
-        raise RecipeError(
-            "the model has no chat template",
-            _WITHOUT_CHAT,
-            subject=src.path,
-        )
+        raise RecipeError("the model has no chat template", _WITHOUT_CHAT, subject=src.path)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
     messages = [] if system is None else [{"role": "system", "content": system}]
     with sampling.seeded():

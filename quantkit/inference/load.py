@@ -103,15 +103,13 @@ def load_for_evaluation(
     src = _with_its_scales(src, trust_remote_code)
     with checked(src, check):
         if src.layout is None:
-            for line in src.notices:
-                (progress or Progress(quiet=True)).note(line)
+            (progress or Progress(quiet=True)).note(*src.notices)
             return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             model = _load(src, device, None, None, trust_remote_code)
     quantizer: Any = model.hf_quantizer
-    for line in quantizer.notices:
-        (progress or Progress(quiet=True)).note(line)
+    (progress or Progress(quiet=True)).note(*quantizer.notices)
     return model
 
 

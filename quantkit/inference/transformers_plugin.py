@@ -38,10 +38,7 @@ class QuantkitConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self,
-        stated: Mapping[str, Any],
-        decodes_without_kernels: bool = False,
-        config: Mapping[str, Any] | None = None,
+        self, stated: Mapping[str, Any], decodes_without_kernels: bool = False, config: Mapping[str, Any] | None = None
     ) -> None:
         self.quant_method: Any = METHOD
         self.stated = dict(stated)

@@ -103,13 +103,7 @@ class GroupedKernel:
         )
 
     def _check(
-        self,
-        tensors: Sequence[Tensor],
-        x: Tensor,
-        routing: Routing,
-        y: Tensor,
-        gather: bool,
-        weights: Tensor | None,
+        self, tensors: Sequence[Tensor], x: Tensor, routing: Routing, y: Tensor, gather: bool, weights: Tensor | None
     ) -> None:
         name, n, k = self.weight.layout, self.weight.n, self.weight.k
         if x.dtype not in ACTIVATIONS or x.dtype is not y.dtype:

@@ -137,8 +137,7 @@ def schemes_of(config: Mapping[str, Any]) -> Schemes:
     head = [] if validation.entry(config, "lm_head", bool, default=False) else ["lm_head"]
     symmetric = not validation.entry(config, "zero_point", bool, default=True)
     return Schemes(
-        Scheme(INT4, group_size, symmetric=symmetric),
-        ignore=(*head, *(f"re:.*{re.escape(part)}.*" for part in dense)),
+        Scheme(INT4, group_size, symmetric=symmetric), ignore=(*head, *(f"re:.*{re.escape(part)}.*" for part in dense))
     )
 
 

@@ -99,10 +99,7 @@ NEVER_CALLED = ("dt_proj",)
 #: Attention to another sequence: of a decoder to its encoder, or to an image.
 CROSS_ATTENTION = re.compile(r"\.(encoder_attn|EncDecAttention|crossattention|cross_attn)\.")
 #: Parts of a text model that a text-only pass never calls -> the words for them.
-UNCALLED = {
-    CROSS_ATTENTION: "cross attention",
-    re.compile(r"\.vision_moe\."): "vision experts",
-}
+UNCALLED = {CROSS_ATTENTION: "cross attention", re.compile(r"\.vision_moe\."): "vision experts"}
 #: Words in the names of towers for other inputs than text.
 TOWER = re.compile(r"vision|visual|image|audio|speech|tower|encoder|projector|resampler|qformer")
 #: The path of a block in a module path: everything up to the first number.

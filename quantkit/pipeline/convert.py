@@ -84,17 +84,14 @@ def pack(
         src, given = packed_source(checkpoint)
         if expect is not None and given.family != LAYOUTS[expect].family:
             raise CheckpointError(
-                f"is in the {given.NAME} layout, not {expect}",
-                f"say {given.NAME}-to-{layout}",
-                subject=checkpoint,
+                f"is in the {given.NAME} layout, not {expect}", f"say {given.NAME}-to-{layout}", subject=checkpoint
             )
         outside = require_complete_source(src)
         options: Any = {"pad": pad, "requantize": requantize, "outside": outside.modules}
         planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)
         planned.require()
     src.notices += outside.notices()
-    for notice in [*planned.notices, *outside.notices()]:
-        progress.note(notice)
+    progress.note(*planned.notices, *outside.notices())
     before, known_files = load_report(src.path), recorded_hashes(src)
     base, unread = (before["base"], []) if before.get("base") else origin(src, checkpoint, None)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
@@ -115,7 +112,7 @@ def pack(
             bar = progress.bar(names, "pack", len(names))
             with closing(repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)) as items:
                 queue = WorkQueue(clock.device, beside=False)
-                layers = write(clock.around("pack", items), writer, src, report, clock, queue)
+                layers = write(clock.around("pack", items), writer, report, clock, queue)
             with clock.phase("hash"):
                 report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of the bytes read
@@ -129,7 +126,7 @@ def pack(
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
         changed = {each["name"] for key in LOSSES for each in _lost(layers, recorded, key)}
         report["same_values"] = len(layers) - len(changed)
-        return finish(writer, src, partial, Path(out), schemes, report, planned.share, clock, overwrite)
+        return finish(writer, Path(out), schemes, report, planned.share, clock, overwrite)
 
 
 def repacked(

@@ -127,23 +127,13 @@ def distill(
             read = {key: text.facts[key] for key in ("source", "seed", "max_length", "sha256")}
             report["distillation"] = {**found, "against": name_of(against), **read}
             items = clock.around("distill", student.items(recorded))
-            report["layers"] = write(items, writer, src, report, clock, WorkQueue(model.device, beside=False))
+            report["layers"] = write(items, writer, report, clock, WorkQueue(model.device, beside=False))
         src.require_unchanged()  # so the hashes are of the bytes read
         for line in (late := [*edited, *(line for line in src.notices if line not in known)]):
             progress.note(line)
         report["notices"] = list(dict.fromkeys([*report["notices"], *late, *text.notices]))
-        return finish(
-            writer,
-            src,
-            partial,
-            Path(out),
-            schemes,
-            report,
-            planned.share,
-            clock,
-            overwrite,
-            trust_remote_code=trust_remote_code,
-        )
+        rest = clock, overwrite, None, trust_remote_code
+        return finish(writer, Path(out), schemes, report, planned.share, *rest)
 
 
 def _unquantized(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:
@@ -184,8 +174,7 @@ def _require_usable(text: Calibration, model: BlockRunner) -> None:
     """Raise an error for a text or a model that does not allow learning."""
     if len(text.sequences) < 2:
         raise RecipeError(
-            "one calibration sequence is held out, and there is one",
-            Words("use more", Setting("samples"), "or text"),
+            "one calibration sequence is held out, and there is one", Words("use more", Setting("samples"), "or text")
         )
     if model.text.get_output_embeddings() is None:
         raise CheckpointError(

@@ -48,7 +48,6 @@ MOST_KINDS = 3
 def write(
     items: Iterable[Item | Commit],
     writer: CheckpointWriter,
-    src: Checkpoint,
     report: Mapping[str, Any],
     clock: Clock,
     queue: WorkQueue,
@@ -64,6 +63,7 @@ def write(
     for a tensor that is not finite, even if it is only copied.
     """
     layers: list[dict[str, Any]] = []
+    src = writer.like
     try:
         with queue:
             if begin is not None:
@@ -143,8 +143,6 @@ def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
 
 def finish(
     writer: CheckpointWriter,
-    src: Checkpoint,
-    partial: Path,
     out: Path,
     schemes: Schemes | None,
     report: dict[str, Any],
@@ -165,7 +163,7 @@ def finish(
     """
     with clock.phase("write"):
         writer.arrange()
-    layout = writer.layout
+    src, partial, layout = writer.like, writer.partial, writer.layout
     true = {layer["name"]: layer.get("true_shape") for layer in report["layers"]}
     config = output_config(src, layout, schemes, true, report.get("recipe_sha256"))
     weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))

@@ -248,8 +248,7 @@ def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool 
     recipe = job.recipe
     job.plan.require()
     if run.progress is not None:
-        for notice in job.plan.notices:
-            run.progress.note(notice)
+        run.progress.note(*job.plan.notices)
     if not any(job.chosen.values()):
         what = "prune" if recipe.only_prunes else "quantize"
         raise RecipeError("every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip")))
@@ -312,11 +311,7 @@ def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool 
 
 
 def quantize(
-    model: str | Path,
-    out: str | Path,
-    recipe: Recipe,
-    measure: Measure | None = None,
-    **options: Unpack[RunKeywords],
+    model: str | Path, out: str | Path, recipe: Recipe, measure: Measure | None = None, **options: Unpack[RunKeywords]
 ) -> dict[str, Any]:
     """Quantize or prune (ALGORITHMS 9) a causal LM (folder or hub id) into a new folder `out`; return its report.
 
@@ -382,12 +377,7 @@ def require_devices(device: torch.device, here: Ranks) -> None:
 
 
 def _quantize(
-    model: str | Path,
-    out: Path,
-    recipe: Recipe,
-    measure: Measure | None,
-    run: RunOptions,
-    progress: Progress,
+    model: str | Path, out: Path, recipe: Recipe, measure: Measure | None, run: RunOptions, progress: Progress
 ) -> dict[str, Any]:
     clock, here = Clock(torch.device("cpu")), ranks()
     command = "prune" if recipe.only_prunes else "quantize"
@@ -403,10 +393,10 @@ def _quantize(
     if not progress.quiet and not run.resume and here.count == 1:
         with clock.phase("probe"):
             duration, why = _duration(job, text, run)
-        for line in [f"{duration}, by a probe of one block"] if duration else why:
-            progress.note(line)
+        progress.note(*([f"{duration}, by a probe of one block"] if duration else why))
     src = job.src
-    revision = _revision(src, run.revision)
+    # The commit of a snapshot in the hub's cache is more precise than a branch.
+    revision = src.path.name if src.path.parent.name == "snapshots" else run.revision
     base, unread = origin(src, model, revision)
     lacking = unread  # of the source's card, what the file system cannot do, and files edited since they were recorded
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append) as partial:
@@ -416,16 +406,11 @@ def _quantize(
         if recipe.calibrated and recipe.calibration.is_written:
             save_text(partial / WRITTEN, text)
         writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout)
-        report = {
-            **heading(command, name_of(model), revision, {}, base),
-            **_known(job),
-            "calibration": text.facts,
-        }
+        report = {**heading(command, name_of(model), revision, {}, base), **_known(job), "calibration": text.facts}
         if src.low_bit is not None:
             report["source"]["weights"] = f"{src.low_bit}, dequantized"
         report["notices"] += [*text.notices, *lacking]
-        for notice in lacking:
-            progress.note(notice)
+        progress.note(*lacking)
         # A NaN in the last block would cost the whole run.
         finite = recipe.calibrated and not writer.done
         kind = job.model.device.type if recipe.calibrated else "cpu"
@@ -434,8 +419,7 @@ def _quantize(
             hashes, edited = source_hashes(src, READERS[kind], finite, progress.check)
             report["source"]["files"] = hashes
             report["notices"] += edited
-            for notice in edited:
-                progress.note(notice)
+            progress.note(*edited)
             writer.identify(identity(report), difference)
 
         # A run that is resumed must first know that it is the same run.
@@ -466,22 +450,11 @@ def _quantize(
         queue = WorkQueue(job.model.device, beside)
         # A signal that raised while this thread waits for the other could leave a lock taken.
         with progress.loop() if queue.beside else nullcontext():
-            report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
+            report["layers"] = write(items, writer, report, clock, queue, begin if hashes_beside else None)
         report |= _ranks_of(writer.done)
-        return finish(
-            writer,
-            src,
-            partial,
-            out,
-            _schemes(job),
-            report,
-            job.plan.share,
-            clock,
-            run.overwrite,
-            None if recipe.layout is None else without_paths(recipe),
-            run.trust_remote_code,
-            measure,
-        )
+        kept = None if recipe.layout is None else without_paths(recipe)
+        rest = clock, run.overwrite, kept, run.trust_remote_code, measure
+        return finish(writer, out, _schemes(job), report, job.plan.share, *rest)
 
 
 def _ranks_of(done: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -584,11 +557,6 @@ def _schemes(job: Job) -> Schemes | None:
     return Schemes(usual, overrides, ignore=tuple(dense))
 
 
-def _revision(src: Checkpoint, asked: str | None) -> str | None:
-    """Return the commit of a snapshot in the hub's cache, which is more precise than a branch."""
-    return src.path.name if src.path.parent.name == "snapshots" else asked
-
-
 def calibration_text(
     calib: Calib,
     src: Checkpoint,
@@ -626,8 +594,7 @@ def calibration_text(
         write=write,
     )
     if progress is not None:
-        for notice in text.notices:
-            progress.note(notice)
+        progress.note(*text.notices)
     return text
 
 

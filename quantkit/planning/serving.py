@@ -125,12 +125,7 @@ def _joined(rows: Sequence[Row], join: bool) -> dict[str, list[Row]]:
 
 
 def _kind(
-    name: str,
-    alike: list[list[Row]],
-    folder: Folder,
-    engine: Engine,
-    capability: tuple[int, int],
-    refused: str | None,
+    name: str, alike: list[list[Row]], folder: Folder, engine: Engine, capability: tuple[int, int], refused: str | None
 ) -> Kind:
     rows = alike[0]
     experts = is_expert(rows[0].module)

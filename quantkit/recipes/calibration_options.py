@@ -45,9 +45,7 @@ class Calib:
         when="Shorter to save memory and time.",
     )
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = key(
-        "Seed of the draw of calibration text",
-        default=0,
-        when="To see how much the draw matters.",
+        "Seed of the draw of calibration text", default=0, when="To see how much the draw matters."
     )
     lengths: Literal["own", "fixed"] = key(
         "Documents whole, or windows of max_length tokens from the joined text",
@@ -69,11 +67,7 @@ class Calib:
         when="If your records have another name for it.",
     )
     split: str | None = key(
-        "Split of a hub data set",
-        default=None,
-        usual="train",
-        may_lack=True,
-        when="If the data set has other splits.",
+        "Split of a hub data set", default=None, usual="train", may_lack=True, when="If the data set has other splits."
     )
     template_args: dict[str, Any] | None = key(
         "Arguments of the chat template, as JSON or KEY=VALUE",

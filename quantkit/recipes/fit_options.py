@@ -22,10 +22,7 @@ class FitOptions:
     """
 
     target_size: Positive | None = key(
-        "Most bytes of OUT, like 4.6GB: chooses a scheme for each linear",
-        default=None,
-        level="shown",
-        section="Output",
+        "Most bytes of OUT, like 4.6GB: chooses a scheme for each linear", default=None, level="shown", section="Output"
     )
     target_bits: Annotated[float, Meta(gt=0, le=32)] | None = key(
         "The same by the mean bits of a quantized weight, with scales, like 4.5", default=None, section="Output"

@@ -27,17 +27,9 @@ class RunOptions:
     )
     device: str = key("Where to compute: auto, cpu, cuda, cuda:1 ...", default="auto", level="shown", section="Basic")
     resume: bool = key(
-        "Continue the interrupted run that left OUT.partial-*",
-        default=False,
-        level="shown",
-        section="Output",
+        "Continue the interrupted run that left OUT.partial-*", default=False, level="shown", section="Output"
     )
-    overwrite: bool = key(
-        "Replace OUT when the new folder is complete",
-        default=False,
-        level="shown",
-        section="Output",
-    )
+    overwrite: bool = key("Replace OUT when the new folder is complete", default=False, level="shown", section="Output")
     trust_remote_code: bool = key("Run Python code that comes with the model", default=False, section="Advanced")
     act_budget: Count | None = key(
         "Bytes of calibration activations kept in RAM, like 8GB; more go to disk",

@@ -235,12 +235,7 @@ def _remarks(tokens: _Tokens) -> Iterator[str]:
 
 
 def _draw(
-    tokens: _Tokens,
-    samples: int,
-    max_length: int,
-    seed: int,
-    lengths: Lengths,
-    notices: list[str],
+    tokens: _Tokens, samples: int, max_length: int, seed: int, lengths: Lengths, notices: list[str]
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Draw the samples of one source; return them and their facts, and add to `notices`."""
     generator, found = torch.Generator().manual_seed(seed), tokens.found

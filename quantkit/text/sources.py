@@ -237,9 +237,7 @@ def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]]
         raise _not_loaded(source, error, Setting("calib", FILE)) from error
     if rows is None:
         raise CheckpointError(
-            f"has no split {wanted}, but {', '.join(splits)}",
-            Words("use", Setting("split", NAME)),
-            subject=source,
+            f"has no split {wanted}, but {', '.join(splits)}", Words("use", Setting("split", NAME)), subject=source
         )
     which = f"the split {wanted}" + (f", the first {HUB_ROWS}" if len(rows) == HUB_ROWS else "")
     return table_rows(rows, source), which

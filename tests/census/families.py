@@ -176,10 +176,7 @@ KV_SHARED = {
     "intermediate_size": [INTERMEDIATE] * 4,
     "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
 }
-ROPE_BY_KIND = {
-    "full_attention": MROPE,
-    "sliding_attention": MROPE,
-}
+ROPE_BY_KIND = {"full_attention": MROPE, "sliding_attention": MROPE}
 IMAGE_TOKENS = {"<image>": 300, "<|extra_200|>": 301, **{f"IMGIMG{c}Z": 302 + i for i, c in enumerate("ABCD")}}
 SMALL_VQ = {"embed_dim": 32, "num_embeddings": 64, "latent_channels": 32, "base_channels": 32}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 16}

@@ -15,12 +15,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from quantkit.errors import KernelError
 from quantkit.inference import engine_experts
-from quantkit.inference.engine_experts import (
-    EXPERTS,
-    load_experts,
-    multiply_experts,
-    prepare_experts,
-)
+from quantkit.inference.engine_experts import EXPERTS, load_experts, multiply_experts, prepare_experts
 from quantkit.inference.engine_linear import Prepared, decode
 from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel
 from quantkit.kernels import loader

@@ -25,10 +25,7 @@ TAKEN = {
         ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"],
         [(64, 64), (192, 128), (256, 1152)],
     ),
-    "quick": (
-        ["int4:g128", "int4:g128:asym", "int4:g32:asym", "int4:g64"],
-        [(128, 128), (384, 256), (256, 1152)],
-    ),
+    "quick": (["int4:g128", "int4:g128:asym", "int4:g32:asym", "int4:g64"], [(128, 128), (384, 256), (256, 1152)]),
 }
 CASES = [(layout, label, n, k) for layout, (labels, shapes) in TAKEN.items() for label in labels for n, k in shapes]
 #: The first scheme and the middle shape of each.

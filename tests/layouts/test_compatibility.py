@@ -25,14 +25,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.compatibility import (
-    PRUNED,
-    RECENTRED,
-    SCHEMES,
-    Conversion,
-    conversions,
-    parse,
-)
+from quantkit.layouts.compatibility import PRUNED, RECENTRED, SCHEMES, Conversion, conversions, parse
 from quantkit.layouts.recast import broken_rule, recast, target
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call, refused

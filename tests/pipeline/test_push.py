@@ -199,10 +199,7 @@ def test_commands_push_what_they_wrote(hub: Hub, small_llama: Path, made: Path, 
     quantkit.quantize(small_llama, tmp_path / "e", method="rtn", push_to="o/e")
     assert {
         name: (repository.private, REPORT in repository.files) for name, repository in hub.repositories.items()
-    } == {
-        **{f"o/{name}": (True, True) for name in "abde"},
-        "o/c": (False, True),
-    }
+    } == {**{f"o/{name}": (True, True) for name in "abde"}, "o/c": (False, True)}
 
 
 def test_a_taken_name_is_found_before_the_work(hub: Hub, small_llama: Path, made: Path, tmp_path: Path) -> None:

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import CheckpointError
-from quantkit.text.conversations import (
-    BrokenRecord,
-    Conversation,
-    Without,
-    names_unread,
-    read_conversation,
-    render,
-)
+from quantkit.text.conversations import BrokenRecord, Conversation, Without, names_unread, read_conversation, render
 from quantkit.text.tokenizer import token_ids
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer
 
@@ -245,10 +238,7 @@ def test_a_template_that_reads_parts_alone_is_given_parts(tokenizer: Any) -> Non
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (
-            None,
-            r"the model has no chat template: .*--set calibration\.text_column=NAME or another --calib FILE",
-        ),
+        (None, r"the model has no chat template: .*--set calibration\.text_column=NAME or another --calib FILE"),
         ("{{ raise_exception('roles must alternate') }}", r"refuses it \(roles must alternate\): repair the record"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "writes none of its text"),
         ("{% for", "refuses it"),
