@@ -15,8 +15,7 @@ from typing import Any, Literal, TypedDict, cast
 from typing_extensions import Unpack
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT
-from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.report import REPORT, load as load_report
 from quantkit.checkpoint.resolve import resolve
 from quantkit.core.ranks import ranks
 from quantkit.errors import (
@@ -39,18 +38,15 @@ from quantkit.evaluation.programs import eval_code as measure_code
 from quantkit.evaluation.rouge import eval_rouge as measure_rouge
 from quantkit.evaluation.tasks import eval_tasks as measure_tasks
 from quantkit.evaluation.verification import Verification
-from quantkit.evaluation.verify import EDITED, UNLISTED, verify_files
-from quantkit.evaluation.verify import verify as verify_folder
-from quantkit.inference.load import load as load_model
-from quantkit.inference.load import load_for_evaluation
+from quantkit.evaluation.verify import EDITED, UNLISTED, verify as verify_folder, verify_files
+from quantkit.inference.load import load as load_model, load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.keys import Key, keys_of
 from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
 from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
-from quantkit.pipeline.distill import STEPS
-from quantkit.pipeline.distill import distill as distill_folder
+from quantkit.pipeline.distill import STEPS, distill as distill_folder
 from quantkit.pipeline.push import Pushed, reach, upload
 from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan

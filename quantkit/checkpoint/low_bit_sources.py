@@ -29,8 +29,7 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
 from quantkit.layouts import validation
-from quantkit.layouts.compressed_tensors import MARLIN24, in_order_of_targets
-from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
+from quantkit.layouts.compressed_tensors import MARLIN24, METHOD as COMPRESSED_TENSORS, in_order_of_targets
 from quantkit.layouts.expressions import Patterns
 from quantkit.layouts.schemes import Schemes
 

@@ -19,8 +19,7 @@ import torch
 
 from quantkit.algorithms.numerics import check_finite, is_finite
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT
-from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.report import REPORT, load as load_report
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError, Option, Words, about
 from quantkit.io import files, hashing, model_folder

@@ -83,8 +83,7 @@ def kernels(kernel: str, csv: Path | None, as_json: bool, progress: Progress, **
     Beside cuBLAS on weights that were never quantized, a copy and the floor that these set; a wrong product is an
     error."""
     from quantkit.bench import roofline
-    from quantkit.bench.kernels import default_layouts
-    from quantkit.bench.kernels import kernels as time_kernels
+    from quantkit.bench.kernels import default_layouts, kernels as time_kernels
     from quantkit.io import files
 
     _require_writable(csv, ".csv")

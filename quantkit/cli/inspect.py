@@ -121,8 +121,7 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
 
     FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes, error by depth,
     time, memory and notices."""
-    from quantkit.checkpoint.report import REPORT
-    from quantkit.checkpoint.report import load as load_report
+    from quantkit.checkpoint.report import REPORT, load as load_report
     from quantkit.evaluation import verification
     from quantkit.io import files
     from quantkit.io.json_files import load_json

@@ -23,9 +23,7 @@ from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_pack
 from quantkit.kernels.driver import Function
 from quantkit.kernels.portable import PortableInstances, multiprocessors
 from quantkit.kernels.portable_tiles import RESERVED, THREADS, PortableTile
-from quantkit.kernels.routing import MAX_EXPERTS, Routing, starts_early
-from quantkit.kernels.routing import load as load_routing
-from quantkit.kernels.routing import route as route
+from quantkit.kernels.routing import MAX_EXPERTS, Routing, load as load_routing, route as route, starts_early
 from quantkit.kernels.workspace import workspace
 
 #: Mean rows of an expert, from which on all its tiles but the last are full.

@@ -8,8 +8,7 @@ the model the names of the checkpoint. A checkpoint that stores three-dimensiona
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Set as AbstractSet
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 

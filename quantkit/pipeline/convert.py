@@ -21,8 +21,7 @@ from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import heading
-from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.shards import SHARD_BYTES
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.scheme import Scheme

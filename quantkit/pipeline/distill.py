@@ -26,8 +26,7 @@ from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import load as load_report
-from quantkit.checkpoint.report import untuned
+from quantkit.checkpoint.report import load as load_report, untuned
 from quantkit.checkpoint.resolve import resolve
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor

@@ -20,8 +20,7 @@ from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT, SEAL, added_up, digest, peak_memory, phases, seal
-from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.report import REPORT, SEAL, added_up, digest, load as load_report, peak_memory, phases, seal
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.work_queue import WorkQueue

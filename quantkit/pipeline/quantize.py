@@ -24,8 +24,7 @@ from typing_extensions import Unpack
 from quantkit.calibration.budget import BESIDE, gradient_documents
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import check_sequences, new_run, split_documents
-from quantkit.calibration.probe import Duration, is_worth_a_probe
-from quantkit.calibration.probe import probe as probe_run
+from quantkit.calibration.probe import Duration, is_worth_a_probe, probe as probe_run
 from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item

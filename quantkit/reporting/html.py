@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quantkit.core.units import format_bytes, format_percent, format_seconds
-from quantkit.reporting import charts, facts
-from quantkit.reporting import layer_errors as errors
+from quantkit.reporting import charts, facts, layer_errors as errors
 from quantkit.reporting.charts import Bar, Cell, Chart, Table
 from quantkit.reporting.layer_errors import Layer, number
 from quantkit.reporting.templates import raw, render

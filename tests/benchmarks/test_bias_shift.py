@@ -12,8 +12,7 @@ from benchmarks.bias_shift import INTEGERS, NAME, write_sources
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, loader
-from tests.kernels.conftest import kernel_cache as kernel_cache
-from tests.kernels.conftest import nvrtc as nvrtc
+from tests.kernels.conftest import kernel_cache as kernel_cache, nvrtc as nvrtc
 from tests.kernels.on_cpu import library
 
 

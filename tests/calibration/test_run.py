@@ -21,8 +21,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
-from quantkit.progress import Clock as Phases
-from quantkit.progress import Progress
+from quantkit.progress import Clock as Phases, Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import (
     COARSE,

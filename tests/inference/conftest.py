@@ -10,8 +10,7 @@ import pytest
 from quantkit.core.scheme import Scheme
 from quantkit.layouts.schemes import Schemes
 from tests.inference.samples import Folders
-from tests.kernels.fake_driver import fake_driver as fake_driver
-from tests.kernels.fake_driver import fake_gpu as fake_gpu
+from tests.kernels.fake_driver import fake_driver as fake_driver, fake_gpu as fake_gpu
 from tests.layouts.samples import write_folder
 
 

@@ -27,8 +27,7 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
-from tests.inference.samples import attention, bits, gauss, layers, logits, stored, values
-from tests.inference.samples import packed as packed_linear
+from tests.inference.samples import attention, bits, gauss, layers, logits, packed as packed_linear, stored, values
 from tests.layouts.samples import write_folder
 from tests.tiny_models import write_model
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from quantkit.kernels import loader
-from tests.kernels.fake_driver import fake_driver as fake_driver
-from tests.kernels.fake_driver import fake_gpu as fake_gpu
+from tests.kernels.fake_driver import fake_driver as fake_driver, fake_gpu as fake_gpu
 from tests.kernels.on_cpu import cache_folder
 
 

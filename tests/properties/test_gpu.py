@@ -21,8 +21,7 @@ from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
 from quantkit.text.tokenizer import load_tokenizer
-from tests.folders import TEXT, hashes
-from tests.folders import gptq as gptq_recipe
+from tests.folders import TEXT, gptq as gptq_recipe, hashes
 from tests.layouts.samples import HELD, record
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.checkpoint.provenance import checked, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT, SEAL
-from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.report import REPORT, SEAL, load as load_report
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.evaluation.verify import verify, verify_files
 from quantkit.io.digests import damaged_tensors

@@ -13,8 +13,7 @@ from typing import Any
 
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, seed, settings, strategies as st
 from safetensors.torch import save
 
 import quantkit
