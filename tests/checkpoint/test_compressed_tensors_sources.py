@@ -475,23 +475,12 @@ def low_and_exact(source: Path, folder: Path, fmt: str, args: dict[str, Any]) ->
     return made
 
 
-WHOLE = {
-    "int4": ("pack-quantized", weights(4, "group", 32, False)),
-    "int8": ("int-quantized", weights(8, "channel")),
-    "nvfp4": ("nvfp4-pack-quantized", floats(4, "tensor_group", 16)),
-    "mxfp4": ("mxfp4-pack-quantized", floats(4, "group", 32)),
-}
-
-
 def weights_of(folder: Path) -> Tensors:
     return load_file(folder / "model-00001-of-00001.safetensors")
 
 
-@pytest.mark.parametrize("form", WHOLE)
-def test_quantizing_and_pruning_a_release_give_what_its_dense_weights_give(
-    form: str, llama: Path, tmp_path: Path
-) -> None:
-    low, exact = low_and_exact(llama, tmp_path, *WHOLE[form])
+def test_quantizing_and_pruning_a_release_give_what_its_dense_weights_give(llama: Path, tmp_path: Path) -> None:
+    low, exact = low_and_exact(llama, tmp_path, *SOUND["nvfp4"])
     asked = pruning_from_mapping({"method": "magnitude", "skip": ["lm_head"]})
     report = {}
     for folder in (low, exact):
@@ -508,14 +497,13 @@ def test_quantizing_and_pruning_a_release_give_what_its_dense_weights_give(
     assert "quantization_config" not in json.loads((tmp_path / "p-low" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("form", [*WHOLE, "act-order"])
-def test_perplexity_of_a_release_is_that_of_its_dense_weights(form: str, llama: Path, tmp_path: Path) -> None:
+def test_perplexity_of_a_release_is_that_of_its_dense_weights(llama: Path, tmp_path: Path) -> None:
     act_order = "pack-quantized", weights(4, "group", 32, actorder="group")  # not packed: no kernel has it
-    low, exact = low_and_exact(llama, tmp_path, *WHOLE.get(form, act_order))
+    low, exact = low_and_exact(llama, tmp_path, *act_order)
     text = tmp_path / "text.txt"
     text.write_text("A scale multiplies a group of weights. " * 20)
     found, expected = (eval_ppl(folder, data=str(text), window=64, device="cpu") for folder in (low, exact))
-    assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-2 if form == "int4" else 0)
+    assert found.perplexity == expected.perplexity
 
 
 def test_scales_that_float16_does_not_hold_are_evaluated_all_the_same(llama: Path, tmp_path: Path) -> None:
@@ -531,27 +519,8 @@ def test_scales_that_float16_does_not_hold_are_evaluated_all_the_same(llama: Pat
     assert found.perplexity == expected.perplexity
 
 
-def test_experts_of_a_release_are_read_one_by_one(tmp_path: Path) -> None:
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        **{"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64},
-        **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-        **{"num_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 256, "eos_token_id": 256},
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
-    byte_tokenizer().save_pretrained(tmp_path / "m")
-    for folder in low_and_exact(tmp_path / "m", tmp_path, *WHOLE["nvfp4"]):
-        quantize(folder, tmp_path / f"q-{folder.name}", from_mapping(RTN), min_share=0)
-    found, expected = (weights_of(tmp_path / f"q-{name}") for name in ("low", "exact"))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    assert "model.layers.0.mlp.experts.3.down_proj.weight_packed" in found
-
-
 def test_inspect_names_the_form_of_a_release(llama: Path, tmp_path: Path) -> None:
-    low, _ = low_and_exact(llama, tmp_path, *WHOLE["nvfp4"])
+    low, _ = low_and_exact(llama, tmp_path, *SOUND["nvfp4"])
     found = describe(Checkpoint(low))
     assert found["dequantized_from"] == "NVFP4 (one scale for 16)" and found["layout"] is None
     assert found["readers"] == "anything that reads Hugging Face folders of NVFP4 (one scale for 16)"
@@ -572,20 +541,3 @@ def test_int4_that_quantkit_wrote_is_packed_and_not_quantized_again(llama: Path,
     quantize(llama, tmp_path / "int4", from_mapping(RTN), min_share=0)
     with pytest.raises(CheckpointError, match=r"is quantized already \(compressed-tensors\): use quantkit pack"):
         quantize(tmp_path / "int4", tmp_path / "out", from_mapping(RTN), min_share=0)
-
-
-@pytest.mark.parametrize("case", ["a NaN scale", "global scale 0", "no scale"])
-def test_a_damaged_release_leaves_no_output(case: str, llama: Path, tmp_path: Path) -> None:
-    form, damage, words = DAMAGE[case]
-    low, _ = low_and_exact(llama, tmp_path, *WHOLE[form])
-    tensors = load_file(low / "model.safetensors")
-    prefix = "model.layers.1.mlp.up_proj."
-    some = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    before = set(some)
-    damage(some)
-    tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix(prefix) not in before - set(some)}
-    save_file(tensors | {prefix + name: tensor for name, tensor in some.items()}, low / "model.safetensors")
-    with pytest.raises(QuantkitError) as caught:
-        quantize(low, tmp_path / "out", from_mapping(RTN), min_share=0)
-    assert words.replace("x.", prefix) in str(caught.value) and "\n" not in str(caught.value)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

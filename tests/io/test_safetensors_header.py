@@ -194,22 +194,7 @@ def test_random_mutations() -> None:
     def draw(n: int) -> int:
         return int(torch.randint(n, (), generator=generator))
 
-    pieces = [
-        b'"',
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b",",
-        b"-",
-        b"0",
-        b"1e9",
-        b"\\u0000",
-        b"\xff",
-        b"null",
-        b'"a":',
-        b"99999999999",
-    ]
+    pieces = [*map(str.encode, ('"', *"{}[],-0", "1e9", "\\u0000", "null", '"a":', "99999999999")), b"\xff"]
     good = good_header()
     for _ in range(5000):
         bad = good
