@@ -535,9 +535,3 @@ def test_packing_int4_of_another_tool_stays_lossless(llama: Path, tmp_path: Path
     stored, found = load_file(low / "model.safetensors"), weights_of(back)
     names = [name for name in stored if name.endswith(("weight_packed", "weight_zero_point"))]
     assert len(names) == 28 and all(torch.equal(found[name], stored[name]) for name in names)
-
-
-def test_int4_that_quantkit_wrote_is_packed_and_not_quantized_again(llama: Path, tmp_path: Path) -> None:
-    quantize(llama, tmp_path / "int4", from_mapping(RTN), min_share=0)
-    with pytest.raises(CheckpointError, match=r"is quantized already \(compressed-tensors\): use quantkit pack"):
-        quantize(tmp_path / "int4", tmp_path / "out", from_mapping(RTN), min_share=0)

@@ -171,14 +171,3 @@ def test_a_signal_while_a_lock_of_threads_is_taken_ends_a_conversion(
         assert done.exit_code == 0 or "run the same command again" in done.stderr
         assert done.exit_code == 0 or not list(tmp_path.iterdir()) or stopped < at
     assert stopped > 10
-
-
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    """Also: no HOME, an ASCII locale, and `python -m quantkit`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    environment = {"PATH": os.environ["PATH"], "LC_ALL": "C"}
-    command = [sys.executable, "-m", "quantkit", "convert", "--list"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, timeout=60)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")

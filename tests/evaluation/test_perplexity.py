@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, NumericError, RecipeError
+from quantkit.errors import NumericError, RecipeError
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 from tests.evaluation.conftest import TEXT
-from tests.tiny_models import byte_tokenizer, write_model
+from tests.tiny_models import byte_tokenizer
 
 
 def losses(model: Any, ids: list[int]) -> Tensor:
@@ -42,23 +42,6 @@ def test_every_target_is_counted_once_and_the_short_remainder_dropped(model: Any
     found = perplexity(model, bytes_, TEXT, window=64)
     assert found.nll == pytest.approx(float(expected.mean()), rel=1e-6)
     assert found.perplexity == math.exp(found.nll)
-
-
-def test_overlapping_windows_count_only_new_predictions(model: Any, bytes_: Any) -> None:
-    ids = bytes_(TEXT)["input_ids"]
-    parts = [losses(model, ids[a : a + 64]) for a in range(0, 300 - 64 + 1, 20)]
-    expected = torch.cat([parts[0], *(p[-20:] for p in parts[1:])])
-    found = perplexity(model, bytes_, TEXT, window=64, stride=20)
-    assert (found.windows, found.tokens, found.stride) == (12, 63 + 11 * 20, 20)
-    assert found.nll == pytest.approx(float(expected.mean()), rel=1e-6)
-
-
-def test_every_window_begins_with_one_bos_token(model: Any, bytes_: Any) -> None:
-    ids = bytes_(TEXT)["input_ids"]
-    expected = torch.cat([losses(model, [256, *ids[a : a + 64]]) for a in (0, 64, 128, 192)])
-    found = perplexity(model, bytes_, TEXT, window=64, bos=True)
-    assert (found.tokens, found.bos) == (4 * 64, True)
-    assert found.nll == pytest.approx(float(expected.mean()), rel=1e-6)
 
 
 def with_template(template: str) -> Any:
@@ -101,34 +84,6 @@ def test_the_first_tokens_are_read_in_whole_windows(
     found = perplexity(model, bytes_, TEXT, window=window, tokens=tokens)
     assert (found.windows, found.window, found.text_tokens) == (windows, window or 100, 300)
     assert found.nll == perplexity(model, bytes_, TEXT[: windows * found.window], window=found.window).nll
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"window": 301}, CheckpointError, "300 tokens, less than one window of 301"),
-        ({"window": 65, "tokens": 64}, RecipeError, "--tokens 64 is less than one window of 65: use --window 64"),
-        ({"window": 1}, RecipeError, "window 1"),
-        ({"window": 64, "stride": 65}, RecipeError, "stride 65"),
-        ({"window": 64, "stride": -1}, RecipeError, "stride -1"),
-        ({"window": 513}, RecipeError, "512 positions"),
-        ({"window": 512, "bos": True}, RecipeError, "--window 511"),
-    ],
-)
-def test_a_window_that_does_not_fit_is_refused(
-    options: dict[str, Any], error: type[Exception], says: str, model: Any, bytes_: Any
-) -> None:
-    with pytest.raises(error, match=says):
-        perplexity(model, bytes_, TEXT, **options)
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, bytes_: Any) -> None:
-    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
-    small = load_dense_model(Checkpoint(write_model("llama", tmp_path / "m", vocab_size=80, **ids)))
-    with pytest.raises(CheckpointError, match="do not belong together"):
-        perplexity(small, bytes_, "zzz" + TEXT, window=64)
-    with pytest.raises(CheckpointError, match="do not belong together"):  # the text fits, its BOS does not
-        perplexity(small, bytes_, "!" * 100, window=64, bos=True)
 
 
 def test_bos_without_a_bos_token_is_refused(model: Any, bytes_: Any) -> None:

@@ -63,21 +63,6 @@ def test_a_kill_at_every_operation_then_resume_gives_the_same_bytes(tmp_path: Pa
         assert list(tmp_path.glob(f"out{step}.*")) == [], step
 
 
-def test_a_second_kill_during_the_resume_loses_nothing(tmp_path: Path) -> None:
-    reference = tmp_path / "reference"
-    steps = count(lambda: small_run(reference))
-    for first in range(3, steps, 7):
-        for second in range(1, steps, 5):
-            out = tmp_path / f"out{first}-{second}"
-            with faults(killer(first)), pytest.raises(Killed):
-                small_run(out)
-            for hook in (killer(second), None):
-                with faults(hook), suppress(Killed):
-                    if not out.exists():
-                        small_run(out, resume=True)
-            assert state(out) == state(reference), (first, second)
-
-
 def test_a_kill_while_overwriting_leaves_old_or_new_after_the_next_run(tmp_path: Path) -> None:
     out, reference = tmp_path / "out", tmp_path / "reference"
     small_run(reference)

@@ -5,11 +5,8 @@ Bytes are compared with the slow packers of `oracle.py`.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -82,26 +79,6 @@ def test_pack_and_unpack_are_inverses(layout: str, label: str, n: int, k: int) -
         q.scheme.format.bits, q.scheme.format.ebits, q.scheme.format.mbits, q.scheme.group_size or k,
     )  # fmt: skip
     assert {name: rows(t) for name, t in LAYOUTS[layout].pack(q).items()} == expected
-
-
-@st.composite
-def legal(draw: st.DrawFn) -> tuple[str, QuantizedTensor]:
-    layout = draw(st.sampled_from(sorted(UNITS)))
-    scheme = Scheme.parse(draw(st.sampled_from(HELD[layout][0])))
-    unit_n, unit_k = UNITS[layout]
-    n = unit_n * draw(st.integers(1, max(3, 192 // unit_n) if unit_n > 1 else 40))
-    k_step = math.lcm(unit_k, scheme.group_size or 1)
-    k = k_step * draw(st.integers(1, max(2, 384 // k_step)))
-    q = record(scheme, n, k, seed=draw(st.integers(0, 2**32)), lowest_zero=0 if layout != "gptq" else 1)
-    if scheme.sparsity is None and draw(st.booleans()):
-        q.codes.fill_(draw(st.integers(0, 2**scheme.format.bits - 1)))
-    return layout, q
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(legal())
-def test_pack_and_unpack_are_inverses_on_random_weights(case: tuple[str, QuantizedTensor]) -> None:
-    obeys(*case)
 
 
 ILLEGAL = [

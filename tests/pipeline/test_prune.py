@@ -122,14 +122,12 @@ def test_sparse_codes_survive_packing(options: tuple[str, ...], small_llama: Pat
         check(src.quantized(module).codes != 8)
 
 
-@pytest.mark.parametrize("command", ["prune", "joint"])
 def test_finished_blocks_are_read_back_where_their_activations_are_lost(
-    command: str, small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize, "COMMIT_BYTES", 200_000)
     text: dict[str, Any] = {"data": str(calib), "samples": 4, "max_length": 64}
-    joint = from_mapping({"scheme": {"sparsity": "2:4"}, "calibration": text})
-    recipe: Any = joint if command == "joint" else pruning_from_mapping({"calibration": text})
+    recipe = pruning_from_mapping({"calibration": text})
     whole, out = tmp_path / "whole", tmp_path / "out"
     operations = count(lambda: quantize.quantize(small_llama, whole, recipe) and None)
     expected, resumed = hashes(whole), 0

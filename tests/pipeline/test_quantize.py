@@ -299,34 +299,6 @@ def test_asymmetric_goes_to_gptq_and_is_refused_by_marlin(tiny_llama: Path, tmp_
     assert not any(tmp_path.glob("marlin*"))
 
 
-def test_a_weight_with_nan_is_named_and_leaves_no_output(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    model = write_model("llama", tmp_path / "model")
-    for shard in model.glob("*.safetensors"):
-        weights = load_file(shard)
-        name = "model.layers.1.mlp.up_proj.weight"
-        if name in weights:
-            weights[name][3, 5] = float("nan")
-            save_file(weights, shard, metadata={"format": "pt"})
-    with pytest.raises(NumericError, match=r"model\.layers\.1\.mlp\.up_proj.*1 of 131072.*\[3, 5\]"):
-        quantize(model, tmp_path / "out", from_mapping({"method": "rtn"}))
-    assert not any(tmp_path.glob("out*"))
-
-
-def test_damaged_codes_are_not_packed(tiny_llama: Path, tmp_path: Path) -> None:
-    quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn"}))
-    shard = next((tmp_path / "ct").glob("*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    header = read_header(shard)[0]
-    info = next(info for name, info in header.items() if name.endswith("down_proj.weight_packed"))
-    data[info.start + 100] ^= 0x10
-    shard.write_bytes(bytes(data))
-    with pytest.raises(CheckpointError, match=r"down_proj.*damaged"):
-        pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
-    assert not any(tmp_path.glob("marlin*"))
-
-
 def test_quantized_sources_are_refused_in_favour_of_pack(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn"}))
     with pytest.raises(CheckpointError, match="quantized already"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from quantkit import load
 from quantkit.errors import CheckpointError
 from tests import command_line
 from tests.command_line import RTN, call, refused
-from tests.folders import TEXT, hashes
+from tests.folders import TEXT
 from tests.tiny_models import write_model
 
 calib, copy, int4 = command_line.calib, command_line.copy, command_line.int4
@@ -52,36 +51,6 @@ def shards(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.safetensors"))
     assert len(found) > 1
     return found
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def garble(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[:8] + b"\xff" * 40 + data[48:])
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, truncate, garble])
-@pytest.mark.parametrize("args", [("quantize", *RTN), ("plan",)])
-def test_a_missing_or_damaged_shard_is_named(
-    damage: Callable[[Path], None], args: tuple[str, ...], copy: Path, tmp_path: Path
-) -> None:
-    shard = shards(copy)[1]
-    damage(shard)
-    assert shard.name in refused(args[0], copy, *args[1:], out=tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "a/../../elsewhere.safetensors"])
-def test_an_index_outside_the_folder_is_refused(name: str, copy: Path, tmp_path: Path) -> None:
-    shutil.copy(shards(copy)[0], tmp_path / "elsewhere.safetensors")
-    path = copy / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    first = next(iter(index["weight_map"]))
-    index["weight_map"][first] = name
-    path.write_text(json.dumps(index))
-    refused("quantize", copy, *RTN, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -137,12 +106,6 @@ def test_a_real_act_order_is_refused_for_marlin(int4: Path, tmp_path: Path) -> N
     assert name.removesuffix(".g_idx") in text and "act-order" in text
 
 
-def test_zero_points_are_refused_for_marlin(tiny_llama: Path, tmp_path: Path) -> None:
-    call("quantize", tiny_llama, *RTN, "--asym", "-o", tmp_path / "asym", "-q")
-    result = call("pack", tmp_path / "asym", "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1)
-    assert "zero points cannot be re-centred" in result.stderr and not list(tmp_path.glob("out*"))
-
-
 @pytest.mark.parametrize(
     ("text", "options"),
     [
@@ -157,16 +120,6 @@ def test_calibration_text_that_is_empty_or_too_short_is_refused(
 ) -> None:
     (tmp_path / "short.txt").write_text(text)
     refused("quantize", tiny_llama, "--calib", tmp_path / "short.txt", *options, out=tmp_path / "out")
-
-
-def test_an_existing_output_folder_is_not_changed(tiny_llama: Path, int4: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(int4, tmp_path / "out"))
-    before = hashes(out)
-    for args in (("quantize", tiny_llama, *RTN), ("pack", int4, "--layout", "marlin")):
-        assert "--overwrite" in call(*args, "-o", out, "-q", code=1).stderr
-        assert hashes(out) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
-    call("pack", int4, "--layout", "marlin", "-o", out, "--overwrite", "-q")
-    assert json.loads((out / "config.json").read_text())["quantization_config"]["quantkit"]["layout"] == "marlin"
 
 
 @pytest.mark.parametrize(

@@ -126,20 +126,8 @@ def test_padded_weights_of_a_finished_block_are_unpacked_where_its_activations_a
         if lines == 2:
             raise Killed
 
-    asked = (
-        "quantize",
-        odd,
-        "--layout",
-        "marlin",
-        "--set",
-        "pad=true",
-        "--calib",
-        calib,
-        *GPTQ,
-        "-q",
-        "-o",
-        tmp_path / "out",
-    )
+    asked = ("quantize", odd, *["--layout", "marlin", "--set", "pad=true", "-q"], "--calib", calib, *GPTQ)
+    asked = (*asked, "-o", tmp_path / "out")
     with pytest.raises(Killed), faults(kill):
         call(*asked)
     (partial,) = tmp_path.glob("out.partial-*")
