@@ -146,7 +146,7 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
     text(
         "--data",
         "FILE",
-        "Problems as HumanEval or MBPP has them (.jsonl, .jsonl.gz, .json, .parquet).",
+        "Problems of HumanEval, MBPP, HumanEval-X or MultiPL-E (.jsonl, .jsonl.gz, .json, .parquet).",
         completers.files,
         required=True,
     ),

@@ -1,4 +1,4 @@
-"""Programs that a model writes for the problems of HumanEval and MBPP: the share that passes the problems' tests."""
+"""Programs that a model writes in Python or JavaScript: the share that passes the tests of their problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantkit.errors import CheckpointError, Option, RecipeError, Words
 from quantkit.evaluation.divergence import interval
 from quantkit.evaluation.finished import Finished, Get
 from quantkit.evaluation.opened import Opened, open_writer
-from quantkit.evaluation.sandbox import Sandbox, Verdict
+from quantkit.evaluation.sandbox import Language, Sandbox, Verdict
 from quantkit.inference.batches import BatchWriter, room_for_prompt
 from quantkit.inference.generate import Sampling
 from quantkit.inference.swap_linears import describe_weights
@@ -33,25 +33,34 @@ from quantkit.text.tokenizer import token_ids
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 #: What ends a whole solution of MBPP, which may have several functions.
 SOLUTION_STOPS = ("\nclass", "\nassert", '\n"""', "\nif", "\nprint", "\n```")
-#: Keys of HumanEval, of MBPP, and of the sanitized MBPP.
+JAVASCRIPT_STOPS = ("\nfunction ", "\nconst ", "\nlet ", "\nvar ", "\n/*", "\n//", "\nconsole.log", "\n```")
+#: Keys of HumanEval, of MBPP, of the sanitized MBPP, of HumanEval-X, and of MultiPL-E.
 SHAPES: tuple[dict[str, type], ...] = (
     {"prompt": str, "test": str, "entry_point": str},
     {"text": str, "test_list": list},
     {"prompt": str, "test_list": list},
+    {"task_id": str, "prompt": str, "declaration": str, "test": str},
+    {"language": str, "prompt": str, "tests": str, "stop_tokens": list},
 )
 USUAL_K = (1, 10, 100)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The prompt of a problem. A program is `head`, the model's completion and `tests`; `stops` end the completion."""
+    """The prompt of a problem. A program is `head`, the model's completion and `tests`.
+
+    The first of `stops` ends the completion, and what follows its last `close` is left out.
+    """
 
     prompt: str
     head: str
     tests: str
     stops: tuple[str, ...]
+    language: Language = "Python"
+    close: str = ""
 
     def program(self, completion: str) -> str:
+        completion = completion[: completion.rfind(self.close) + len(self.close)] or completion
         return f"{self.head}{completion}\n{self.tests}"
 
 
@@ -115,11 +124,11 @@ def eval_code(
     check: bool = True,
     progress: Progress | Listener | None = None,
 ) -> CodeScores:
-    """Let a checkpoint write programs for the problems of HumanEval or MBPP, run their tests, and estimate pass@k.
+    """Let a checkpoint write programs for the problems of a data set, run their tests, and estimate pass@k.
 
-    `data` is a file of records as these data sets have them, of which the first `limit` are read. For each of `seeds`
-    and each problem, `samples` programs are drawn. `k` defaults to those of 1, 10 and 100 that `samples` allows.
-    `temperature` 0 takes the likeliest program, which must be the only one.
+    `data` is a file of records of HumanEval or MBPP, or in JavaScript of HumanEval-X or MultiPL-E, of which the first
+    `limit` are read. For each of `seeds` and each problem, `samples` programs are drawn. `k` defaults to those of 1, 10
+    and 100 that `samples` allows. `temperature` 0 takes the likeliest program, which must be the only one.
 
     Programs run only with `allow_code_execution`, each for at most `timeout` seconds and in namespaces: without network
     and home folder, with limits of memory, processes and files. Where the kernel allows no namespaces, this is refused;
@@ -184,7 +193,8 @@ class CodeExam:
                 Words("use more", Option("samples")),
             )
         self._data = Path(data)
-        self._problems, self._sandbox = _problems(self._data, limit), Sandbox(timeout, namespaces)
+        self._problems = _problems(self._data, limit)
+        self._sandbox = Sandbox(timeout, namespaces, language=self._problems[0].language)
         self._about: dict[str, Any] = {"samples": samples, "seeds": list(seeds), "temperature": temperature}
         self._about |= {"top_p": top_p, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
         self.run = {"data": hash_of_file(self._data), "problems": len(self._problems), **self._about}
@@ -192,8 +202,13 @@ class CodeExam:
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for an encoder-decoder, too few positions, or programs that cannot be contained."""
         opened.require_decoder_only()
-        longest = max(len(prompt) for prompt in self._prompts(opened))
-        _require_room(longest, opened.config, self._about["max_new_tokens"])
+        longest, new = max(map(len, self._prompts(opened))), self._about["max_new_tokens"]
+        room = room_for_prompt(opened.config, new)
+        if room is not None and longest > room:
+            raise RecipeError(
+                f"a problem has {longest} tokens, and with {new} new ones more than the model's {room + new} positions",
+                Words("use fewer", Option("max_new_tokens")),
+            )
         self._sandbox.require()
 
     def scores(self, model: Any, opened: Opened, get: Get, progress: Progress) -> CodeScores:
@@ -244,31 +259,28 @@ def _problems(data: Path, limit: int | None) -> list[Problem]:
     """Read problems, all of one kind."""
     found: list[Problem] = []
     for where, row in islice(records_with(data, *SHAPES), limit):
-        found.append(_problem(row))
-        if found[-1].stops != found[0].stops:
+        found.append(_problem(row, where))
+        if (found[-1].language, found[-1].stops) != (found[0].language, found[0].stops):
             raise CheckpointError("is of another data set than the first record", "give each its file", subject=where)
     return found
 
 
-def _problem(row: dict[str, Any]) -> Problem:
-    if "entry_point" in row:
+def _problem(row: dict[str, Any], where: str) -> Problem:
+    language = str(row.get("language") or row.get("task_id")).partition("/")[0]
+    if "test_list" not in row:
         prompt = row["prompt"].strip()
+        if language.lower() in ("js", "javascript"):
+            if "stop_tokens" in row:
+                return Problem(prompt, prompt, row["tests"], tuple(map(str, row["stop_tokens"])), "JavaScript")
+            return Problem(prompt, prompt, row["test"], JAVASCRIPT_STOPS, "JavaScript", "}")
+        if "entry_point" not in row or ("declaration" in row and language != "Python"):
+            raise CheckpointError(f"is a problem in {language}", "use those in JavaScript, or HumanEval", subject=where)
         return Problem(prompt, prompt, f"\n{row['test']}\ncheck({row['entry_point']})\n", STOPS)
     tests = "\n".join(map(str, row["test_list"]))
     imports = "\n".join(map(str, row.get("test_imports", [])))
     prompt = f'"""\n{row.get("text", row.get("prompt"))}\n{tests}\n"""\n'
     # The setup makes objects of the solution's classes.
     return Problem(prompt, f"{imports}\n", f"\n{row.get('test_setup_code', '')}\n{tests}\n", SOLUTION_STOPS)
-
-
-def _require_room(longest: int, config: Any, max_new_tokens: int) -> None:
-    room = room_for_prompt(config, max_new_tokens)
-    if room is not None and longest > room:
-        raise RecipeError(
-            f"a problem has {longest} tokens, and with {max_new_tokens} new ones more than the model's "
-            f"{room + max_new_tokens} positions",
-            Words("use fewer", Option("max_new_tokens")),
-        )
 
 
 def _sampling(temperature: float, top_p: float, seed: int, samples: int, seeds: int) -> Sampling:

@@ -1,9 +1,9 @@
-"""Run one Python program, which standard input holds, in limits and namespaces of its own.
+"""Run one program, which standard input holds, in limits and namespaces of its own.
 
 `sandbox` starts this file as a script, so it needs nothing but the standard library. Its first process opens the
 namespaces, the second is in them and sees to it that they end, the third becomes the program. Each dies with the one
-before it. Standard output says if the program passed, standard error why it was not started, and exit code 124 that its
-time was over.
+before it. The program writes to standard output, its descriptor 3, that it passed. Standard error says why it was not
+started, and exit code 124 that its time was over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import platform
 import resource
 import signal
 import sys
@@ -21,7 +20,6 @@ from typing import Any
 #: Mount, cgroup, host name, IPC, user, process and network namespaces: CLONE_NEW* of linux/sched.h.
 NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 NOSUID, NODEV, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 READ_ONLY_NOSUID = 1 | 2
 SET_DEATH_SIGNAL, SET_NO_NEW_PRIVILEGES = 1, 38
@@ -29,20 +27,11 @@ SET_DEATH_SIGNAL, SET_NO_NEW_PRIVILEGES = 1, 38
 FOLDER = "/tmp"
 #: The exit code if a program took too long.
 LATE = 124
-#: The program tells of its end through a descriptor of its own, because it may print.
-RUNNER = """
-import os, sys
-source, verdict, nowhere = sys.stdin.read(), os.dup(1), os.open(os.devnull, os.O_WRONLY)
-os.dup2(nowhere, 1)
-os.dup2(nowhere, 2)
-exec(compile(source, "program", "exec"), {"__name__": "program"})
-os.write(verdict, b"passed")
-"""
 libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Run the program by the JSON object in the first argument: the fields of `Sandbox`, `paths` and `python`."""
+    """Run the program by the JSON object in the first argument: the fields of `Sandbox`, `paths` and `argv`."""
     spec = json.loads(sys.argv[1])
     call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     # Root's processes are not limited in number, so the program gets another user. No two programs share one.
@@ -91,7 +80,7 @@ def map_users(child: int, user: int) -> None:
 
 
 def change_root(spec: dict[str, Any]) -> None:
-    """Make a root folder of the paths that a Python program needs, read-only, and of one empty folder in memory."""
+    """Make a root folder of the paths that a program needs, read-only, and of one empty folder in memory."""
     root = os.getcwd()
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
     call("mount", "tmpfs", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
@@ -111,7 +100,7 @@ def change_root(spec: dict[str, Any]) -> None:
     call("syscall", MOUNT_SETATTR, AT_FDCWD, root, AT_RECURSIVE, attributes, ctypes.c_size_t(32))
     call("mount", "tmpfs", root + FOLDER, "tmpfs", NOSUID | NODEV, f"size={spec['disk']},nr_inodes=4096,mode=1777")
     os.chdir(root)
-    call("syscall", PIVOT_ROOT[platform.machine()], ".", ".")
+    call("pivot_root", ".", ".")
     call("umount2", ".", DETACH)
 
 
@@ -133,8 +122,16 @@ def start(spec: dict[str, Any], user: int, folder: str) -> int:
         os.setresuid(user, user, user)
     call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    environment = {"HOME": os.getcwd(), "PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0"}
-    return os.execve(spec["python"], [spec["python"], "-s", "-S", "-B", "-c", RUNNER], environment)
+    environment = {"HOME": os.getcwd(), "PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0", "UV_THREADPOOL_SIZE": "1"}
+    os.dup2(1, 3)
+    errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    try:
+        return os.execve(spec["argv"][0], spec["argv"], environment)
+    except OSError:
+        os.dup2(errors, 2)
+        raise
 
 
 def threads_of(user: int) -> int:

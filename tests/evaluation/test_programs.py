@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,22 @@ MBPP = {
     "test_setup_code": "first = Node(None)",
 }
 SANITIZED = {"prompt": "Write a function.", "test_list": ["assert root(4) == 2"], "test_imports": ["import math"]}
+HUMANEVAL_X = {
+    "task_id": "JavaScript/0",
+    "prompt": "/* Return twice x. */\nconst double = (x) => {\n",
+    "declaration": "\nconst double = (x) => {\n",
+    "canonical_solution": "  return x + x;\n}\n\n",
+    "test": "const testDouble = () => {\n  console.assert(double('a') === 'aa')\n}\n\ntestDouble()\n",
+    "example_test": "",
+}
+MULTIPL_E = {
+    "name": "HumanEval_0_double",
+    "language": "js",
+    "prompt": "//Return twice x.\nfunction double(x){\n",
+    "tests": "const assert = require('node:assert');\n\n\nfunction test() {\n  let candidate = double;\n"
+    "  assert.deepEqual(candidate('a'),'aa');\n}\n\ntest();",
+    "stop_tokens": ["\nfunction ", "\n/*", "\n//", "\nconsole.log"],
+}
 SOLUTION = (
     "class Node:\n    def __init__(self, next): self.next = next\ndef count(n): return 1 + count(n.next) if n else 0"
 )
@@ -98,6 +115,39 @@ def test_a_program_is_the_prompt_the_completion_and_the_tests(
     assert (found.scores[0].mean, found.problems, found.timed_out) == (mean, 1, 0)
 
 
+@pytest.mark.skipif(which("node") is None, reason="needs node")
+@pytest.mark.parametrize(
+    ("record", "completion", "mean"),
+    [
+        (HUMANEVAL_X, "\n  return x + x\n}\n\nHere it is.", 1),  # text after the last brace is left out
+        (HUMANEVAL_X, "\n  return x + x\n}\nconst more = () => {", 1),
+        (HUMANEVAL_X, "\n  return x + x", 0),
+        (HUMANEVAL_X, "\n  return 2 * x\n}\n", 0),
+        (HUMANEVAL_X | {"entry_point": "double"}, "\n  return x + x\n}\n", 1),  # as HumanEvalPack has them
+        (MULTIPL_E, "\n  return x + x;\n}\n\nfunction more() { throw 1", 1),
+        (MULTIPL_E, "\n  return 2 * x;\n}\n", 0),
+    ],
+)
+def test_a_program_in_javascript_runs_by_node(
+    record: dict[str, Any], completion: str, mean: int, small_llama: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    asked = answers(monkeypatch, completion)
+    data = written(tmp_path / "data.jsonl", record)
+    found = eval_code(small_llama, data=data, allow_code_execution=True, samples=1, max_new_tokens=8, timeout=20)
+    assert (found.scores[0].mean, found.problems, found.timed_out) == (mean, 1, 0)
+    assert asked[0].stops == tuple(record.get("stop_tokens", programs.JAVASCRIPT_STOPS))
+
+
+def test_javascript_without_node_is_refused_before_any_weight_is_read(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.evaluation.opened.load_for_evaluation", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    data = written(tmp_path / "data.jsonl", HUMANEVAL_X)
+    with pytest.raises(QuantkitError, match="problems are in JavaScript, and node is not installed: install Node"):
+        eval_code(small_llama, data=data, allow_code_execution=True, max_new_tokens=8)
+
+
 def test_samples_and_seeds_are_counted_where_they_belong(
     small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +198,13 @@ def test_equal_seeds_write_equal_programs_and_the_rest_of_a_killed_run_is_the_sa
         (HUMANEVAL, "", "programs that the model writes are run here, in a contained process: add --allow-code-exec"),
         ({"prompt": "x"}, "--allow-code-execution", "needs the keys prompt, test, entry_point or text, test_list or"),
         ({**MBPP, "test_list": "assert"}, "--allow-code-execution", "test_list is no list, or empty"),
+        ({**HUMANEVAL_X, "task_id": "CPP/0"}, "--allow-code-execution", "is a problem in CPP: use those in JavaScript"),
+        (
+            {**MULTIPL_E, "language": "rb"},
+            "--allow-code-execution",
+            "is a problem in rb: use those in JavaScript, or Hum",
+        ),
+        ({**MULTIPL_E, "stop_tokens": "\n//"}, "--allow-code-execution", "stop_tokens is no list, or empty"),
         (HUMANEVAL, "--allow-code-execution --samples 2 --k 3", "2 samples and 1 seeds give no pass@k of [3]"),
         (HUMANEVAL, "--allow-code-execution --temperature 0", "--temperature 0 all programs of a problem are one"),
         (HUMANEVAL, "--allow-code-execution --temperature -1", "temperature is -1"),
@@ -165,8 +222,9 @@ def test_bad_input_is_one_line_before_any_weight_is_read(
     assert says in refused("eval", "code", small_llama, "--data", data, *options.split(), code=None)
 
 
-def test_records_of_two_data_sets_are_refused(small_llama: Path, tmp_path: Path) -> None:
-    data = written(tmp_path / "data.jsonl", HUMANEVAL, MBPP)
+@pytest.mark.parametrize("records", [(HUMANEVAL, MBPP), (HUMANEVAL_X, MULTIPL_E)])
+def test_records_of_two_data_sets_are_refused(records: Any, small_llama: Path, tmp_path: Path) -> None:
+    data = written(tmp_path / "data.jsonl", *records)
     with pytest.raises(QuantkitError, match="line 2: is of another data set than the first record"):
         eval_code(small_llama, data=data, allow_code_execution=True)
 

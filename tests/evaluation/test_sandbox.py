@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +69,7 @@ for path in (SECRET, "/etc/passwd", "/proc/self/environ", "/sys/kernel", "/root"
         continue
     if path != "/root" or os.path.exists(os.path.join("/root", ".bashrc")):
         raise SystemError(path)
-assert not set(os.environ) - {"HOME", "PATH", "PYTHONHASHSEED", "LC_CTYPE"}, os.environ
+assert not set(os.environ) - {"HOME", "PATH", "PYTHONHASHSEED", "UV_THREADPOOL_SIZE", "LC_CTYPE"}, os.environ
 """,
     "opening a socket": """
 import socket
@@ -131,6 +134,66 @@ assert libc.ptrace(16, PARENT, 0, 0) == -1
 assert libc.sethostname(b"x", 1) == -1
 """,
 }
+#: The same in JavaScript.
+JAVASCRIPT = {
+    "a fork bomb": """
+const {spawn} = require("child_process")
+let denied = 0
+for (let i = 0; i < 100; i++) spawn("/bin/sleep", ["60"], {stdio: "ignore"}).on("error", () => denied++).unref()
+process.on("beforeExit", () => { if (denied < 90) process.exit(1) })
+""",
+    "children that leave its session": """
+const {spawn} = require("child_process")
+spawn("/bin/sleep", ["60"], {detached: true, stdio: "ignore"}).unref()
+""",
+    "filling the disk": """
+const fs = require("fs")
+let written = 0
+try {
+  for (let i = 0; i < 10000; i++) {
+    const file = fs.openSync(`file${i}`, "w")
+    for (let j = 0; j < 8; j++) written += fs.writeSync(file, Buffer.alloc(2 ** 20))
+    fs.closeSync(file)
+  }
+} catch (error) { if (error.code !== "ENOSPC") throw error }
+if (written > 2 ** 27) throw written
+""",
+    "filling the memory": """
+const held = []
+try {
+  for (let i = 0; i < 64; i++) held.push(Buffer.alloc(2 ** 26, 1))
+} catch (error) { held.push(error) }
+if (held.length > 28) throw held.length
+""",
+    "reading the home folder": """
+const fs = require("fs"), {dirname} = require("path")
+for (const path of [SECRET, dirname(SECRET), "/etc/passwd", "/proc/self/environ", "/sys/kernel", "/root/.bashrc"])
+  if (fs.existsSync(path)) throw path
+if (process.env.USER || process.env.HOME !== "/tmp") throw process.env
+""",
+    "opening a socket": """
+require("net").connect(PORT, "127.0.0.1").on("connect", () => process.exit(1)).on("error", () => 0)
+""",
+    "killing its parent": """
+for (const number of [process.ppid, PARENT, -process.pid]) {
+  let denied = number <= 1 && number >= 0
+  try { denied || process.kill(number, "SIGKILL") } catch { denied = true }
+  if (!denied) throw number
+}
+""",
+    "writing outside": """
+const fs = require("fs"), {dirname} = require("path")
+for (const path of [SECRET, "/usr/x", "/etc/x", "/x", "/dev/x", dirname(process.execPath) + "/x"]) {
+  let written = true
+  try { fs.writeFileSync(path, "x") } catch { written = false }
+  if (written) throw path
+}
+fs.writeFileSync("here", "x")
+""",
+    "huge output": """
+for (let i = 0; i < 200; i++) { console.log("x".repeat(2 ** 20)); console.error("x".repeat(2 ** 20)) }
+""",
+}
 #: Programs that do not end.
 ENDLESS = {
     "an endless loop": "while True: pass",
@@ -167,11 +230,21 @@ def inside() -> set[str]:
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    found = Sandbox(seconds=20)
+    return contained()
+
+
+@pytest.fixture(scope="module")
+def node() -> Sandbox:
+    return contained(language="JavaScript")
+
+
+@cache
+def contained(**options: Any) -> Sandbox:
+    found = Sandbox(20, **options)
     try:
         found.require()
     except QuantkitError as error:
-        pytest.skip(f"needs namespaces: {error.rule}")
+        pytest.skip(f"cannot run here: {error.rule}")
     return found
 
 
@@ -189,15 +262,34 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("attack", CONTAINED)
 def test_an_attack_is_denied(attack: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    denied(CONTAINED[attack], "{} = {!r}\n", sandbox, tmp_path)
+
+
+@pytest.mark.parametrize("attack", JAVASCRIPT)
+def test_an_attack_in_javascript_is_denied(attack: str, node: Sandbox, tmp_path: Path) -> None:
+    denied(JAVASCRIPT[attack], "const {} = {!r}\n", node, tmp_path)
+
+
+def denied(attack: str, assign: str, sandbox: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("untouched")
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
-        known = f"SECRET, PORT, PARENT = {str(secret)!r}, {server.getsockname()[1]}, {os.getpid()}\n"
-        assert sandbox.run(known + CONTAINED[attack]) == "passed"
+        known = {"SECRET": str(secret), "PORT": server.getsockname()[1], "PARENT": os.getpid()}
+        assert sandbox.run("".join(assign.format(*each) for each in known.items()) + attack) == "passed"
         with pytest.raises(BlockingIOError):
             server.accept()
     assert secret.read_text() == "untouched" and os.listdir(tmp_path) == ["secret"]
+
+
+@pytest.mark.parametrize("program", ["for (;;) {}", "setInterval(() => 0, 9); process.on('SIGTERM', () => 0)"])
+def test_javascript_without_end_is_ended(program: str, node: Sandbox) -> None:
+    assert Sandbox(seconds=1, language="JavaScript").run(program) == "timed out"
+
+
+def test_javascript_whose_heap_grows_dies_within_its_limit(node: Sandbox) -> None:
+    assert node.run("const held = []; for (;;) held.push(new Array(1e6).fill(0.5))") == "failed"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**21
 
 
 @pytest.mark.parametrize("attack", ENDLESS)
@@ -233,6 +325,31 @@ def test_a_program_passes_only_at_its_end(program: str, verdict: str, namespaces
         except QuantkitError as error:
             pytest.skip(f"this Python cannot be run by another user: {error.rule}")
     assert weaker.run(program) == verdict
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [
+        ("console.assert(1 + 1 === 2)", "passed"),
+        ("console.assert(1 + 1 === 3)", "failed"),  # which node itself would only print
+        ("require('node:assert').deepEqual([1], [2])", "failed"),
+        ("this is no program", "failed"),
+        ("process.exit(0)", "failed"),
+        ("process.exitCode = 1", "failed"),
+        ("setTimeout(() => process.exit(0), 10)", "failed"),
+        ("setTimeout(() => { throw 1 }, 10)", "failed"),
+        ("Promise.reject(1)", "failed"),
+        ("setTimeout(() => console.log('later'), 10)", "passed"),
+        ("console.log('passed'); throw 1", "failed"),
+        ("const fs = 1, assert = 2, require_ = require('module')", "passed"),
+        ("if (require.main === module) throw 1", "passed"),
+        ("require('js-md5')", "failed"),
+        ("const x = '\ud800'", "passed"),
+    ],
+)
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_javascript_passes_only_at_its_end(program: str, verdict: str, namespaces: bool, node: Sandbox) -> None:
+    assert contained(namespaces=namespaces, language="JavaScript").run(program) == verdict
 
 
 def test_hashes_of_texts_are_the_same_in_every_run(sandbox: Sandbox) -> None:
