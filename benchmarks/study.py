@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences [128]")
     parser.add_argument("--seeds", default="0", help="seeds of calibration, like 0,1,2 [0]")
     parser.add_argument("--batch-size", type=int, default=32, help="questions at a time [32]")
-    parser.add_argument("--part", default="1/1", help="part of the rows, like 1/3 [1/1]")
     parser.add_argument("--no-namespaces", action="store_true", help="contain programs by limits alone")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--processes", type=int, default=1, help="processes that share the rows [1]")
@@ -88,7 +87,7 @@ def calls(args: argparse.Namespace, name: str, model: str) -> Iterator[list[str]
         line += ["--text", ",".join(f"{text}={path}" for text, path in texts.items())]
         # The window of the Llama, whose context is 1024 tokens, has room for BOS.
         line += ["--window", str(WINDOW if answers else WINDOW - 1), "--tokens", str(args.windows * WINDOW)]
-        line += ["--device", args.device, "--part", args.part]
+        line += ["--device", args.device]
         if answers and asked and args.tasks is not None:
             line += ["--tasks", args.names, "--data", str(args.tasks), "--limit", str(args.limit)]
             line += ["--batch-size", str(args.batch_size)]
