@@ -93,7 +93,7 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     variants = (plain, Converted(**same), Converted(**same | {"source": NAME}))
 
     def call(i: int, x: torch.Tensor, out: torch.Tensor, kernel: HopperKernel) -> None:
-        kernel.multiply(weight, x, packed[i % count], None, out)
+        kernel.launch(weight, x, [packed[i % count][suffix] for suffix in weight.tensors], None, out)
 
     rows = []
     for m in tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import driver, loader
-from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, check_same_dtype
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight
 from quantkit.kernels.driver import Function
 from quantkit.kernels.hopper_tiles import (
     MAX_CLUSTER,
@@ -62,24 +62,6 @@ class HopperKernel:
     @property
     def instances(self) -> tuple[str, ...]:
         return sum(self.instances_by_dtype.values(), ())
-
-    def multiply(
-        self,
-        weight: Weight,
-        x: Tensor,
-        tensors: Mapping[str, Tensor],
-        bias: Tensor | None,
-        out: Tensor | None,
-        tile: HopperTile | None = None,
-    ) -> Tensor:
-        """Check the operands and launch; returns `[m, n]` in the dtype of `x`. `tile` overrides the choice.
-
-        KernelError for operands that cannot be multiplied. `workspace` explains the limits on streams and CUDA graphs.
-        """
-        out = check(weight, x, tensors, bias, out)
-        check_same_dtype(weight.layout, x, out)
-        self.launch(weight, x, [tensors[suffix] for suffix in weight.tensors], bias, out, tile)
-        return out
 
     def load(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load the instances of all tiles for activations of a dtype."""

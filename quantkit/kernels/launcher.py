@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import loader
-from quantkit.kernels.contract import Weight
+from quantkit.kernels.contract import Weight, check, check_same_dtype
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.naive import NaiveKernel
 from quantkit.kernels.portable import PortableInstances, PortableKernel
@@ -85,8 +85,11 @@ class Launcher:
         and CUDA graphs. KernelError for operands that cannot be multiplied.
         """
         weight = self.weight(scheme, n, k)
-        kernel = self.fastest(scheme, n, k, x.device, portable)
-        return kernel.multiply(weight, x, self.named(tensors), bias, out, tile)
+        kernel, named = self.fastest(scheme, n, k, x.device, portable), self.named(tensors)
+        out = check(weight, x, named, bias, out)
+        check_same_dtype(weight.layout, x, out)
+        kernel.launch(weight, x, [named[suffix] for suffix in weight.tensors], bias, out, tile)
+        return out
 
     def fastest(
         self, scheme: Scheme, n: int, k: int, device: torch.device, portable: bool = False

@@ -7,7 +7,7 @@ workspace, and the last of them adds these in order of k. Runs on one device ret
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import driver, loader
-from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, check_same_dtype
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight
 from quantkit.kernels.driver import Function
 from quantkit.kernels.portable_tiles import RESERVED, THREADS, PortableTile, PortableTiles, split
 from quantkit.kernels.workspace import workspace
@@ -59,25 +59,6 @@ class PortableInstances:
 @dataclass(frozen=True, eq=False)
 class PortableKernel(PortableInstances):
     """The kernels that multiply with one weight."""
-
-    def multiply(
-        self,
-        weight: Weight,
-        x: Tensor,
-        tensors: Mapping[str, Tensor],
-        bias: Tensor | None,
-        out: Tensor | None,
-        tile: PortableTile | None = None,
-    ) -> Tensor:
-        """Check the operands and launch; returns `[m, n]` in the dtype of `x`, the bias added in float32.
-
-        `tile` overrides the choice. KernelError for operands that cannot be multiplied. `workspace` explains the limits
-        on streams and CUDA graphs.
-        """
-        out = check(weight, x, tensors, bias, out)
-        check_same_dtype(weight.layout, x, out)
-        self.launch(weight, x, [tensors[suffix] for suffix in weight.tensors], bias, out, tile)
-        return out
 
     def launch(
         self,
