@@ -49,9 +49,7 @@ timing_options = combined(
 
 #: The options of `bench generate`: model, layouts, prompts.
 generating_options = combined(
-    click.option(
-        "--model", default="llama3-8b", metavar="NAME|PATH", help=f"{', '.join(CONFIGS)} or a config.json [llama3-8b]."
-    ),
+    options.text("--model", "NAME|PATH", f"{', '.join(CONFIGS)} or a config.json [llama3-8b].", default="llama3-8b"),
     _packed_options,
     options.skip,
     click.option(
@@ -59,7 +57,7 @@ generating_options = combined(
     ),
     click.option("--prompt-tokens", type=click.IntRange(1, 2**20), default=512, help="Tokens of each prompt [512]."),
     click.option("--new-tokens", type=click.IntRange(1, 2**20), default=64, help="Tokens written after it [64]."),
-    click.option("--eager", is_flag=True, help="Do not fuse small operations with torch.compile."),
+    options.flag("--eager", "Do not fuse small operations with torch.compile."),
 )
 
 

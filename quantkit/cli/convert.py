@@ -26,13 +26,9 @@ if TYPE_CHECKING:
 repacking_options = combined(
     section(
         "Method",
-        click.option("--pad", is_flag=True, help=f"{options.PAD}."),
-        click.option(
-            "--requantize", is_flag=True, help="Round again what has no lossless way (lossy; it is reported)."
-        ),
-        click.option(
-            "--requantize-scales", is_flag=True, help="Round scales that are no float16 values, keep codes (reported)."
-        ),
+        options.flag("--pad", f"{options.PAD}."),
+        options.flag("--requantize", "Round again what has no lossless way (lossy; it is reported)."),
+        options.flag("--requantize-scales", "Round scales that are no float16 values, keep codes (reported)."),
     ),
     section(
         "Output",
@@ -69,12 +65,8 @@ def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Prog
 @section(
     "Basic",
     options.out(unless=("listing",)),
-    click.option(
-        "--list",
-        "listing",
-        is_flag=True,
-        is_eager=True,
-        help="Print which conversions are lossless, when, and why others are not.",
+    options.flag(
+        "--list", "Print which conversions are lossless, when, and why others are not.", "listing", is_eager=True
     ),
 )
 @repacking_options
@@ -117,7 +109,7 @@ _TEXT = [
 @section(
     "Method",
     click.option("--steps", type=click.IntRange(min=1), default=200, metavar="N", help="Steps by gradient [200]."),
-    click.option("--codes", is_flag=True, help="Move codes too, for 20 bytes more of each weight."),
+    options.flag("--codes", "Move codes too, for 20 bytes more of each weight."),
 )
 @section("Output", options.overwrite)
 @section("Advanced", options.source)

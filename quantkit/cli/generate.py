@@ -18,20 +18,17 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from quantkit.inference.generate import Generated
 
+_PROBABILITY = click.FloatRange(min=0, max=1, min_open=True)
+
 
 @command("generate", "quantkit generate ./model-int4 'The capital of France is' --max-new-tokens 32")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @click.argument("prompt", required=False, callback=needed_unless("chat"))
-@click.option("--chat", is_flag=True, is_eager=True, help="Converse through the model's chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: the instruction that the conversation begins with.")
+@options.flag("--chat", "Converse through the model's chat template.", is_eager=True)
+@options.text("--system", "TEXT", "With --chat: the instruction that the conversation begins with.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, help="Most tokens to write [64].")
 @click.option("--temperature", type=click.FloatRange(min=0), metavar="X", help="Draw tokens; below 1 the likelier [0].")
-@click.option(
-    "--top-p",
-    type=click.FloatRange(min=0, max=1, min_open=True),
-    metavar="X",
-    help="Draw from the likeliest tokens that sum to this probability [1].",
-)
+@options.text("--top-p", "X", "Draw from the likeliest tokens that sum to this probability [1].", type=_PROBABILITY)
 @click.option("--seed", type=int, help="Seed of the draws [0].")
 @options.device
 @options.source

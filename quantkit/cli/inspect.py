@@ -32,11 +32,9 @@ MOST_ROWS = 40
     help="Quantized checkpoint whose codes, scales, zeros and dense tensors must be the same.",
 )
 @options.device
-@click.option("--unsealed", is_flag=True, help="Accept codes that nothing can be compared with.")
+@options.flag("--unsealed", "Accept codes that nothing can be compared with.")
 @click.option("--engine", type=click.Choice([*SERVERS]), help="Installed engine whose log-probabilities must be right.")
-@click.option(
-    "--engine-args", metavar="JSON", help='Further arguments of the engine: \'{"quantization": "quantkit"}\'.'
-)
+@options.text("--engine-args", "JSON", 'Further arguments of the engine: \'{"quantization": "quantkit"}\'.')
 def verify(
     checkpoint: Path,
     against: Path | None,
@@ -80,7 +78,7 @@ def _mapping(text: str | None) -> dict[str, Any]:
 
 @command("inspect", "quantkit inspect ./model-marlin", computes=False)
 @click.argument("checkpoint", shell_complete=completers.folders)
-@click.option("--check", is_flag=True, help="Compare the hash of every file with the recorded one, and end.")
+@options.flag("--check", "Compare the hash of every file with the recorded one, and end.")
 @options.source
 def inspect(
     checkpoint: str, check: bool, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress

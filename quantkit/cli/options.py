@@ -103,16 +103,6 @@ def _show_everything(ctx: click.Context, param: click.Parameter, value: bool) ->
         ctx.exit()
 
 
-_HELP_ALL = click.option(
-    "--help-all",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_everything,
-    help="Show every option, and every key of --set, and stop.",
-)
-
-
 def command(
     name: str,
     example: str,
@@ -142,9 +132,9 @@ def command(
         own = vars(run).pop("__click_params__", [])
         for option in (
             *([_HELP_ALL] if keys else []),
-            click.option("-v", "--verbose", is_flag=True, help="Say more about what is done and found."),
-            click.option("-q", "--quiet", is_flag=True, help="Print one line, and only warnings besides."),
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text."),
+            flag("-v", "Say more about what is done and found.", "--verbose"),
+            flag("-q", "Print one line, and only warnings besides.", "--quiet"),
+            flag("--json", "Print one JSON object instead of text.", "as_json"),
         ):
             run = option(run)
         vars(run)["__click_params__"] += own  # click reverses this list: the command's own come first
@@ -194,35 +184,36 @@ def choice(values: Iterable[str]) -> Choice:
     return Choice(list(values))
 
 
-def text(flag: str, metavar: str, help: str, complete: Any = None, **more: Any) -> Callable[[Function], Function]:
+def text(name: str, metavar: str, help: str, complete: Any = None, **more: Any) -> Callable[[Function], Function]:
     """Make an option that takes a text: the name of a file, a folder or something else."""
-    return click.option(flag, metavar=metavar, shell_complete=complete, help=help, **more)
+    return click.option(name, metavar=metavar, shell_complete=complete, help=help, **more)
 
 
-def count(flag: str, help: str, default: int | None = None, least: int = 1) -> Callable[[Function], Function]:
+def count(name: str, help: str, default: int | None = None, least: int = 1) -> Callable[[Function], Function]:
     """Make an option that takes a number from `least` on; its help ends with the default, if there is one."""
     shown = help if default is None else f"{help} [{default}]."
-    return click.option(flag, type=click.IntRange(min=least), default=default, metavar="N", help=shown)
+    return click.option(name, type=click.IntRange(min=least), default=default, metavar="N", help=shown)
+
+
+def flag(name: str, help: str, *variable: str, **more: Any) -> Callable[[Function], Any]:
+    """Make an option without a value."""
+    return click.option(name, *variable, is_flag=True, help=help, **more)
 
 
 model = click.argument("model", shell_complete=completers.folders)
 checkpoint = click.argument("checkpoint", type=PATH)
 device = click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ... [auto].")
-overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT when the new folder is complete.")
+overwrite = flag("--overwrite", "Replace OUT when the new folder is complete.")
 skip = click.option("--skip", multiple=True, metavar="REGEX", help="Linears left dense, besides lm_head; repeatable.")
 source = combined(
     click.option("--revision", help="Branch, tag or commit of a hub model."),
-    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
+    flag("--trust-remote-code", "Run Python code that comes with the model."),
 )
 
-no_check = click.option(
-    "--no-check",
-    "check",
-    is_flag=True,
-    flag_value=False,
-    default=True,
-    help="Read files that differ from their recorded hashes.",
-)
+_everything = "Show every option, and every key of --set, and stop."
+_HELP_ALL = flag("--help-all", _everything, is_eager=True, expose_value=False, callback=_show_everything)
+_unread = "Read files that differ from their recorded hashes."
+no_check = flag("--no-check", _unread, "check", flag_value=False, default=True)
 
 
 def out(*, unless: Sequence[str] = (), required: bool = True) -> Callable[[Function], Function]:

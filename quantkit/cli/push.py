@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 #: The options of a command whose output goes to the hub.
 pushing_options = section(
     "Output",
-    click.option(
-        "--push-to", metavar="ORG/NAME", help="Verify OUT and upload it to the hub, into a private repository."
-    ),
-    in_section("Output", click.option("--public", is_flag=True, help="Let everybody see the repository."), level="all"),
+    options.text("--push-to", "ORG/NAME", "Verify OUT and upload it to the hub, into a private repository."),
+    in_section("Output", options.flag("--public", "Let everybody see the repository."), level="all"),
 )
 
 
 @command("push", "quantkit push ./model-int4 my-org/model-int4")
 @click.argument("folder", type=options.PATH)
 @click.argument("repository", metavar="ORG/NAME")
-@click.option("--public", is_flag=True, help="Let everybody see the repository; otherwise a new one is private.")
+@options.flag("--public", "Let everybody see the repository; otherwise a new one is private.")
 @options.device
 def push(folder: Path, repository: str, public: bool, device: str, as_json: bool, progress: Progress) -> None:
     """Upload FOLDER to the hub.

@@ -53,9 +53,7 @@ PUBLISHING = ("eval", "push_to", "public")
 @recipe_options(keys_of(RecipeKeys))
 @in_section(
     "Output",
-    click.option(
-        "--print-recipe", is_flag=True, is_eager=True, help="Print the recipe that these options make, and stop."
-    ),
+    options.flag("--print-recipe", "Print the recipe that these options make, and stop.", is_eager=True),
     level="all",
 )
 @fit_options()

@@ -33,8 +33,8 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 
 shots = count("--shots", "Examples before a question [the task's].", least=0)
 questions = text("--data", "DIR", "Folder with a folder of questions for each task [the hub].", completers.folders)
-allow_code_execution = click.option(
-    "--allow-code-execution", is_flag=True, help="Run the programs that the model writes, in contained processes."
+allow_code_execution = options.flag(
+    "--allow-code-execution", "Run the programs that the model writes, in contained processes."
 )
 _limit = count("--limit", "Read the first N records only [all].")
 _kept = "Keep finished parts in FILE, from which the same command continues."
@@ -106,14 +106,14 @@ def format_rouge(found: Rouge, progress: Progress) -> str:
 @section(
     "Method",
     shots,
-    click.option("--chat-template", is_flag=True, help="Ask through the model's chat template."),
+    options.flag("--chat-template", "Ask through the model's chat template."),
     count("--seed", "Seed that chooses the examples", 1234, least=0),
     count("--batch-size", "Texts at a time", 8),
 )
 @_journal
 @section(
     "Output",
-    click.option("--record", is_flag=True, help="Write the scores into CHECKPOINT, for its report and model card."),
+    options.flag("--record", "Write the scores into CHECKPOINT, for its report and model card."),
 )
 @_advanced
 def tasks(checkpoint: str, tasks: str, against: str | None, as_json: bool, progress: Progress, **asked: Any) -> None:
