@@ -31,12 +31,11 @@ def required_package(name: str, lowest: str) -> Check:
     return Check(name, found, f">={lowest}", ok, None if ok else f"pip install --upgrade '{name}>={lowest}'")
 
 
-def optional_package(name: str, lowest: str, why: str, target: str) -> Check:
-    """Check a package that some uses need; `why` names them, `target` is what to install."""
+def optional_package(name: str, lowest: str, why: str) -> Check:
+    """Check a package that some uses need; `why` names them."""
     found = installed_version(name)
     ok = None if found is None else at_least(found, lowest)
-    wanted = target if "[" in target else f"{target}>={lowest}"
-    return Check(name, found, f">={lowest} {why}", ok, None if ok else f"pip install --upgrade '{wanted}'")
+    return Check(name, found, f">={lowest} {why}", ok, None if ok else f"pip install --upgrade '{name}>={lowest}'")
 
 
 def at_least(version: str, lowest: str) -> bool:

@@ -1,15 +1,28 @@
-"""The command doctor."""
+"""The command doctor: packages, the machine, and the exact command that fixes what is missing.
+
+Versions come from package metadata, and torch is imported late. So a broken library cannot stop its own diagnosis.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from quantkit.cli import show
+from quantkit.cli.checks import Check, optional_package, required, required_package
 from quantkit.cli.exits import FAILED, emit, leave
 from quantkit.cli.options import command
 from quantkit.core.units import format_bytes
+from quantkit.errors import reason
 from quantkit.progress import Progress
+from quantkit.version import __version__
+
+PYTHON = ((3, 10), (3, 15))
 
 
 @command("doctor", "quantkit doctor", computes=False)
@@ -17,9 +30,7 @@ def doctor(as_json: bool, progress: Progress) -> None:
     """Say what is installed and missing.
 
     Packages, GPUs and kernels that can be used here, and what to type against what is missing."""
-    from quantkit.cli import diagnosis
-
-    found = diagnosis.diagnose()
+    found = diagnose()
     emit(show.as_json(found) if as_json else format_diagnosis(found))
     if not found["ok"]:
         leave(FAILED, "Error: something that quantkit needs is missing, the fixes are above")
@@ -54,3 +65,55 @@ def format_diagnosis(found: Mapping[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def diagnose() -> dict[str, Any]:
+    """Diagnose the installation: `ok`, `checks` (name, found, needs, ok, fix), `gpus`, `kernels`, `machine`, `fixes`.
+
+    `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk space, in bytes, is
+    that of the current folder.
+    """
+    checks = [_python(), *(required_package(name, lowest) for name, lowest in required().items())]
+    gpus: list[dict[str, Any]] = []
+    machine: dict[str, Any] = {"threads": None, "free_memory": None}
+    try:
+        from quantkit.cli import gpu_diagnosis
+    except (ImportError, OSError) as error:  # a torch whose libraries do not fit the machine raises an OSError
+        kernels: dict[str, Any] = {"here": [], "note": f"unknown: {reason(error)}"}
+        if all(check.ok for check in checks):
+            checks.append(_broken(error))
+    else:
+        gpus, kernels, machine = gpu_diagnosis.gpus(), gpu_diagnosis.kernels(), gpu_diagnosis.machine()
+        checks += [gpu_diagnosis.cuda_build(), gpu_diagnosis.cupy()]
+    checks += [
+        optional_package("compressed-tensors", "0.15", "for transformers to load our default INT4 output"),
+        optional_package("gguf", "0.18", "to quantize GGUF files"),
+    ]
+    return {
+        "quantkit": __version__,
+        "ok": all(check.ok is not False for check in checks),
+        "checks": [asdict(check) for check in checks],
+        "gpus": gpus,
+        "kernels": kernels,
+        "machine": {
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            **machine,
+            "free_disk": shutil.disk_usage(".").free,
+        },
+        "fixes": list(dict.fromkeys(check.fix for check in checks if check.fix and check.ok is not None)),
+    }
+
+
+def _python() -> Check:
+    low, high = (".".join(map(str, version)) for version in PYTHON)
+    ok = PYTHON[0] <= sys.version_info[:2] < PYTHON[1]
+    fix = None if ok else f"install a Python from {low} to before {high} and run: python -m pip install quantkit"
+    return Check("python", platform.python_version(), f">={low},<{high}", ok, fix)
+
+
+def _broken(error: ImportError | OSError) -> Check:
+    """Report a package that is installed but does not load."""
+    name = (getattr(error, "name", None) or "torch").partition(".")[0].replace("_", "-")
+    fix = f"pip install --force-reinstall --no-cache-dir {name if name in required() else 'torch'}"
+    return Check(name, f"does not load: {reason(error)}", "a package that loads", False, fix)

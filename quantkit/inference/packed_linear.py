@@ -16,19 +16,48 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from quantkit import kernels
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
-from quantkit.inference.decoded_weight import DecodedWeight
 from quantkit.inference.engine_linear import PREPARED, decode, handle_of, multiply
 from quantkit.inference.kernel_weight import pack_for_kernel
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Stored
 from quantkit.layouts.recast import recast
+
+
+class DecodedWeight(Tensor):
+    """A tensor `[n, k]` of a dtype on a device, whose values `decode` computes for each operation on it.
+
+    Shape, dtype and device cost nothing: T5 asks for the dtype before every product.
+    """
+
+    _decode: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, decode: Callable[[], Tensor]
+    ) -> DecodedWeight:
+        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._decode = decode
+        made._is_hf_initialized = True  # transformers leaves it as it is
+        found: DecodedWeight = made
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def plain(value: Any) -> Any:
+            return value._decode() if isinstance(value, cls) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._decode())
 
 
 class PackedLinear(nn.Module):

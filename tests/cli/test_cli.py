@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert
-from quantkit.cli import diagnosis
+from quantkit.cli import doctor
 from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import Command
 from quantkit.errors import CheckpointError, RecipeError
@@ -250,7 +250,7 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(diagnosis, "diagnose", broken)
+    monkeypatch.setattr(doctor, "diagnose", broken)
     with pytest.raises(ZeroDivisionError):
         call("doctor")
 
@@ -270,7 +270,7 @@ def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyP
     def greedy() -> None:
         raise error
 
-    monkeypatch.setattr(diagnosis, "diagnose", greedy)
+    monkeypatch.setattr(doctor, "diagnose", greedy)
     assert "not enough memory or threads" in refused("doctor")
 
 
