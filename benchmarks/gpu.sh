@@ -138,6 +138,10 @@ experts() { # products and layers of mixtures of experts, every tile
     "$python" benchmarks/experts.py --sweep --csv "$results/experts.csv"
 }
 
+encoder_decoders() { # each packed shape proved against the decoded model, and timed
+    "$python" benchmarks/encoder_decoders.py --csv "$results/encoder_decoders.csv"
+}
+
 cold_start() {
     "$python" benchmarks/cold_start.py --csv "$results/cold_start.csv"
 }
