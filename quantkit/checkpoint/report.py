@@ -73,13 +73,23 @@ _FACTS = {
     ("shape", "true_shape", "rungs"): list[float],
 }
 _NAMES = {("name", "revision", "weights"): str | None}
+_CURVE = {("bytes", "bits", "harm"): float, ("fits",): bool}
+_FIT = {
+    ("target_size", "target_bits"): float | None,
+    ("chosen",): str,
+    ("best_uniform",): str | None,
+    ("kld", "predicted"): dict[str, float],
+    ("held_out",): _entries({("source",): str, ("tokens",): float}),
+    ("curve",): GenericAlias(list, _entries(_CURVE, "scheme", "layout")),
+}
 _TOTALS = ("bits_per_weight", "share", "source_bytes", "bytes", "seconds")
 _REPORT = {
     ("quantkit", "command", "failed", "device", "compute_dtype", "auto_class", SEAL): str,
     ("recipe_sha256", "layout", "scheme"): str | None,
     ("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"): list[str],
     ("files", "not_opened_by", "not_tried"): dict[str, str],
-    ("recipe", "environment", "fit"): dict[str, Any],
+    ("recipe", "environment"): dict[str, Any],
+    ("fit",): _entries(_FIT),
     ("same_values", "outside"): float,
     ("ranks",): float | list[float],
     ("phases",): dict[str, float],

@@ -7,7 +7,7 @@ OUT, with a recipe that makes the same bytes without this search.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -50,7 +50,7 @@ from quantkit.version import __version__
 MIXED = "mixed"
 #: A uniform scheme with so many times the predicted harm of the mix is not made: docs/algorithms.md 17.
 REACH = 1.3
-#: Sequences of held-out text, and the most tokens of each.
+#: The most sequences of held-out text, if as many calibrate, and the most tokens of each.
 HELD_OUT, LONGEST = 16, 512
 #: The most bytes that the search adds to the report: of any model, and of each group.
 ADDED, ADDED_BY_GROUP = 32 * 2**10, 256
@@ -109,9 +109,8 @@ class _Search:
 
     def mix(self, harm: Harm) -> _Found | None:
         """Find the choice of least harm that fits, and that the reader opens."""
-        found = [each for space in self.spaces if (each := self._mix_of(space, harm)) is not None]
-        opened = [each for each in found if self.opens(each.job.plan.folder)]
-        return min(opened, key=lambda each: each.harm, default=None)
+        found = [each for space in self.spaces for each in self._mix_of(space, harm)]
+        return min(found, key=lambda each: each.harm, default=None)
 
     def some(self, harm: Harm) -> _Found:
         """Find a choice that fits; RecipeError if the reader opens none."""
@@ -121,17 +120,17 @@ class _Search:
         rule = f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes"
         raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
 
-    def _mix_of(self, space: Space, harm: Harm) -> _Found | None:
+    def _mix_of(self, space: Space, harm: Harm) -> Iterator[_Found]:
         budget = self.budget(space, space.overhead)
         for _ in range(ATTEMPTS):
-            choice = space.choose(harm, budget, 1 - self.run.min_share)
-            if choice is None:
-                return None
+            if (choice := space.choose(harm, budget, 1 - self.run.min_share)) is None:
+                return
             job, _, excess = self.planned(space, choice)
             if excess <= 0:
-                return _Found(MIXED, space, choice, job, space.harm(choice, harm))
+                found = _Found(MIXED, space, choice, job, space.harm(choice, harm))
+                yield from [found] if self.opens(job.plan.folder) else []
+                return
             budget = min(budget, space.size(choice)) - excess
-        return None
 
     def opens(self, folder: Folder | None) -> bool:
         """Whether the program that was asked for opens a folder."""
@@ -200,8 +199,7 @@ def quantize(
         if not is_complete(work):
             _make(search, text, work, model, measure)
         publish(work, out, overwrite=run.overwrite)
-    size = sum(path.stat().st_size for path in out.iterdir())
-    if asked.target_size is not None and size > asked.target_size:
+    if 0 < (asked.target_size or 0) < (size := sum(path.stat().st_size for path in out.iterdir())):
         raise CheckpointError(f"takes {size} bytes, more than the target: a bug, please report it", subject=out)
     return load_report(out)
 
@@ -270,6 +268,7 @@ def _decide(
     made = [each for each in uniform if mix is None or each.harm <= reach]
     if mix is not None and mix.job.recipe not in [each.job.recipe for each in made]:
         made.append(mix)
+    made = made or [search.some(harm)]
     for each in made:
         progress.note(f"{each.name}: {each.space.bits(each.space.size(each.choice))} bits/weight")
         if not (work / each.folder).exists():
@@ -377,21 +376,16 @@ def _measured(harms: sensitivity.Harms, group: Group, label: str) -> float:
 
 def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[list[Tensor], str]:
     """Draw text that does not calibrate: more of the same source, or the packaged text if that has no more."""
-    job = search.job
+    job, trusted = search.job, search.run.trust_remote_code
     calib, used = job.recipe.calibration, {tuple(s.tolist()) for s in text.sequences}
-    draw = partial(
-        pipeline.calibration_text,
-        src=job.src,
-        model=job.model,
-        progress=None,
-        trust_remote_code=search.run.trust_remote_code,
-    )
     try:
-        found = draw(replace(calib, samples=calib.samples + HELD_OUT))
+        asked = replace(calib, samples=calib.samples + HELD_OUT)
+        found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
     except CheckpointError:
         if calib.data == PACKAGED:
             raise
         progress.note("the calibration text holds no more documents: the text that comes with quantkit judges")
-        found = draw(replace(calib, data=PACKAGED, samples=HELD_OUT, lengths="own", text_column=None, split=None))
+        asked = replace(calib, data=PACKAGED, samples=HELD_OUT, lengths="own", text_column=None, split=None)
+        found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
     held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][: min(HELD_OUT, len(used))]
     return held, str(found.facts["source"])

@@ -106,27 +106,26 @@ class Space:
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
-        found = [(i, label) for i, group in enumerate(self.groups) for label in sorted(group.bytes)]
-        owner = np.array([i for i, _ in found])
-        costs = np.array([harm(self.groups[i], label) for i, label in found])
-        sizes = np.array([self.groups[i].bytes[label] for i, label in found]) / max(1, budget)
-        dense = np.array(
-            [(label == DENSE and not self.groups[i].is_fixed) * self.groups[i].weights for i, label in found]
-        )
+        found = [(group, label) for group in self.groups for label in sorted(group.bytes)]
+        costs = np.array([harm(*each) for each in found])
         most = dense_share * sum(group.weights for group in self.groups)
+        limits = [
+            [group.bytes[label] / max(1, budget) for group, label in found],
+            [group.weights / max(1.0, most) * (label == DENSE and not group.is_fixed) for group, label in found],
+        ]
         solved = milp(
             costs / max(costs.max(initial=0.0), 1e-300),
             integrality=np.ones(len(found)),
             bounds=Bounds(0, 1),
             constraints=[
-                LinearConstraint((owner == np.arange(len(self.groups))[:, None]).astype(float), 1, 1),
-                LinearConstraint(np.stack([sizes, dense / max(1.0, most)]), -np.inf, [1, most >= 1]),
+                LinearConstraint([[float(one is group) for one, _ in found] for group in self.groups], 1, 1),
+                LinearConstraint(limits, -np.inf, [1, most >= 1]),
             ],
             options={"mip_rel_gap": 1e-4},
         )
         if solved.x is None:
             return None
-        return {self.groups[i].name: label for (i, label), taken in zip(found, solved.x, strict=True) if taken > 0.5}
+        return {group.name: label for (group, label), taken in zip(found, solved.x, strict=True) if taken > 0.5}
 
     def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
         """List bytes, bits and harm of each uniform scheme and, if asked, of mixes between them."""

@@ -55,6 +55,7 @@ def page(
         quality=quality,
         measured_on=measured_on,
         tasks=_tasks(tasks),
+        fitted=(facts.fit(report), _sizes(report)),
         charts=_charts(layers),
         layers=len(layers),
         worst=_worst(layers),
@@ -152,6 +153,34 @@ def _tasks(scores: Mapping[str, Any] | None) -> tuple[Table, str] | None:
         return None
     head, rows, about = facts.tasks(scores)
     return Table(head, rows, "cards", range(2, len(head))), about
+
+
+def _sizes(report: Mapping[str, Any]) -> Table:
+    """Tabulate the schemes for a target size in the layout of the output, by predicted harm and, of some, measured."""
+    fit, totals = report.get("fit", {}), report.get("totals", {})
+    harms, kld = fit.get("predicted", {}), fit.get("kld", {})
+    made = {
+        "scheme": "chosen",
+        **totals,
+        "bits": totals.get("bits_per_weight"),
+        "harm": harms.get("mixed"),
+        "fits": True,
+    }
+    rows = []
+    for row in [*([made] if fit.get("chosen") == "mixed" else []), *fit.get("curve", [])]:
+        size, bits, harm = (number(row.get(key)) for key in ("bytes", "bits", "harm"))
+        judged = number(kld.get("mixed" if row is made else row["scheme"] if row["scheme"] != "mixed" else None))
+        if row is made or row["layout"] == report.get("layout"):
+            figures = [
+                (size, format_bytes),
+                (bits, "{:.3f}".format),
+                (harm, "{:.6f}".format),
+                (judged, "{:.6f}".format),
+            ]
+            shown = ("–" if value is None else form(value) for value, form in figures)
+            rows.append((row["scheme"], *shown, "yes" if row.get("fits") else "no"))
+    head = ("scheme", "size", "bits/weight", "predicted harm", "KL divergence", "fits")
+    return Table(head, rows, "dense", range(1, 5))
 
 
 def _charts(layers: Sequence[Layer]) -> list[Chart]:

@@ -56,6 +56,11 @@ RICH = {
     "environment": {"python": "3.11", "threads": 1},
     "ranks": [2, 1],
     "distillation": {"steps": 60, "best_step": 60, "codes": True, "held_out": 16, "kl_before": 0.2, "kl_after": 0.1},
+    "fit": {
+        **{"target_bits": 4.5, "chosen": "mixed", "best_uniform": "int4:g32", "kld": {"mixed": 0.1}},
+        **{"predicted": {"mixed": 0.1, "int4:g32": 0.2}, "held_out": {"source": "x", "tokens": 9}},
+        "curve": [{"scheme": "int4:g32", "layout": "marlin", "bytes": 9, "bits": 4.5, "harm": 0.2, "fits": True}],
+    },
     "profile": {"floors": {"solve": 0.1}, "speeds": {"dtype": 1e12}, "idle_seconds": 2.0},
     "evaluation": {"before": 9.0, "after": 9.5, "kld": 0.1, "top1": 0.9, "data": "x", "windows": 3, "weights": "y"},
 }
