@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TypeVar
+
+from quantkit.errors import RecipeError, Setting, Words
 
 T = TypeVar("T")
 
@@ -35,6 +38,26 @@ def gradient_documents(lengths: Iterable[int]) -> int:
             break
         count, total = count + 1, total + length
     return count
+
+
+def split_documents(lengths: Sequence[int], count: int) -> list[range]:
+    """Divide documents of `lengths` tokens into adjacent ranges for `count` ranks, balanced by tokens.
+
+    RecipeError if there are fewer documents than ranks.
+    """
+    if len(lengths) < count > 1:
+        raise RecipeError(
+            f"{len(lengths)} calibration sequences for {count} processes",
+            Words("give more", Setting("samples")),
+            "start fewer processes",
+        )
+    ends = list(accumulate(lengths))
+    bounds = [0]
+    for rank in range(1, count):
+        share = ends[-1] * rank / count
+        nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - share)) + 1
+        bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - count + rank))
+    return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
 
 
 def gradient_tokens(total: int, longest: int) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
 
+from quantkit.calibration.budget import split_documents
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages import stages_of
 from quantkit.checkpoint.reader import Checkpoint
@@ -42,26 +42,6 @@ def check_text(model: BlockRunner, sequences: Sequence[Tensor]) -> None:
     check_tokens(max(int(s.max()) for s in sequences), len(embeddings))
 
 
-def split_documents(lengths: Sequence[int], count: int) -> list[range]:
-    """Divide documents of `lengths` tokens into adjacent ranges for `count` ranks, balanced by tokens.
-
-    RecipeError if there are fewer documents than ranks.
-    """
-    if len(lengths) < count > 1:
-        raise RecipeError(
-            f"{len(lengths)} calibration sequences for {count} processes",
-            Words("give more", Setting("samples")),
-            "start fewer processes",
-        )
-    ends = list(accumulate(lengths))
-    bounds = [0]
-    for rank in range(1, count):
-        share = ends[-1] * rank / count
-        nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - share)) + 1
-        bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - count + rank))
-    return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
-
-
 def new_run(
     src: Checkpoint,
     recipe: Recipe,
@@ -85,4 +65,6 @@ def new_run(
     here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
     chosen = goals_of(recipe, model.paths, model.kept_dense)
     progress, clock = progress or Progress(quiet=True), Clock(model.device)
-    return Run(src, recipe, model, here, work, act_budget, progress, clock, chosen, beside, ranks, mine.start)
+    return Run(
+        src, recipe, model, here, work, act_budget, progress, clock, chosen, sequences, beside, ranks, mine.start
+    )

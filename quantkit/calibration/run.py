@@ -27,8 +27,8 @@ from quantkit.recipes.recipe import Recipe
 class Run:
     """Hold what a calibrated run has for all blocks: source, model, goals and the documents of this rank.
 
-    `sequences` are token ids, int64 `[t]`; the first one has the number `first` among all ranks' sequences. Files of
-    the run are in `work`. With `beside`, a background thread writes finished blocks.
+    `sequences` are token ids, int64 `[t]`; the first one has the number `first` among `every` sequence of all ranks.
+    Files of the run are in `work`. With `beside`, a background thread writes finished blocks.
     """
 
     src: Checkpoint
@@ -40,6 +40,7 @@ class Run:
     progress: Progress
     clock: Clock
     chosen: Mapping[str, Goal | None]
+    every: Sequence[Tensor]
     beside: bool = False
     ranks: Ranks = ALONE
     first: int = 0

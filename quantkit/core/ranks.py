@@ -86,6 +86,14 @@ class Ranks:
         first, end = (min(count, units * rank // self.count * ROWS) for rank in (self.rank, self.rank + 1))
         return slice(first, end)
 
+    def owners(self, costs: Sequence[int]) -> list[int]:
+        """Choose a rank for each task: those of the largest cost first, each to the rank with the least work."""
+        work, owners = [0] * self.count, [0] * len(costs)
+        for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+            owners[number] = work.index(min(work))
+            work[owners[number]] += costs[number]
+        return owners
+
     def exchange(self, value: T) -> list[T]:
         """Exchange values without tensors: each rank gets the values of all, in rank order."""
         if self.count == 1:
@@ -144,8 +152,8 @@ class Ranks:
             return
         mine = {number: work(tasks[number]) for number, owner in enumerate(owners) if owner == self.rank}
         found: dict[int, R] = {}
-        for source in range(self.count):
-            found |= self.broadcast(mine, source)
+        for of_rank in self.gather(mine):
+            found |= of_rank
         for number in range(len(tasks)):
             yield found[number]
 

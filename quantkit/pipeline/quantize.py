@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from quantkit.calibration.budget import BESIDE, gradient_documents
+from quantkit.calibration.budget import BESIDE, gradient_documents, split_documents
 from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import check_sequences, new_run, split_documents
+from quantkit.calibration.preflight import check_sequences, new_run
 from quantkit.calibration.probe import Duration, is_worth_a_probe, probe as probe_run
 from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
 from quantkit.calibration.uncalibrated import solve_uncalibrated
@@ -259,12 +259,6 @@ def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool 
         raise RecipeError(
             f"{count} processes were started, and this recipe uses no activations",
             "start one, without torchrun or accelerate launch",
-        )
-    if count > 1 and recipe.tune:
-        raise RecipeError(
-            Words(f"{count} processes were started, and", Setting("tune"), "has the documents of one"),
-            "start one",
-            "drop it",
         )
     # This comes before anything that takes memory, and before a text is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()

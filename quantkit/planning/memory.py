@@ -217,7 +217,8 @@ class _Sizes:
         # A rank may have one document more than another.
         documents = recipe.calibration.samples // self.ranks + (self.ranks > 1)
         self.activations = Activations.bytes(documents * self.longest, self.hidden, self.width)
-        tokens = gradient_tokens(documents * self.longest, self.longest) if recipe.output_aware else 0
+        of_all = gradient_tokens(documents * self.ranks * self.longest, self.longest) if recipe.output_aware else 0
+        tokens = of_all // self.ranks + (self.longest if self.ranks > 1 and of_all else 0)
         self.gradients = Activations.bytes(tokens, self.hidden, self.width)
 
     def most(self, count: Callable[[int, int], int]) -> int:

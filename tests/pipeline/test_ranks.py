@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.hessian import CHUNK, Hessian
-from quantkit.calibration.preflight import split_documents
+from quantkit.calibration.budget import split_documents
+from quantkit.calibration.stages.tune import BlockTuning
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load
 from quantkit.core.ranks import Ranks
@@ -32,6 +34,7 @@ from tests.faults import memory_path
 from tests.folders import hashes
 from tests.reliability import forks
 from tests.reliability.forks import Ended
+from tests.tiny_models import write_model
 
 calib, tmp_path = command_line.calib, memory_path
 
@@ -253,10 +256,6 @@ def test_an_error_behind_the_last_exchange_ends_all(line: tuple[object, ...], wh
         (("inspect", "model"), "2 processes were started, and quantkit inspect uses one"),
         (("quantize", "model", "-o", "out", "--method", "rtn"), "this recipe uses no activations"),
         (("quantize", "model", "-o", "out", "--calib", "text", "--samples", "1"), "1 calibration sequences for 2"),
-        (
-            ("quantize", "model", "-o", "out", "--calib", "text", "--set", "tune=2"),
-            "--set tune has the documents of",
-        ),
         (("quantize", "model", "-o", "out", "--calib", "text", "--nothing"), "No such option"),
     ],
 )
@@ -290,6 +289,76 @@ def test_the_python_api_uses_the_process_group_of_its_caller(
     results = ranks.run([work, work], tmp_path)
     assert [each.code for each in results] == [0, 0], results
     assert results[0].stdout == results[1].stdout != "" and same(whole, out)
+
+
+@pytest.fixture
+def tuning(calib: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    """Options that tune by gradients, in large steps, the last of which is taken: held-out errors seem to halve.
+
+    Eight sequences are not held out, so that each batch has all of them, on any number of ranks.
+    """
+    plain = BlockTuning.held_out_error
+
+    def halved(self: BlockTuning) -> float:
+        seen = vars(self)["seen"] = vars(self).get("seen", 0) + 1
+        return plain(self) * 0.5**seen
+
+    monkeypatch.setattr(BlockTuning, "held_out_error", halved)
+    monkeypatch.setattr("quantkit.calibration.stages.tune.RATE", 0.02)
+    monkeypatch.setattr("quantkit.models.block_runner.is_fast_in_bfloat16", lambda device: False)
+    changes = ("output_aware=true", "tune=6", "clip=none")
+    text = ("--calib", calib, "--samples", 9, "--max-length", 48, "--group-size", 32, "-q")
+    return *text, *(word for change in changes for word in ("--set", change))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_ranks_tune_by_the_gradients_of_all_documents(
+    family: str, tuning: tuple[object, ...], whole: Path, tmp_path: Path
+) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = write_model(family, tmp_path / "model", **small)
+    one, two = tmp_path / "one", tmp_path / "two"
+    line = ("quantize", model, *tuning)
+    call(*line, "-o", one)
+    results = ranks.command(2, tmp_path, *line, "-o", two)
+    assert [each.code for each in results] == [0, 0] and not results[1].stderr, results
+    moved = codes = differ = 0
+    for a, b in zip(report(one)["layers"], report(two)["layers"], strict=True):
+        assert b["untuned_error"] == pytest.approx(a["untuned_error"], rel=1e-4)
+        assert b["tuned_error"] == pytest.approx(a["tuned_error"], rel=1e-3) and b["tuned_step"] == 6
+        mine, other = (Checkpoint(out).quantized(a["name"]) for out in (one, two))
+        moved, codes = moved + a["tuned_changed"], codes + mine.codes.numel()
+        differ += int((mine.codes != other.codes).sum())
+    assert moved > codes / 50 and differ <= codes / 1000, (moved, differ, codes)
+
+
+def test_an_error_of_one_rank_while_it_tunes_ends_all(
+    tuning: tuple[object, ...], small_llama: Path, whole: Path, tmp_path: Path
+) -> None:
+    work = forks.command("quantize", small_llama, *tuning, "-o", tmp_path / "out")
+
+    def failing_in_a_step() -> int | None:
+        def dense(self: TunedWeight) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        TunedWeight.dense = dense  # type: ignore[assignment, method-assign]
+        return work()
+
+    ended(ranks.run([work, failing_in_a_step], tmp_path), 1, "not enough memory")
+
+
+def test_a_tuned_run_that_was_stopped_reads_the_gradients_of_each_rank(
+    tuning: tuple[object, ...], small_llama: Path, whole: Path, tmp_path: Path
+) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    work, undisturbed = (forks.command("quantize", small_llama, *tuning, "-o", each) for each in (out, again))
+    assert [each.code for each in ranks.run([undisturbed] * 2, tmp_path)] == [0, 0]
+    ended(ranks.run([at_commit(3, send(signal.SIGTERM))(work), work], tmp_path), 75, "--resume continues")
+    left = os.listdir(next(tmp_path.glob("out.partial-*")))
+    assert {"activations-0.bin", "activations-gradients.json", "activations-gradients-rank1.json"} <= set(left)
+    results = ranks.command(2, tmp_path, "quantize", small_llama, *tuning, "-o", out, "--resume")
+    assert [each.code for each in results] == [0, 0] and "computed again" not in results[0].stderr, results
+    assert same(out, again)
 
 
 def test_documents_are_split_by_tokens_and_every_rank_has_one() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.algorithms.numerics import is_finite
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import explaining, gradient, in_fixed_order, parts, run_part, stacked
-from quantkit.calibration.budget import gradient_documents
+from quantkit.calibration.budget import gradient_documents, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import Stage
+from quantkit.core.ranks import Ranks
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
 from quantkit.io import files
@@ -38,7 +39,6 @@ from quantkit.models.block_runner import BlockRunner
 DAMP = 1.0
 #: Bytes for each logit of one document while tokens are drawn and their gradient is made: four float32 copies.
 DRAWING_BYTES = 16
-_INDEX = "activations-gradients.json"
 INSTEAD = Words("use", Setting("output_aware", False))
 #: Makes the context of one pass of a block forward and back. A pass that fails there may run again in a new one.
 Watch = Callable[[int], AbstractContextManager[None]]
@@ -50,34 +50,48 @@ class Gradients(Stage):
     found: OutputGradients
 
     def start(self, run: Run, finished: int) -> None:
-        """Run the unquantized model forward and back, or read the gradients of a stopped run."""
-        count = gradient_documents(map(len, run.sequences))
-        self.found = measure(run, embedded(run, count, "unquantized-"), resumed=finished > 0)
+        """Run the unquantized model forward and back, or read the gradients of a stopped run.
+
+        The documents are those of a single process, and are divided over the ranks anew.
+        """
+        lengths, ranks = [len(tokens) for tokens in run.every], run.ranks
+        count = max(gradient_documents(lengths), ranks.count)
+        mine = split_documents(lengths[:count], ranks.count)[ranks.rank]
+        here = [tokens.to(run.model.device) for tokens in run.every[mine.start : mine.stop]]
+        some = replace(run, sequences=here, first=mine.start)
+        self.found = measure(some, embedded(some, kind="unquantized-"), resumed=finished > 0)
 
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """Gradients by each block's hidden states, `[T, h]` of the first documents, in files of the run's folder."""
+    """Gradients by each block's hidden states, `[T, h]` of the first documents, in files of the run's folder.
+
+    Each of the `ranks` has those of some documents.
+    """
 
     work: Path
     model: BlockRunner
+    ranks: Ranks
     shape: tuple[int, ...]
     dtype: torch.dtype
     hashes: Sequence[str]
 
     def of(self, block: int) -> Tensor:
         """Read the gradient by a block's output hidden states to the device; CheckpointError if its file changed."""
-        found = files.load_tensor(_file(self.work, block + 1), self.shape, self.dtype, self.hashes[block])
-        return found.to(self.model.device)
+        path = _file(self.work, self.ranks, block + 1)
+        return files.load_tensor(path, self.shape, self.dtype, self.hashes[block]).to(self.model.device)
 
     def root(self, block: int) -> Tensor:
         """Compute the matrix `[h, h]` that weighs errors of hidden states: `|error @ root|^2` is the loss.
 
-        It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1.
+        It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1. All ranks get the
+        same.
         """
         passed_on = self.of(block).flatten(0, -2)
-        fisher = _empty(passed_on.shape[-1], self.model)
-        fisher.add(passed_on)
+        own, fisher = (_empty(passed_on.shape[-1], self.model) for _ in range(2))
+        own.add(passed_on)
+        for part in self.ranks.gather(own.part()):
+            fisher.absorb(part)
         found = fisher.matrix().double()
         mean = float(found.diagonal().mean())
         if not mean > 0:
@@ -99,18 +113,19 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
     model = run.model
     dtype = _dtype(model)
     shape = tuple(stream.activations.hidden.shape)
-    saved = _saved(run, stream, shape, dtype)
-    if saved is not None:
+    saved = _saved(run, shape, dtype)
+    if all(run.ranks.exchange(saved is not None)) and saved is not None:
         return saved
-    if resumed:
-        run.progress.warn(f"{run.work}: the gradients of the model's outputs are lost or damaged: computed again")
+    if resumed and run.ranks.first:
+        lost = "the gradients of the model's outputs are lost, damaged or of other documents"
+        run.progress.warn(f"{run.work}: {lost}: computed again")
     hashes = [""] * len(model.blocks)
     for block, found in carried_back(run, stream):
         with run.clock.phase("save"):
-            hashes[block - 1] = files.save_tensor(_file(run.work, block), found)
-    index = {"shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
-    files.write_atomic(run.work / _INDEX, json.dumps(index).encode())
-    return OutputGradients(run.work, model, shape, dtype, hashes)
+            hashes[block - 1] = files.save_tensor(_file(run.work, run.ranks, block), found)
+    index = {"first": run.first, "shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
+    files.write_atomic(_file(run.work, run.ranks, None), json.dumps(index).encode())
+    return OutputGradients(run.work, model, run.ranks, shape, dtype, hashes)
 
 
 def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -123,13 +138,12 @@ def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterat
     model, hidden, first = run.model, stream.activations.hidden, 0 if watch else 1
     hashes = _go_forward(run, stream, first)
     shape, dtype = tuple(hidden.shape), _dtype(model)
-    store = Activations(
-        run.work, run.act_budget, stream.activations.rows, shape[1:], dtype, model.device, kind="gradients-"
-    )
+    rows = stream.activations.rows
+    store = Activations(run.work, run.act_budget, rows, shape[1:], dtype, model.device, run.ranks.rank, "gradients-")
     with run.clock.phase("load"):
         model.weights.load_head()
     with run.clock.phase("gradients"):
-        _sample(stream, store, run.recipe.calibration.seed)
+        _sample(stream, store, run.recipe.calibration.seed, run.first)
     model.weights.drop_head()
     yield len(model.blocks), store.hidden
     blocks = range(len(model.blocks) - 1, first - 1, -1)
@@ -137,7 +151,7 @@ def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterat
         with run.clock.phase("load"):
             model.load_block(block)
             hidden.copy_(  # the tensor that was read has no name, so that it is freed here
-                files.load_tensor(_file(run.work, block), shape, model.dtype, hashes[block])
+                files.load_tensor(_file(run.work, run.ranks, block), shape, model.dtype, hashes[block])
             )
         with run.clock.phase("gradients"):
             _carry_back(stream, block, store, watch)
@@ -149,16 +163,16 @@ def _dtype(model: BlockRunner) -> torch.dtype:
     return torch.bfloat16 if model.dtype == torch.float16 else model.dtype  # float16 would underflow
 
 
-def _saved(run: Run, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
-    """Read the gradients that a stopped run has saved; None if a part is missing or changed."""
+def _saved(run: Run, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
+    """Read the gradients that a stopped run has saved; None if a part is missing, changed or of other documents."""
     try:
-        index: Any = json.loads((run.work / _INDEX).read_text())
-        found = OutputGradients(run.work, run.model, shape, dtype, index["hashes"])
-        for block in range(len(found.hashes)):
-            files.load_tensor(_file(run.work, block + 1), shape, dtype, found.hashes[block])
+        index: Any = json.loads(_file(run.work, run.ranks, None).read_text())
+        found = OutputGradients(run.work, run.model, run.ranks, shape, dtype, index["hashes"])
+        for block, digest in enumerate(found.hashes, 1):
+            files.load_tensor(_file(run.work, run.ranks, block), shape, dtype, digest)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return None
-    return found if len(found.hashes) == len(run.model.blocks) else None
+    return found if len(found.hashes) == len(run.model.blocks) and index.get("first") == run.first else None
 
 
 def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
@@ -167,7 +181,7 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
     for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"):
         if block >= first:
             with run.clock.phase("save"):
-                hashes.append(files.save_tensor(_file(run.work, block), stream.activations.hidden))
+                hashes.append(files.save_tensor(_file(run.work, run.ranks, block), stream.activations.hidden))
         with run.clock.phase("load"):
             model.load_block(block)
         stream.forward(block)
@@ -181,18 +195,21 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
     return hashes
 
 
-def _sample(stream: Stream, store: Activations, seed: int) -> None:
-    """Store the gradients by the last block's hidden states; the tokens are drawn by the model."""
+def _sample(stream: Stream, store: Activations, seed: int, first: int) -> None:
+    """Store the gradients by the last block's hidden states; the tokens are drawn by the model.
+
+    The first document has the number `first`. Each number has a seed of its own.
+    """
     model = stream.model
     generator = torch.Generator(model.device)
     for number, tokens in enumerate(stream.sequences):
         stream.progress.check()
         hidden = stream.activations.get(number).hidden.detach().to(model.device, copy=True).requires_grad_()
-        draw = partial(_drawn, model, tokens, hidden, generator, (seed + number) % 2**63)
+        draw = partial(_drawn, model, tokens, hidden, generator, (seed + first + number) % 2**63)
         with explaining(model, INSTEAD):
             found = in_fixed_order(model, stream.progress, draw)
         if not bool(found.isfinite().all()):
-            raise NumericError("its gradient is not finite", INSTEAD, subject=f"calibration document {number}")
+            raise NumericError("its gradient is not finite", INSTEAD, subject=f"calibration document {first + number}")
         store.get(number).hidden.copy_(found)
 
 
@@ -238,6 +255,7 @@ def _empty(size: int, model: BlockRunner) -> Hessian:
     return Hessian(size, model.device, chunk=chunk)
 
 
-def _file(work: Path, block: int) -> Path:
-    """Name the file of a block's inputs, and then of the gradients by them."""
-    return work / f"activations-gradient-{block}.bin"
+def _file(work: Path, ranks: Ranks, block: int | None) -> Path:
+    """Name this rank's file of a block's inputs, and then of the gradients by them; without a block, of the hashes."""
+    rank = f"-rank{ranks.rank}" if ranks.rank else ""
+    return work / (f"activations-gradients{rank}.json" if block is None else f"activations-gradient-{block}{rank}.bin")

@@ -62,13 +62,8 @@ def _add_up(run: Run, tasks: Sequence[Task]) -> None:
         return
     owners: list[int | None] = [None]
     if len(tasks) > 1:
-        work = [0] * run.ranks.count
-        owners = [0] * len(tasks)
-        costs = [sum(n * k * k for n, k in map(run.model.linears.__getitem__, task.group.linears)) for task in tasks]
-        for number in sorted(range(len(tasks)), key=lambda number: -costs[number]):
-            least = work.index(min(work))
-            owners[number] = least
-            work[least] += costs[number]
+        shapes = [[run.model.linears[linear] for linear in task.group.linears] for task in tasks]
+        owners = [*run.ranks.owners([sum(n * k * k for n, k in each) for each in shapes])]
     here = [task.hessian.part() for task in tasks if task.hessian is not None]
     with run.exchanging(), closing(run.ranks.gather_each(here, owners)) as gathered:
         for task, owner, parts in zip(tasks, owners, gathered, strict=True):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import backward, explaining, in_fixed_order, parts, run_part, stacked
+from quantkit.calibration.budget import split_documents
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.stages.gradients import Gradients
 from quantkit.calibration.stages.unquantized import Unquantized
@@ -28,6 +31,7 @@ from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.report import untuned
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError, Setting, Words
+from quantkit.models.devices import is_fast_in_bfloat16
 
 #: One of this many sequences is held out.
 HELD_OUT = 8
@@ -101,8 +105,20 @@ def _tuned_item(
     return item._replace(value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)})
 
 
+def balanced(order: Sequence[int], parts: Sequence[range]) -> list[int]:
+    """Choose the first `BATCH` numbers of an order; with several `parts`, equally many of each, as far as there are."""
+    share, turn = -(-BATCH // len(parts)), dict[int, int]()
+    for part in parts:
+        turn |= {number: place // share for place, number in enumerate(n for n in order if n in part)}
+    return sorted(order, key=turn.__getitem__)[:BATCH]
+
+
 class BlockTuning:
-    """The state of tuning one block towards `targets`, the unquantized model's hidden states after it."""
+    """The state of tuning one block towards `targets`, the unquantized model's hidden states after it.
+
+    Sequences have their numbers among those of all ranks. Each rank computes the errors of its own, and moves some of
+    the weights by the gradients that all ranks have found.
+    """
 
     def __init__(
         self,
@@ -112,18 +128,17 @@ class BlockTuning:
         starts: Mapping[str, QuantizedTensor],
         sources: Mapping[str, Tensor],
     ) -> None:
-        self._block, self._stream, self._model, self._progress = (
-            block,
-            block.stream,
-            block.run.model,
-            block.run.progress,
-        )
+        run = block.run
+        self._block, self._stream, self._run, self._model = block, block.stream, run, run.model
         self._targets, self._root, self._starts = targets, root, starts
-        self._weights = {name: TunedWeight(sources[name], start) for name, start in starts.items()}
-        numbers = range(len(self._stream.sequences))
-        self._held_out = list(numbers[HELD_OUT - 1 :: HELD_OUT])
-        self._trained = [number for number in numbers if number not in set(self._held_out)]
-        seed = (block.run.recipe.calibration.seed + block.index) % 2**63
+        self._owners = run.ranks.owners([sources[name].numel() for name in starts])
+        owned = (name for name, owner in zip(starts, self._owners, strict=True) if owner == run.ranks.rank)
+        self._weights = {name: TunedWeight(sources[name], starts[name]) for name in owned}
+        numbers = range(len(run.every))
+        self._held_out = numbers[HELD_OUT - 1 :: HELD_OUT]
+        self._trained = [number for number in numbers if number not in self._held_out]
+        self._parts = split_documents([len(tokens) for tokens in run.every], run.ranks.count)
+        seed = (run.recipe.calibration.seed + block.index) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
 
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
@@ -131,7 +146,7 @@ class BlockTuning:
 
         NumericError if the error is not finite.
         """
-        best, before, best_step = dict(self._starts), self.held_out_error(), 0
+        best, before, best_step = {name: self._starts[name] for name in self._weights}, self.held_out_error(), 0
         least, rate = before, RATE * math.sqrt(RATE_STEPS / steps)
         for step in range(1, steps + 1):
             self._move(rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
@@ -139,37 +154,64 @@ class BlockTuning:
                 error = self.held_out_error()
                 if error < least:
                     best, least, best_step = {n: w.tensor() for n, w in self._weights.items()}, error, step
-        return best, {"untuned_error": before, "tuned_error": least, "tuned_step": best_step}
+        with self._run.exchanging():
+            found = self._run.ranks.each(list(self._starts), self._owners, best.__getitem__)
+            tuned = dict(zip(self._starts, found, strict=True))
+        return tuned, {"untuned_error": before, "tuned_error": least, "tuned_step": best_step}
 
     def _move(self, rate: float) -> None:
-        """Take one step on a batch that the generator draws."""
-        order = torch.randperm(len(self._trained), generator=self._generator).tolist()[:BATCH]
-        batch = sorted((self._trained[i] for i in order), key=lambda number: len(self._stream.sequences[number]))
+        """Take one step on a batch that the generator draws, the same on all ranks."""
+        order = torch.randperm(len(self._trained), generator=self._generator).tolist()
+        batch = sorted(
+            balanced([self._trained[i] for i in order], self._parts), key=lambda number: len(self._run.every[number])
+        )
+        task = partial(self._gradients, batch, self._dense())
         with explaining(self._model, INSTEAD):
-            gradients = in_fixed_order(self._model, self._progress, lambda: self._gradients(batch))
-        for name, gradient in gradients.items():
-            if gradient is not None:  # no token of the batch reached this expert
-                self._weights[name].descend(gradient, rate)
+            found = in_fixed_order(self._model, self._run.progress, task)
+        del task  # frees the dense weights
+        for name, gradient in self._added(found).items():
+            self._weights[name].descend(gradient, rate)
 
-    def _gradients(self, batch: Sequence[int]) -> dict[str, Tensor | None]:
-        """Compute the gradients of the mean error of the tokens of some sequences."""
-        weights = {name: weight.dense().requires_grad_() for name, weight in self._weights.items()}
+    def _gradients(self, batch: Sequence[int], weights: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """Compute the part of this rank's sequences in the gradients of the mean error of a batch's tokens."""
+        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         size = self._tokens(batch)
-        for part in parts(self._stream, self._block.index, batch):
-            backward(self._model, self.error(part, weights) / size)
-        return {name: weight.grad for name, weight in weights.items()}
+        for part in parts(self._stream, self._block.index, self._here(batch)):
+            backward(self._model, self.error(part, leaves) / size)
+        return [leaf.grad for leaf in leaves.values()]
+
+    def _added(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Add the gradients of all ranks, in their order, for the weights that this rank moves."""
+        added = {}
+        with self._run.exchanging(), closing(self._run.ranks.gather_each(gradients, self._owners)) as gathered:
+            for name, of_ranks in zip(self._starts, gathered, strict=True):
+                found = [gradient for gradient in of_ranks or () if gradient is not None]
+                if found:  # else another rank moves it, or no token of the batch reached this expert
+                    added[name] = reduce(Tensor.add_, found)
+        return added
+
+    def _dense(self) -> dict[str, Tensor]:
+        """Gather the dequantized weights, float32 `[n, k]`; several ranks send them as products take them."""
+        several = self._run.ranks.count > 1
+        dtype = torch.bfloat16 if several and is_fast_in_bfloat16(self._model.device) else torch.float32
+        with self._run.exchanging():
+            each = self._run.ranks.each(
+                list(self._starts), self._owners, lambda name: self._weights[name].dense().to(dtype)
+            )
+            return {name: weight.float() for name, weight in zip(self._starts, each, strict=True)}
 
     def held_out_error(self) -> float:
         """Compute the mean error of the tokens of the held-out sequences."""
 
+        weights = self._dense()
+
         def total() -> float:
-            weights = {name: weight.dense() for name, weight in self._weights.items()}
-            held_out = parts(self._stream, self._block.index, self._held_out)
+            held_out = parts(self._stream, self._block.index, self._here(self._held_out))
             return sum(float(self.error(part, weights)) for part in held_out)
 
         with torch.no_grad():
-            error = in_fixed_order(self._model, self._progress, total)
-        error /= self._tokens(self._held_out)
+            error = in_fixed_order(self._model, self._run.progress, total)
+        error = sum(self._run.ranks.exchange(error)) / self._tokens(self._held_out)
         if not math.isfinite(error):
             raise NumericError("its outputs on held-out sequences are not finite", INSTEAD, subject=self._block.path)
         return error
@@ -183,4 +225,9 @@ class BlockTuning:
         return (weighed.square().sum(-1) / wanted.square().sum(-1).clamp_min(_TINY)).sum()
 
     def _tokens(self, numbers: Sequence[int]) -> int:
-        return sum(len(self._stream.sequences[number]) for number in numbers)
+        return sum(len(self._run.every[number]) for number in numbers)
+
+    def _here(self, numbers: Sequence[int]) -> list[int]:
+        """List this rank's sequences among some, as the stream numbers them."""
+        first, count = self._run.first, len(self._run.sequences)
+        return [number - first for number in numbers if 0 <= number - first < count]

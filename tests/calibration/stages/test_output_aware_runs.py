@@ -104,9 +104,9 @@ def test_a_second_run_or_one_that_spills_to_disk_gives_the_same_bytes(
 @pytest.mark.parametrize(
     ("operation", "name", "number"),
     [
-        ("write", "activations-gradient-0", 1),
-        ("rename", "activations-gradient-1", 1),
-        ("write", "activations-gradient-0", 2),
+        ("write", "activations-gradient-1", 1),
+        ("rename", "activations-gradient-2", 1),
+        ("write", "activations-gradient-1", 2),
         ("rename", "activations-gradients.json", 1),
         ("write", "activations-0", 1),
     ],
@@ -132,10 +132,10 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("activations-gradient-1.bin", None),
-        ("activations-gradient-1.bin", flip),
-        ("activations-gradient-0.bin", lambda path: os.truncate(path, 64)),
-        ("activations-gradient-1.bin", Path.unlink),
+        ("activations-gradient-2.bin", None),
+        ("activations-gradient-2.bin", flip),
+        ("activations-gradient-1.bin", lambda path: os.truncate(path, 64)),
+        ("activations-gradient-2.bin", Path.unlink),
         ("activations-gradients.json", lambda path: os.truncate(path, 20)),
         ("activations-gradients.json", lambda path: path.write_text('{"hashes": []}')),
         ("activations-gradients.json", lambda path: path.write_text('{"hashes": 3}')),
@@ -165,8 +165,8 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
 @pytest.mark.parametrize(
     ("operation", "name", "number"),
     [
-        ("write", "activations-gradient-0", 1),
-        ("write", "activations-gradient-0", 2),
+        ("write", "activations-gradient-1", 1),
+        ("write", "activations-gradient-1", 2),
         ("write", "activations-gradients.json", 1),
         ("write", "activations-unquantized-live", 1),
         ("write", "activations-gradients-live", 1),

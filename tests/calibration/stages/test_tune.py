@@ -195,6 +195,19 @@ def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
         new_run(src, from_mapping(TUNED), BlockRunner(src, device="cpu"), sequences(7), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([range(20)], [19, 18, 17, 16, 15, 14, 13, 12]),
+        ([range(10), range(10, 20)], [19, 18, 17, 16, 9, 8, 7, 6]),
+        ([range(18), range(18, 20)], [19, 18, 17, 16, 15, 14, 13, 12]),  # one has too few: the other gives more
+        ([range(4), range(4, 12), range(12, 20)], [19, 18, 17, 11, 10, 9, 3, 2]),
+    ],
+)
+def test_a_batch_has_equally_many_sequences_of_each_rank(parts: list[range], expected: list[int]) -> None:
+    assert tune.balanced(range(19, -1, -1), parts) == expected
+
+
 def test_outputs_that_are_not_finite_end_the_run(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune.BlockTuning, "error", lambda *given: torch.tensor(torch.nan))
     with pytest.raises(NumericError, match=r"layers\.0: its outputs on held-out sequences are not finite"):
