@@ -118,20 +118,6 @@ def test_without_calibration_data_the_packaged_text_is_used_loudly(small_llama: 
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_a_run_with_the_packaged_text_is_resumed(small_llama: Path, tmp_path: Path) -> None:
-    recipe = from_mapping({"calibration": {"samples": 4, "max_length": 48}})
-    for what, name in (("rename", "config.json"), ("rename", "out")):
-
-        def kill(done: str, path: Path, what: str = what, name: str = name) -> None:
-            if done == what and path.name.startswith(name):
-                raise Killed
-
-        with faults(kill), pytest.raises(Killed):
-            quantize(small_llama, tmp_path / "out", recipe, resume=name == "out")
-    assert quantize(small_llama, tmp_path / "out", recipe, resume=True)["calibration"]["source"] == "packaged"
-
-
-@pytest.mark.usefixtures("no_hub")
 def test_without_a_hub_each_command_names_its_own_option(small_llama: Path, tmp_path: Path) -> None:
     says = "the hub cannot be reached and nothing is cached: give a .txt, .json, .jsonl, .parquet file with"
     for command in ("quantize", "prune"):

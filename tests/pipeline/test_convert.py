@@ -16,9 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import QuantkitError
-from quantkit.layouts import LAYOUTS, quantkit_key, read_config
-from quantkit.layouts.compatibility import SCHEMES
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import repack
@@ -83,15 +81,6 @@ def test_a_width_that_headers_know_only_roughly_is_padded_from_its_true_one(tmp_
     assert torch.equal(*(quantkit.load(tmp_path / name, device="cpu")(ids).logits for name in "bc"))
     call("verify", tmp_path / "c", "--against", tmp_path / "a", "-q")
     call("verify", tmp_path / "a", "--against", tmp_path / "b", "-q")
-
-
-def test_a_padded_model_predicts_what_the_unpadded_one_does(odd: Path, tmp_path: Path) -> None:
-    write_folder(odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse("int4:channel"), ignore=("lm_head",)))
-    call("pack", tmp_path / "a", "--layout", "marlin", "--pad", "-o", tmp_path / "b", "-q")
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 4)
-    found = call("eval", "kld", tmp_path / "b", "--against", tmp_path / "a", "--data", text, "--window", 32, "--json")
-    assert json.loads(found.stdout)["kld"] == 0 and json.loads(found.stdout)["top1"] == 1
 
 
 @pytest.mark.parametrize(
@@ -180,26 +169,7 @@ def change(out: Path, edit: object) -> None:
 
 
 LAST = "model.layers.1.mlp.down_proj"
-FIRST = "model.layers.0.self_attn.q_proj"
 GATE = "model.layers.0.mlp.gate_proj"
-
-
-@pytest.mark.parametrize(("stated", "other"), [("gptq", "marlin"), ("awq", "marlin24"), ("compressed-tensors", "awq"),
-                                               ("marlin", "compressed-tensors"), ("gptq", "tcfpx")])  # fmt: skip
-def test_a_folder_of_two_layouts(stated: str, other: str, small_llama: Path, tmp_path: Path) -> None:
-    bad = folder(small_llama, tmp_path / "bad", stated, INT4)
-
-    def mixed(found: dict[str, Tensor]) -> None:
-        for name in [name for name in found if name.startswith(f"{LAST}.")]:
-            del found[name]
-        label = {"marlin24": "int4:g128:24", "tcfpx": "fp6:channel"}.get(other, "int4:g128")
-        q = record(Scheme.parse(label), 128, 256)
-        found |= {f"{LAST}.{suffix}": tensor for suffix, tensor in LAYOUTS[other].pack(q).items()}
-
-    change(bad, mixed)
-    for command in (("pack", bad, "--layout", "humming"), ("convert", f"{stated}-to-marlin24", bad)):
-        error = refused(*command, out=tmp_path / "out")
-        assert LAST in error and (stated in error or "missing" in error)
 
 
 def test_tensors_of_another_layout_under_the_same_names(small_llama: Path, tmp_path: Path) -> None:
@@ -235,14 +205,6 @@ def test_the_folder_that_it_runs_in_is_no_output(
     monkeypatch.chdir(here)
     error = refused("pack", source, "--layout", "awq", "--overwrite", "-o", out)
     assert str(here) in error and sorted(tmp_path.iterdir()) == [source, here]
-
-
-def test_an_unknown_layout(small_llama: Path, tmp_path: Path) -> None:
-    bad = folder(small_llama, tmp_path / "bad", "gptq", INT4)
-    config = json.loads((bad / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "exl3", "bits": 4}
-    (bad / "config.json").write_text(json.dumps(config))
-    assert "exl3" in refused("pack", bad, "--layout", "marlin", out=tmp_path / "out")
 
 
 def put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
@@ -374,26 +336,6 @@ def test_what_is_wrong_behind_the_first_rows_is_told_as_of_all(
     monkeypatch.setattr(repack, "CODES", 1)
     error = refused("pack", tmp_path / "a", "--layout", "humming", out=tmp_path / "b")
     assert "mlp.up_proj" in error and "holds 0.001953125 at [200, 3], which is no fp6 value" in error
-
-
-def test_a_key_with_true_shapes_is_read_back() -> None:
-    schemes = Schemes(INT4.default, padded=(("a.b", (3, 5)), ("a.c", (7, 9))))
-    key = quantkit_key("marlin", schemes, "1", None)
-    assert key["padded"] == {"a.b": [3, 5], "a.c": [7, 9]}
-    assert "padded" not in quantkit_key("marlin", INT4, "1", None)
-    config = {**LAYOUTS["marlin"].write_config(schemes), "quantkit": key}
-    assert read_config(config, "config.json") == (LAYOUTS["marlin"], schemes)
-
-
-def test_no_condition_is_an_error_of_another_kind() -> None:
-    """A record that a layout refuses is refused as a QuantkitError by every other too."""
-    for layout in LAYOUTS.values():
-        for scheme in SCHEMES:
-            q = record(scheme, 64, 256)
-            try:
-                layout.pack(q)
-            except QuantkitError as error:
-                assert "\n" not in str(error)
 
 
 # ------------------------------------------------------------------------------------------------ scales of other tools

@@ -17,25 +17,20 @@ from torch import Tensor
 import quantkit
 from quantkit.bench.random_model import read, variants
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import QuantkitError
 from quantkit.evaluation.opened import open_writer
 from quantkit.inference.generate import chat, generate
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.layouts import LAYOUTS
 from tests.command_line import call
 from tests.faults import memory_path, state
 from tests.tiny_models import ENCODER_DECODERS, write_model
 
 tmp_path = memory_path
 INT4: dict[str, Any] = {"method": "rtn", "group_size": 64}
-TEXTS = [family for family in ENCODER_DECODERS if family != "whisper"]
-#: Layouts that have a scheme for each row's options.
-STORED = {
-    **{layout: INT4 for layout in ("compressed-tensors", "gptq", "gptq-v2", "awq", "quick")},
-    "marlin": {"method": "rtn", "group_size": 128},
-    "humming": {"method": "rtn", "format": "fp6"},
+STORED: dict[str, dict[str, Any]] = {
+    "quick": INT4,
     "tcfpx": {"method": "rtn", "format": "fp5"},
-    **{layout: {"method": "rtn", "group_size": 128, "prune": "2:4"} for layout in ("marlin24", "marlin24-ct")},
+    "marlin24": {"method": "rtn", "group_size": 128, "prune": "2:4"},
 }
 
 
@@ -99,8 +94,8 @@ def test_what_is_loaded_writes_what_the_decoded_model_writes(
     assert not same(original, expected), "rounding changes nothing: the comparison sees nothing"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_holds_an_encoder_decoder(layout: str, source: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", STORED)
+def test_layouts_hold_an_encoder_decoder(layout: str, source: Callable[[str], Path], tmp_path: Path) -> None:
     quantkit.quantize(source("t5"), tmp_path / "a", layout=layout, **STORED[layout])
     assert quantkit.verify(tmp_path / "a").ok
     expected = answers(decoded(tmp_path / "a", source("t5"), tmp_path / "dense"), "t5")
@@ -142,20 +137,6 @@ def test_a_pruned_one_is_opened_by_transformers(source: Callable[[str], Path], t
     weight = next(tensor for name, tensor in weights.items() if "EncDecAttention.k" in name)
     assert bool((weight.view(-1, 4) == 0).sum(1).ge(2).all())
     assert "AutoModelForSeq2SeqLM" in (tmp_path / "a" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("part", ["encoder.layers.0.fc1", "decoder.layers.1.encoder_attn.v_proj"])
-def test_damage_in_either_half_is_seen(part: str, source: Callable[[str], Path], tmp_path: Path) -> None:
-    quantkit.quantize(source("encoder-bart"), tmp_path / "a", **INT4)
-    name = f"model.{part}.weight_packed"
-    file = next(file for file in (tmp_path / "a").glob("*.safetensors") if name in load_file(file))
-    tensors = load_file(file)
-    tensors[name][0, 0] ^= 1
-    save_file(tensors, file, {"format": "pt"})
-    found = quantkit.verify(tmp_path / "a")
-    assert not found.ok and [row.module for row in found.rows if row.digest is False] == [f"model.{part}"]
-    with pytest.raises(CheckpointError, match=file.name):
-        quantkit.load(tmp_path / "a", device="cpu")
 
 
 @pytest.mark.parametrize("family", ["pegasus", "encoder-bart"])

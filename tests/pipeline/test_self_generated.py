@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quantkit import api
-from quantkit.errors import CheckpointError, QuantkitError, RecipeError
+from quantkit.errors import CheckpointError, RecipeError
 from quantkit.io.staging import WRITTEN
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.distill import distill
@@ -115,17 +115,6 @@ def test_a_gpu_that_cannot_hold_the_model_is_refused_before_anything_is_written(
     assert "use another --calib FILE" in str(found)
     other = plan(model, from_mapping({"calibration": {"data": "packaged", "samples": 4, "max_length": 40}}))
     assert other.memory.others == () and found.exit_code == 1
-
-
-def test_little_ram_is_refused_with_the_way_out(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from quantkit.core.memory_limits import Limit
-    from quantkit.planning import memory
-
-    monkeypatch.setattr(memory, "program_bytes", lambda *_, **__: 0)
-    monkeypatch.setattr(memory, "memory_limits", lambda: [Limit(10_000, "a test", "give more")])
-    with pytest.raises(QuantkitError, match="a test allows"):
-        quantize(model, tmp_path / "out", from_mapping(OWN))
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_has_no_effect_or_no_template_is_refused(model: Path, tmp_path: Path) -> None:
