@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantkit.calibration import resume
+from quantkit.calibration import resume, row_sums
 from quantkit.calibration.groups import tasks
 from quantkit.calibration.run import Run, Stream
 from quantkit.calibration.stages import stages_of
@@ -78,8 +78,9 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     _work(block, stages)
     for stage in stages:
         stage.leave(block)
-    if index + 1 < len(model.blocks):
-        stream.forward(index)
+    with row_sums.measured(block) as wanted:
+        if wanted or index + 1 < len(model.blocks):
+            stream.forward(index)
     model.unload_block(index)
     for name in model.stored(index) if run.ranks.first else ():
         yield block.solved.pop(name) if name in block.solved else Item(name, run.src.get(name))

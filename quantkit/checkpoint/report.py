@@ -47,7 +47,9 @@ _COPIED = dict[str, _Scalar | list[_Scalar]]
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 TUNING = ("untuned_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
-NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS, *TUNING)
+#: The largest sum of a row before its scale multiplies it, where vLLM's kernel holds it in float16 and it comes near.
+ROW_SUM = "row_sum"
+NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", ROW_SUM, *COUNTS, *SCALE_ERRORS, *TUNING)
 #: Entries, at any depth, that differ from run to run or from machine to machine; `profile` is of older versions.
 VOLATILE = (
     *("environment", "phases", "profile", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"),

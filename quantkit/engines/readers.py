@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from quantkit.core.scheme import Scheme
 from quantkit.engines.rows import UNTRIED, Engine, Folder, Reader
-from quantkit.engines.tables import CAUTIONS, CHAT_PROMPT, ENGINES, PROMPT, TEXT_PROMPT, TRAITS
+from quantkit.engines.tables import CAUTIONS, CHAT_PROMPT, ENGINES, GPUS, PROMPT, TEXT_PROMPT, TRAITS, VLLM
 from quantkit.errors import Words
 from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS
 
@@ -118,6 +118,15 @@ def engine_kernel(
         if row.covers(layout, capability, scheme, n, k, experts):
             return row.kernel, row.why, row.source
     return None, "not known", None
+
+
+def sums_in_float16(layout: str, scheme: Scheme, n: int, k: int, experts: bool) -> bool:
+    """Return True if vLLM multiplies an `[n, k]` weight by a kernel that rounds sums before a row's scale is applied.
+
+    These are Humming's with one scale per row (docs/layouts.md 9b). With groups, scales are applied before.
+    """
+    kernels = {engine_kernel(VLLM, layout, scheme, n, k, gpu, experts)[0] or "" for gpu in GPUS.values()}
+    return scheme.group_size is None and any(kernel.startswith("Humming") for kernel in kernels)
 
 
 def _list(names: list[str]) -> str:

@@ -18,9 +18,11 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT
+from quantkit.checkpoint.report import REPORT, ROW_SUM
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
+from quantkit.engines.joined import is_expert
+from quantkit.engines.readers import sums_in_float16
 from quantkit.errors import CheckpointError, LayoutError, Option, QuantkitError, Setting, Words, about
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import TILE
@@ -38,6 +40,7 @@ OUTDATED = (
     "loss",
     "rtn_loss",
     "norm",
+    ROW_SUM,
     "guard_rows",
     "rungs",
     "reason",
@@ -93,6 +96,9 @@ class Repacker:
         if self._requantize_scales:
             before = {**before, **_round_scales(self._src, module, tensors)}
         row = self._rows[module]
+        scheme = Scheme.parse(row.scheme or self._src.scheme(module).label)
+        if not sums_in_float16(self._layout.NAME, scheme, *row.stored, is_expert(module)):
+            before = {key: value for key, value in before.items() if key != ROW_SUM}
         if (same := self.by_rows(tensors, before.get("digest"), row, notices)) is not None:
             return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"})
         q = self._src.record(module, tensors, notices)

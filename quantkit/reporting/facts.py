@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from quantkit.checkpoint.report import WORDS
+from quantkit.checkpoint.report import ROW_SUM, WORDS
 from quantkit.core.units import format_bytes
-from quantkit.errors import Words, more_samples
+from quantkit.errors import Option, Setting, Words, more_samples
 from quantkit.reporting.layer_errors import number
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
@@ -242,7 +242,21 @@ def events(report: Mapping[str, Any]) -> list[str]:
             total = hit[0][fact] if fact in WORDS else sum(_count(fact, layer[fact]) for layer in hit)
             line = f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}"
             found.append(Words(line, *_way_out(fact, hit, report.get("calibration") or {})))
-    return found
+    return found + _row_sums(layers, len(layers))
+
+
+def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
+    """Warn in one line of sums near the most that vLLM's kernel holds, if any of `count` layers has them (ROW_SUM)."""
+    hit = [(layer, found) for layer in layers if (found := number(layer.get(ROW_SUM)))]
+    if not hit:
+        return []
+    layer, most = max(hit, key=lambda each: each[1])
+    ways: list[Any] = ["serve it with vLLM's", Option("quantization", "quantkit"), "or use", Setting("layout", "tcfpx")]
+    if not all(str(layer.get("scheme")).startswith("fp") for layer, _ in hit):
+        ways = ["quantize in groups, like", Setting("group_size", 64)]
+    what = f"{len(hit)} of {count} linears sum to {most:.0f} before a row's scale is applied (worst {layer['name']});"
+    why = "vLLM's Humming kernels hold at most 65504 there in float16, and give NaN beyond:"
+    return [Words(what, why, *ways)]
 
 
 def _way_out(fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[str, Any]) -> list[str]:
