@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.budget import TUNED_AT_ONCE
@@ -32,16 +33,23 @@ def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device
     return 16 * tokens * outputs, 2 * itemsize * heads * tokens * longest if device == "cuda" else 0
 
 
-def parts(stream: Stream, block: int, numbers: Sequence[int] | None = None) -> Iterator[Sequence[int]]:
-    """Divide documents, all without `numbers`, into batches for one pass with gradients."""
+def parts(
+    stream: Stream, block: int, numbers: Sequence[int] | None = None, padded: bool = True
+) -> Iterator[Sequence[int]]:
+    """Divide documents, all without `numbers`, into batches for one pass with gradients, shortest first.
+
+    With `padded` a batch may have documents of several lengths, which `stacked` pads behind their ends: no token of a
+    decoder depends on later ones, and a pass of one short document takes a GPU as long as one of many.
+    """
     chosen = range(len(stream.sequences)) if numbers is None else numbers
-    return stream.batches(block, chosen, TUNED_AT_ONCE[stream.model.device.type])
+    by_length = sorted(chosen, key=lambda number: len(stream.sequences[number]))
+    return stream.batches(block, by_length, TUNED_AT_ONCE[stream.model.device.type], padded)
 
 
 def stacked(store: Activations, part: Sequence[int]) -> Tensor:
-    """Take the hidden states of a document `[t, h]`, or of several `[b, t, h]`."""
+    """Take the hidden states of a document `[t, h]`, or of several `[b, t, h]`, padded with zeros."""
     hidden = [store.get(number).hidden for number in part]
-    return hidden[0] if len(part) == 1 else torch.stack(hidden)
+    return hidden[0] if len(part) == 1 else pad_sequence(hidden, batch_first=True)
 
 
 def run_part(
@@ -56,7 +64,8 @@ def run_part(
     hidden = stacked(stream.activations, part) if hidden is None else hidden
     if len(part) == 1:
         return model.run_with(block, tokens[0], State(hidden, stream.activations.get(part[0]).passed), weights)
-    return model.run_with(block, torch.stack(tokens), State(hidden), weights)
+    padded = pad_sequence(tokens, batch_first=True, padding_value=int(tokens[0][0]))
+    return model.run_with(block, padded, State(hidden), weights)
 
 
 def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]) -> T:

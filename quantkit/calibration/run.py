@@ -84,19 +84,23 @@ class Stream:
             self.progress.check()
             yield number, tokens, self.activations.get(number)
 
-    def batches(self, block: int, numbers: Sequence[int], at_once: int) -> Iterator[Sequence[int]]:
+    def batches(
+        self, block: int, numbers: Sequence[int], at_once: int, padded: bool = False
+    ) -> Iterator[Sequence[int]]:
         """Divide documents, in order, into batches for one pass: neighbours of equal length, where possible.
 
         They have at most `at_once` tokens together, unless a single one is longer. The order of tokens in each Hessian
-        stays.
+        stays. With `padded` the documents, shortest first, need not be equal; each counts as the longest of its batch.
         """
         first = 0
         while first < len(numbers):
             self.progress.check()
             length, end = len(self.sequences[numbers[first]]), first + 1
             if self.model.takes_batches(block) and self.activations.hidden_only:
-                most = min(first + at_once // length, len(numbers))
-                while end < most and len(self.sequences[numbers[end]]) == length:
+                while end < len(numbers):
+                    following = len(self.sequences[numbers[end]])
+                    if following * (end + 1 - first) > at_once or (following != length and not padded):
+                        break
                     end += 1
             yield numbers[first:end]
             first = end

@@ -157,7 +157,7 @@ class BlockRunner(MatchedModel):
         Gradients reach the hidden states. Products are in bfloat16 where the device is fast at it.
         """
         last = len(self.blocks)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device)):
+        with self.fast_products():
             passed = self._passed_on(last, State(hidden), wide=True)
             found: Tensor = self._interception.run_behind(
                 lambda: self.text(**self._asked(tokens)).logits[0], last, passed
@@ -200,11 +200,14 @@ class BlockRunner(MatchedModel):
         it. In a float16 model the hidden state stays in float32, as gradients would underflow.
         """
         passed = self._passed_on(index, state, wide=True)
-        fast = is_fast_in_bfloat16(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=fast), self.weights.replaced(index, weights):
+        with self.fast_products(), self.weights.replaced(index, weights):
             output = self._run(index, tokens, passed, gradients=torch.is_grad_enabled())
         assert output is not None
         return output.hidden
+
+    def fast_products(self) -> torch.autocast:
+        """Let products of any tensors be in bfloat16 where the device is fast at it."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device))
 
     def watching(self, linears: Iterable[str], see: Callable[[str, Tensor], bool]) -> AbstractContextManager[None]:
         """Call `see(linear, input [..., k])` before each of `linears` runs; the run stops when `see` returns True."""

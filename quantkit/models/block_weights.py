@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -26,8 +27,11 @@ class BlockWeights:
         self._model, self._device = model, device
         self._in_float32 = float32_states(model.module, model.dtype)
         self._inside = tuple(f"{path}." for path in model.blocks)
-        self._reader: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
+
+    @cached_property
+    def _reading(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(2, "quantkit-read")
 
     def load_before_blocks(self) -> None:
         """Load everything outside the blocks except the output head, and move buffers to the device."""
@@ -73,9 +77,12 @@ class BlockWeights:
                 return tensor.pin_memory() if self._device.type == "cuda" else tensor
             return tensor
 
-        self._reader = self._reader or ThreadPoolExecutor(1, "quantkit-read")
         names = self._model.stored(index)
-        self._ahead[index] = self._reader.submit(lambda: {name: read(name) for name in names})
+        self._ahead[index] = self._reading.submit(lambda: {name: read(name) for name in names})
+
+    def beside(self, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begin to read a file beside other work, after the blocks that are read ahead; returns what waits for it."""
+        return self._reading.submit(read).result
 
     def unload_block(self, index: int) -> None:
         """Free a block's weights."""

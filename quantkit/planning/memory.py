@@ -304,6 +304,8 @@ def _of_gradients(sizes: _Sizes) -> list[tuple[dict[str, int], dict[str, int]]]:
     held = {UNQUANTIZED: sizes.gradients, GRADIENTS: sizes.gradients}
     backward = sum(backward_bytes(sizes.outputs, sizes.heads, sizes.longest, sizes.width, sizes.kind))
     block = {"block": sizes.block, READ: sizes.gradients, "backward pass": backward}
+    if sizes.cuda:  # the next file is read meanwhile, and copies wait to be written
+        block |= {READ: 2 * sizes.gradients, WAITING: min(MOST_BYTES, len(sizes.blocks) * sizes.gradients)}
     head = {"output head": max(sizes.outside, default=0), DOCUMENT: DRAWING_BYTES * sizes.longest * sizes.vocabulary}
     return [(held, head), (held, block)]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import Stage
 from quantkit.core.ranks import Ranks
 from quantkit.core.tensors import dtype_name
+from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
@@ -119,10 +120,11 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
     if resumed and run.ranks.first:
         lost = "the gradients of the model's outputs are lost, damaged or of other documents"
         run.progress.warn(f"{run.work}: {lost}: computed again")
-    hashes = [""] * len(model.blocks)
-    for block, found in carried_back(run, stream):
-        with run.clock.phase("save"):
-            hashes[block - 1] = files.save_tensor(_file(run.work, run.ranks, block), found)
+    hashes = [""] * (len(model.blocks) + 1)
+    with WorkQueue(model.device, run.beside) as queue:
+        for block, found in carried_back(run, stream):
+            _save(run, queue, block, found, hashes)
+    del hashes[0]
     index = {"first": run.first, "shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
     files.write_atomic(_file(run.work, run.ranks, None), json.dumps(index).encode())
     return OutputGradients(run.work, model, run.ranks, shape, dtype, hashes)
@@ -147,12 +149,20 @@ def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterat
     model.weights.drop_head()
     yield len(model.blocks), store.hidden
     blocks = range(len(model.blocks) - 1, first - 1, -1)
+
+    def read(block: int) -> Callable[[], Tensor]:
+        """Give the function that reads what entered a block; on a GPU the reading begins here, beside other work."""
+        task = partial(files.load_tensor, _file(run.work, run.ranks, block), shape, model.dtype, hashes[block])
+        return model.weights.beside(task) if run.beside and block in blocks else task
+
+    entered = read(len(model.blocks) - 1)
     for block in run.progress.bar(blocks, "gradients, backward", len(blocks), "block"):
         with run.clock.phase("load"):
             model.load_block(block)
-            hidden.copy_(  # the tensor that was read has no name, so that it is freed here
-                files.load_tensor(_file(run.work, run.ranks, block), shape, model.dtype, hashes[block])
-            )
+            hidden.copy_(entered())  # the tensor that was read has no name, so that it is freed here
+        if run.beside and block > first:
+            model.weights.read_ahead(block - 1)
+        entered = read(block - 1)
         with run.clock.phase("gradients"):
             _carry_back(stream, block, store, watch)
         yield block, store.hidden
@@ -177,22 +187,43 @@ def _saved(run: Run, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradie
 
 def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
     """Run all blocks, save the inputs of those from `first` on, and list the hashes of the files."""
-    model, hashes = run.model, [""] * first
-    for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"):
-        if block >= first:
-            with run.clock.phase("save"):
-                hashes.append(files.save_tensor(_file(run.work, run.ranks, block), stream.activations.hidden))
-        with run.clock.phase("load"):
-            model.load_block(block)
-        stream.forward(block)
-        model.unload_block(block)
-        if not stream.activations.hidden_only or model.forms[block].get("left"):
-            raise RecipeError(
-                "passes on more than its hidden state, through which gradients would be lost",
-                INSTEAD,
-                subject=model.blocks[block],
-            )
+    model, hashes = run.model, [""] * len(run.model.blocks)
+    with WorkQueue(model.device, run.beside) as queue:
+        for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"):
+            if block >= first:
+                _save(run, queue, block, stream.activations.hidden, hashes)
+            with run.clock.phase("load"):
+                model.load_block(block)
+            if run.beside and block + 1 < len(model.blocks):
+                model.weights.read_ahead(block + 1)
+            stream.forward(block)
+            model.unload_block(block)
+            if not stream.activations.hidden_only or model.forms[block].get("left"):
+                raise RecipeError(
+                    "passes on more than its hidden state, through which gradients would be lost",
+                    INSTEAD,
+                    subject=model.blocks[block],
+                )
+        with run.clock.phase("save"):
+            queue.drain()
     return hashes
+
+
+def _save(run: Run, queue: WorkQueue, block: int, hidden: Tensor, hashes: list[str]) -> None:
+    """Write what enters a block to its file, from a GPU a copy beside other work, and note its hash."""
+    held = hidden
+    if queue.beside and hidden.device == run.model.device:
+        with suppress(torch.OutOfMemoryError):
+            held = hidden.clone()
+
+    def write() -> None:
+        hashes[block] = files.save_tensor(_file(run.work, run.ranks, block), held)
+
+    with run.clock.phase("save"):
+        if held is hidden:
+            write()
+        else:
+            queue.put(write, held.nbytes)
 
 
 def _sample(stream: Stream, store: Activations, seed: int, first: int) -> None:
@@ -226,24 +257,22 @@ def _drawn(model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.
 
 def _carry_back(stream: Stream, block: int, store: Activations, watch: Watch | None) -> None:
     """Run a loaded block back: replace the gradients by its outputs with the gradients by its inputs."""
-    model, behind = stream.model, store.hidden.split(store.rows)
-    for part in parts(stream, block):
+    model = stream.model
+    for part in parts(stream, block, padded=watch is None):
         with explaining(model, INSTEAD):
-            found = in_fixed_order(model, stream.progress, partial(_carried, stream, block, part, behind, watch))
+            found = in_fixed_order(model, stream.progress, partial(_carried, stream, block, part, store, watch))
         if not is_finite(found):
             raise NumericError("its gradient is not finite", INSTEAD, subject=model.blocks[block])
         for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
-            store.get(number).hidden.copy_(each)
+            store.get(number).hidden.copy_(each[: store.rows[number]])
 
 
 @torch.enable_grad()
-def _carried(
-    stream: Stream, block: int, part: Sequence[int], gradients: Sequence[Tensor], watch: Watch | None
-) -> Tensor:
+def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Activations, watch: Watch | None) -> Tensor:
     """Compute the gradients by a loaded block's inputs from those by its outputs, for some documents."""
     device = stream.model.device
     hidden = stacked(stream.activations, part).detach().to(device, copy=True).requires_grad_()
-    behind = torch.stack([gradients[number] for number in part]).to(device)
+    behind = stacked(gradients, part).to(device)
     with watch(block) if watch else nullcontext():
         out = run_part(stream, block, part, {}, hidden)
         return gradient(stream.model, out, hidden, behind.view_as(out).to(out.dtype))

@@ -162,9 +162,7 @@ class BlockTuning:
     def _move(self, rate: float) -> None:
         """Take one step on a batch that the generator draws, the same on all ranks."""
         order = torch.randperm(len(self._trained), generator=self._generator).tolist()
-        batch = sorted(
-            balanced([self._trained[i] for i in order], self._parts), key=lambda number: len(self._run.every[number])
-        )
+        batch = balanced([self._trained[i] for i in order], self._parts)
         task = partial(self._gradients, batch, self._dense())
         with explaining(self._model, INSTEAD):
             found = in_fixed_order(self._model, self._run.progress, task)
@@ -191,9 +189,10 @@ class BlockTuning:
         return added
 
     def _dense(self) -> dict[str, Tensor]:
-        """Gather the dequantized weights, float32 `[n, k]`; several ranks send them as products take them."""
-        several = self._run.ranks.count > 1
-        dtype = torch.bfloat16 if several and is_fast_in_bfloat16(self._model.device) else torch.float32
+        """Gather the dequantized weights `[n, k]`; several ranks send them as products take them, and get float32."""
+        if self._run.ranks.count == 1:
+            return {name: weight.dense() for name, weight in self._weights.items()}
+        dtype = torch.bfloat16 if is_fast_in_bfloat16(self._model.device) else torch.float32
         with self._run.exchanging():
             each = self._run.ranks.each(
                 list(self._starts), self._owners, lambda name: self._weights[name].dense().to(dtype)
@@ -217,12 +216,18 @@ class BlockTuning:
         return error
 
     def error(self, part: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
-        """Add up the squared errors of the tokens of some sequences, each relative to its target's square, float32."""
+        """Add up the squared errors of the tokens of some sequences, each relative to its target's square, float32.
+
+        Where sequences are padded, the target is zero, and the error does not count.
+        """
         found = run_part(self._stream, self._block.index, part, weights)
         wanted = stacked(self._targets, part).to(found.device).float().view_as(found)
-        difference = found.float() - wanted
-        weighed = difference if self._root is None else difference @ self._root
-        return (weighed.square().sum(-1) / wanted.square().sum(-1).clamp_min(_TINY)).sum()
+        weighed = found.float() - wanted
+        if self._root is not None:
+            with self._model.fast_products():
+                weighed = (weighed @ self._root).float()
+        size = wanted.square().sum(-1)
+        return torch.where(size > 0, weighed.square().sum(-1) / size.clamp_min(_TINY), 0.0).sum()
 
     def _tokens(self, numbers: Sequence[int]) -> int:
         return sum(len(self._run.every[number]) for number in numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.calibration.budget import TUNED_AT_ONCE
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.gradients import measure
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.io import files
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.whole_model import load_dense_model
@@ -42,6 +46,7 @@ def sequences(count: int = 9) -> list[Tensor]:
 
 def start(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **changes: Any) -> tuple[Run, Stream]:
     """Return a run of the unquantized model, and the input of the first block."""
+    work.mkdir(exist_ok=True)
     src = Checkpoint(folder)
     recipe = from_mapping({**AWARE, **changes})
     run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(8), work)
@@ -96,3 +101,31 @@ def test_gradients_are_those_of_the_whole_model(family: str, changes: dict[str, 
         fisher /= fisher.diagonal().mean()
         root = gradients.root(block).double()
         assert distance(root @ root.T, (fisher + torch.eye(len(fisher))) / 2) < 1e-3, block
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_files_written_and_read_beside_other_work_and_padded_batches_have_the_same_gradients(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model("llama", tmp_path / "model", **SMALL["llama"], num_hidden_layers=4)
+    run, stream = start(folder, tmp_path / "plain")
+    plain = measure(run, stream)
+    monkeypatch.setitem(TUNED_AT_ONCE, "cpu", 60)
+    run, _ = start(folder, tmp_path / "beside")
+    run = replace(run, beside=True)
+    if damaged:  # between writing and reading
+        load, seen = files.load_tensor, list[Path]()
+
+        def broken(path: Path, *given: Any) -> Tensor:
+            if not seen:
+                path.write_bytes(bytes(path.stat().st_size))
+            seen.append(path)
+            return load(path, *given)
+
+        monkeypatch.setattr(files, "load_tensor", broken)
+        with pytest.raises(CheckpointError, match="its bytes changed since they were written"):
+            measure(run, embedded(run, kind="unquantized-"))
+        return
+    beside = measure(run, embedded(run, kind="unquantized-"))
+    for block in range(4):
+        assert 0 < distance(beside.of(block), plain.of(block)) < 1e-5 or block == 3, block

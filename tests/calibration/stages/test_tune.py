@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.calibration.budget import TUNED_AT_ONCE
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.stages import tune
@@ -187,6 +189,42 @@ def test_the_gradient_of_a_block_is_that_of_the_plain_model(three: Path, monkeyp
 def test_refusals(mapping: dict[str, Any], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         from_mapping(mapping)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+def test_padded_sequences_have_the_error_and_the_gradients_of_single_ones(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.models.block_runner.is_fast_in_bfloat16", lambda device: False)
+    folder, generator = write_model(family, tmp_path / "model", **SMALL[family]), torch.Generator().manual_seed(7)
+    documents = [torch.randint(256, (8 + 5 * (number % 7),), generator=generator) for number in range(25)]
+    seen: list[list[int]] = []
+
+    def run(at_once: int) -> tuple[list[dict[str, Any]], list[Tensor]]:
+        monkeypatch.setitem(TUNED_AT_ONCE, "cpu", at_once)
+        gradients, src = list[Tensor](), Checkpoint(folder)
+
+        def descend(weight: tune.TunedWeight, gradient: Tensor, rate: float) -> None:
+            gradients.append(gradient)
+
+        monkeypatch.setattr(tune.TunedWeight, "descend", descend)
+        model, recipe = BlockRunner(src, device="cpu"), from_mapping({**TUNED, "tune": 1, "output_aware": True})
+        run_with = model.run_with
+
+        def see(index: int, tokens: Tensor, *given: Any) -> Tensor:
+            seen.append(list(tokens.shape))
+            return run_with(index, tokens, *given)
+
+        monkeypatch.setattr(model, "run_with", see)
+        found = calibrated(new_run(src, recipe, model, documents, tmp_path), [])
+        return facts_of({item.name: item for item in found if isinstance(item, Item)}), gradients
+
+    (facts, gradients), alone = run(0), len(seen)
+    (padded, others), together = run(120), seen[alone:]
+    assert len(together) < alone / 2 and all(math.prod(shape) <= 120 for shape in together)
+    assert padded[0]["untuned_error"] == pytest.approx(facts[0]["untuned_error"], rel=1e-5)
+    for found, expected in zip(others, gradients, strict=True):
+        assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
 def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
