@@ -27,6 +27,7 @@ TOKENS_PER_COLUMN = 16
 _BLOCK = 128  # columns with slopes from one product over the whole row
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
 _ROWS = 256  # rows whose normal equations are in memory together
+_ENTRIES = 2**23  # on a GPU more rows, up to so many entries of each matrix
 _RIDGE = 1e-8
 
 
@@ -158,8 +159,9 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
     h = h.to(factor_dtype(h.device))
     fmt = tensor.scheme.format
     scales = tensor.scales.clone()
-    for first in range(0, len(scales), _ROWS):
-        rows = slice(first, first + _ROWS)
+    together = max(_ROWS, _ENTRIES // max(len(h), scales.shape[1] ** 2)) if h.is_cuda else _ROWS
+    for first in range(0, len(scales), together):
+        rows = slice(first, first + together)
         own = tensor.scales[rows].to(h.dtype)
         a, b = _normal_equations(weight[rows].to(h.dtype), _values(tensor, rows, h.dtype), h, own.shape[1])
         diagonal = a.diagonal(dim1=1, dim2=2)
@@ -176,12 +178,12 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
 
 
 def _normal_equations(w: Tensor, q: Tensor, h: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return `A` `[m, g, g]` and `b` `[m, g]` of `A s = b` for weights `w` and values `q` `[m, k]`."""
+    """Return the lower triangle of `A` `[m, g, g]`, and `b` `[m, g]`, of `A s = b` for weights and values `[m, k]`."""
     m, k = q.shape
     size = k // groups
     a = q.new_empty(m, groups, groups)
     for g in range(groups):
         first = g * size
         products = (q[:, first : first + size] @ h[first : first + size, first:]).mul_(q[:, first:])
-        a[:, g, g:] = a[:, g:, g] = products.view(m, groups - g, size).sum(-1)
+        a[:, g:, g] = products.view(m, groups - g, size).sum(-1)
     return a, (w @ h).mul_(q).view(m, groups, size).sum(-1)
