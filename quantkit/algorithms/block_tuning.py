@@ -4,19 +4,22 @@ Each code has a latent value, and each scale a factor. The codes are those neare
 passes the rounding unchanged (straight through), and moves latent values and factors, scaled by its own mean square.
 There is no momentum, because it would overshoot codes that the solver has fitted to each other. A weight starts at its
 solved codes: its latent values are the nearest ones to the original weights that round to these codes (ALGORITHMS 8.1).
+On a GPU a kernel takes a step, where it can be compiled.
 """
 
 from __future__ import annotations
 
+import struct
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.algorithms.grid import LARGEST_HALF, largest_value, round_to_codes, stored_scale
+from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, largest_value, round_to_codes, stored_scale
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.kernels import gptq as kernels
 
 #: How far a latent value may move from the code that it starts at, in steps of the grid.
 BOUND = 1.0
@@ -40,28 +43,44 @@ class TunedWeight:
     def __init__(self, weight: Tensor, start: QuantizedTensor) -> None:
         self.start, self._stored, self._size = start, weight.dtype, tuple(weight.shape)
         groups = start.scales.shape[1]
-        steps = _steps(start.scheme.format, weight.device)
+        fmt = start.scheme.format
+        steps = _steps(fmt, weight.device)
         even = bool((steps == steps[0]).all())  # then no memory is needed for them
         self._step = steps[0] if even else steps[start.codes.int()].unflatten(1, (groups, -1))
         self._zeros = None if start.zeros is None else start.zeros.float().unsqueeze(-1)
-        self._scales = start.scales.float()
+        self._scales = start.scales.float().contiguous()
         values = self._start_values()
-        target = self._grouped(weight.float()).div_(self._scales.unsqueeze(-1))
+        target = self._grouped(weight.float()).div_(self._scales.masked_fill(self._scales == 0, 1.0).unsqueeze(-1))
         inside = _INSIDE * self._step
         self._latent = _Moved(torch.clamp(target, values - inside, values + inside))
         self._factors = _Moved(torch.ones_like(self._scales))
+        self._dense: Tensor | None = None
+        if kernels.runs_on(weight.device) and self._size == start.shape:
+            self._dense = self.dense().to(torch.bfloat16)
+            table = torch.tensor(fmt.values, dtype=torch.float32, device=weight.device)
+            zeros = None if self._zeros is None else self._zeros.flatten()
+            table = table if zeros is None else table - table[0]  # zero points count codes
+            self._given = (self._scales, zeros, start.codes.contiguous(), table, steps)
 
     def dense(self) -> Tensor:
-        """Return the dequantized weight float32 `[n, k]`, without padding."""
+        """Return the dequantized weight `[n, k]`, without padding; in bfloat16 where a kernel takes the steps.
+
+        The next step may overwrite it.
+        """
+        if self._dense is not None:
+            return self._dense
         n, k = self._size
         values = self._values() * self._tuned_scales().unsqueeze(-1)
         return values.flatten(1)[:n, :k].contiguous()
 
     def descend(self, gradient: Tensor, rate: float) -> None:
-        """Take one step against the gradient float32 `[n, k]` of the loss by `dense()`; `rate` is in steps of the grid.
+        """Take one step against the gradient `[n, k]` of the loss by `dense()`; `rate` is in steps of the grid.
 
         A factor moves by `rate` too, relative to its start of 1.
         """
+        if self._dense is not None:
+            self._descend_by_kernel(self._dense, gradient, rate)
+            return
         slope = self._grouped(gradient).mul_(self._scales.unsqueeze(-1))
         self._factors.descend((slope * self._values()).sum(-1), rate)
         self._factors.value.clamp_(*FACTORS)
@@ -69,6 +88,14 @@ class TunedWeight:
         values, bound = self._start_values(), BOUND * self._step
         low, high = _range(self.start.scheme.format, self._zeros)
         self._latent.value.clamp_((values - bound).clamp_(min=low), (values + bound).clamp_(max=high))
+
+    def _descend_by_kernel(self, dense: Tensor, gradient: Tensor, rate: float) -> None:
+        scheme, latent, factors = self.start.scheme, self._latent, self._factors
+        frozen = -1 if scheme.sparsity is None else scheme.format.zero_code
+        numbers = (rate, latent.count(), _DECAY, _TINY, BOUND, *FACTORS, SMALLEST_SCALE, LARGEST_HALF)
+        step = struct.pack("<9f2i", *numbers, frozen, self._stored == torch.bfloat16)
+        moved = (latent.value, latent.square, factors.value, factors.square)
+        kernels.tune(dense, gradient.to(dense.dtype), moved, self._given, scheme.format, step)
 
     def tensor(self) -> QuantizedTensor:
         """Return the weight as it is quantized now."""
@@ -109,15 +136,18 @@ class _Moved:
     """A tensor that moves against gradients, each divided by the root of its mean square (RMSprop)."""
 
     def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self._square = torch.zeros_like(value)
+        self.value, self.square = value, torch.zeros_like(value)
         self._weight = 0.0  # of all gradients so far in the mean square
+
+    def count(self) -> float:
+        """Count one more gradient, and return the weight of all of them in the mean square."""
+        self._weight += (1 - _DECAY) * (1 - self._weight)
+        return self._weight
 
     def descend(self, gradient: Tensor, rate: float | Tensor) -> None:
         """Take one step of about `rate` against the gradient."""
-        self._weight += (1 - _DECAY) * (1 - self._weight)
-        self._square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)
-        size = (self._square / self._weight).sqrt_().add_(_TINY)
+        self.square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)
+        size = (self.square / self.count()).sqrt_().add_(_TINY)
         self.value.sub_(torch.div(gradient, size, out=size).mul_(rate))
 
 
@@ -126,7 +156,8 @@ def _steps(fmt: Format, device: torch.device) -> Tensor:
     values = sorted(set(fmt.values))
     gaps = [b - a for a, b in pairwise(values)]
     nearest = [min(pair) for pair in zip([gaps[0], *gaps], [*gaps, gaps[-1]], strict=True)]
-    return torch.tensor([nearest[values.index(value)] for value in fmt.values], device=device)
+    steps = [nearest[values.index(value)] for value in fmt.values]
+    return torch.tensor(steps, dtype=torch.float32, device=device)
 
 
 def _range(fmt: Format, zeros: Tensor | None) -> tuple[Tensor | float, Tensor | float]:

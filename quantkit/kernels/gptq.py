@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from quantkit.kernels import loader
 COLUMNS, ROWS, THREADS = 128, 32, 256
 #: Group sizes that the search holds in registers.
 SEARCHED = (32, 64, 128)
+#: Groups of columns that a block of threads of a step of tuning has: one for each of its warps.
+TUNED = 8
 #: Threads of a block of the search, and blocks that a multiprocessor holds, by registers and shared memory.
 SEARCHERS, RESIDENT = 128, 3
 
@@ -34,8 +37,9 @@ SWEEPS = tuple(
 )
 SEARCHES = tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SEARCHED)
 DESCENTS = tuple(f"gptq_descent<{grid}>" for grid in GRIDS)
+TUNES = tuple(f"gptq_tune<{grid}>" for grid in GRIDS)
 #: CUDA source -> its template instances, in the order of their use.
-SOURCES = {"gptq_sweep": SWEEPS, "gptq_search": SEARCHES, "gptq_descent": DESCENTS}
+SOURCES = {"gptq_sweep": SWEEPS, "gptq_search": SEARCHES, "gptq_descent": DESCENTS, "gptq_tune": TUNES}
 
 
 class Columns(NamedTuple):
@@ -133,6 +137,22 @@ def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fm
     arguments = [x, scales, zeros, transposed, errors, grid, m // groups, groups, candidates]
     loader.launch(function, (min(blocks, needed),), (SEARCHERS,), arguments, shared=4 * g * g)
     return errors
+
+
+def tune(
+    dense: Tensor, gradient: Tensor, moved: Sequence[Tensor], start: Sequence[Tensor | None], fmt: Format, step: bytes
+) -> None:
+    """Move a weight against its `gradient`, and write what it is then to `dense`, both bfloat16 `[n, k]`.
+
+    `moved`: latent values `[n, groups, g]`, their mean squares, factors `[n, groups]`, their mean squares. `start`: the
+    scales, the zeros or None, the codes uint8 `[n, k]`, and each code's value and step. `step` is the structure of
+    kernels/gptq_tune.cu. All others are float32 and contiguous, on a device that `runs_on` accepts.
+    """
+    name, grid = grid_of(fmt, start[1] is not None)
+    function = loader.load("gptq_tune", TUNES, dense.device).functions[f"gptq_tune<{name}>"]
+    groups = moved[2].numel()
+    arguments = [dense, gradient.contiguous(), *moved, *start, grid, step, groups, dense.numel() // groups]
+    loader.launch(function, (-(-groups // TUNED),), (32 * TUNED,), arguments)
 
 
 def grid_of(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:

@@ -21,6 +21,7 @@ from quantkit.kernels.gptq import (
     search_errors,
 )
 from tests.kernels import descents
+from tests.kernels.tuned import TUNED, same_tuning
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +123,12 @@ def test_descent_writes_nothing_outside_of_its_block() -> None:
     assert torch.equal(v, expected.v) and torch.equal(e, expected.e)
     for outside in larger:
         assert outside[:3].isnan().all() and outside[-3:].isnan().all()
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("label", TUNED)
+def test_tuning_takes_the_steps_of_torch(label: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_tuning(label, stored, "cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("label", ["int4:g32", "int4:g64:asym", "int4:g32:24", "fp6:channel", "fp5:channel"])
