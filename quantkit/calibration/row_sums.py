@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +35,17 @@ def measured(block: LoadedBlock) -> Iterator[bool]:
             scales[linear] = item.value.scales[:n, 0].to(run.model.device, torch.float32).abs()
     most = {linear: torch.zeros((), device=run.model.device) for linear in scales}
 
-    def see(linear: str, module: nn.Module, output: Tensor) -> None:
+    def see(linear: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         bias = getattr(module, "bias", None)
         rows = (output if bias is None else output - bias).flatten(0, -2)
-        if not len(rows):
-            return
-        reached = torch.maximum(rows.amax(0), -rows.amin(0)).float() / scales[linear]
-        most[linear] = torch.maximum(most[linear], reached.nan_to_num(0.0, posinf=0.0).amax())  # a scale may be 0
+        if len(rows):
+            reached = torch.maximum(rows.amax(0), -rows.amin(0)).float() / scales[linear]
+            most[linear] = torch.maximum(most[linear], reached.nan_to_num(0.0, posinf=0.0).amax())  # a scale may be 0
 
-    with run.model.watching_outputs(scales, see):
+    with ExitStack() as stack:
+        for linear in scales:
+            module = run.model.module.get_submodule(run.model.paths[linear])
+            stack.callback(module.register_forward_hook(partial(see, linear)).remove)
         yield bool(scales)
     found = run.ranks.exchange({linear: float(value) for linear, value in most.items()}) if scales else []
     for linear in scales:

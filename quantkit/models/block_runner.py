@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.block_weights import BlockWeights
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
-from quantkit.models.interception import Interception, NotReached, telling, watching, watching_outputs
+from quantkit.models.interception import Interception, NotReached, telling, watching
 from quantkit.models.matching import MatchedModel, is_norm
 from quantkit.models.meta_model import lists_beside, require_decoder_only
 from quantkit.models.passing import USE_RTN, Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
@@ -212,12 +212,6 @@ class BlockRunner(MatchedModel):
     def watching(self, linears: Iterable[str], see: Callable[[str, Tensor], bool]) -> AbstractContextManager[None]:
         """Call `see(linear, input [..., k])` before each of `linears` runs; the run stops when `see` returns True."""
         return watching({linear: self.module.get_submodule(self.paths[linear]) for linear in linears}, see)
-
-    def watching_outputs(
-        self, linears: Iterable[str], see: Callable[[str, nn.Module, Tensor], None]
-    ) -> AbstractContextManager[None]:
-        """Call `see(linear, module, output [..., n])` after each of `linears` has run."""
-        return watching_outputs({linear: self.module.get_submodule(self.paths[linear]) for linear in linears}, see)
 
     def watching_norms(self, index: int) -> AbstractContextManager[Callable[[Tensor], bool]]:
         """Give a function that tells, while a block runs, whether a tensor is what one of its norms returned."""

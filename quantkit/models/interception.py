@@ -153,19 +153,6 @@ def watching(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool
 
 
 @contextmanager
-def watching_outputs(linears: Mapping[str, nn.Module], see: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
-    """Call `see(name, linear, output [..., n])` after each linear has run."""
-
-    def hook(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        see(name, module, output)
-
-    with ExitStack() as stack:
-        for name, module in linears.items():
-            stack.callback(module.register_forward_hook(partial(hook, name)).remove)
-        yield
-
-
-@contextmanager
 def telling(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], bool]]:
     """Give a function that tells whether a tensor is what one of some modules returned, or shares its memory.
 
