@@ -49,7 +49,7 @@ from quantkit.version import __version__
 
 MIXED = "mixed"
 #: A uniform scheme with so many times the predicted harm of the mix is not made: docs/algorithms.md 17.
-REACH = 1.4
+REACH = 1.5
 #: The most sequences of held-out text, if as many calibrate, and the most tokens of each.
 HELD_OUT, LONGEST = 16, 512
 #: The most bytes that the search adds to the report: of any model, and of each group.
