@@ -131,9 +131,14 @@ def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error:
     return errors
 
 
+def takes_signed(scheme: Scheme) -> bool:
+    """Whether a scheme gains from signed scales: symmetric integers."""
+    return scheme.symmetric and not scheme.format.is_float
+
+
 def check_signed(scheme: Scheme, signed: bool) -> None:
     """Raise RecipeError if signed scales are asked of a scheme that gains nothing from them."""
-    if signed and (scheme.format.is_float or not scheme.symmetric):
+    if signed and not takes_signed(scheme):
         raise RecipeError(
             Words(Setting("signed", True), f"is for symmetric integers, not for {scheme.label}"),
             Words("drop", Setting("signed", True)),

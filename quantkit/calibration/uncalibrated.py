@@ -36,7 +36,7 @@ def solve_uncalibrated(linear: str, weight: Tensor, goal: Goal, recipe: Recipe, 
 
 def _rounded(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe) -> Item:
     wide = widened(weight, solved_width(scheme, weight.shape[1], recipe))
-    tensor, facts = rtn.quantize(wide, scheme, clip=recipe.clip, signed=recipe.signed)
+    tensor, facts = rtn.quantize(wide, scheme, clip=recipe.clip, signed=recipe.solving(scheme).signed)
     return stored_item(linear, weight, tensor, {**facts, "method": "rtn", "tokens": 0}, recipe)
 
 

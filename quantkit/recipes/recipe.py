@@ -17,7 +17,7 @@ import yaml
 
 from quantkit.algorithms.masks import check_fixed
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.scale_search import check_signed
+from quantkit.algorithms.scale_search import check_signed, takes_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError, Setting, Words, reason
@@ -87,6 +87,12 @@ class Recipe(RecipeKeys):
         if any(matches(pattern, module) for pattern in self.skip):
             return None
         return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
+
+    def solving(self, goal: Goal) -> Recipe:
+        """Return the recipe that linears of a goal are solved by: signed scales are for symmetric integers alone."""
+        if not self.signed or not isinstance(goal, Scheme) or takes_signed(goal):
+            return self
+        return replace(self, signed=False, gptq=replace(self.gptq, signed=False))
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the mapping from which `from_mapping`, or `pruning_from_mapping`, makes an equal recipe."""
@@ -249,8 +255,8 @@ def _check(recipe: Recipe) -> None:
             Words("add", Setting("tune", 200)),
             Words("use", Setting("output_aware", False)),
         )
-    for each in recipe.schemes:
-        check_signed(each, recipe.signed)
+    if recipe.schemes and not any(map(takes_signed, recipe.schemes)):
+        check_signed(recipe.schemes[0], recipe.signed)
 
 
 def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Rule | None:
@@ -270,8 +276,9 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 
 def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
-    """Return True if signed scales and descent are the default: by GPTQ, if all are dense symmetric integers."""
-    return method == "gptq" and all(s.symmetric and not s.format.is_float and not is_sparse(s) for s in schemes)
+    """Return True if signed scales and descent are the default: by GPTQ, if there are symmetric integers, all dense."""
+    schemes = list(schemes)
+    return method == "gptq" and any(map(takes_signed, schemes)) and not any(map(is_sparse, schemes))
 
 
 def _pattern(pattern: str) -> str:

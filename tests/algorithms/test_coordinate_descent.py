@@ -23,7 +23,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
-from quantkit.recipes.recipe import from_mapping, gptq_of
+from quantkit.recipes.recipe import from_mapping, written
 from quantkit.reporting.summary import summary
 from tests import synthetic
 from tests.algorithms.inputs import correlated, gauss, hostile, loss, on_threads
@@ -313,7 +313,7 @@ def test_recipes_refuse_wrong_refinements() -> None:
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_signed_scales_and_descent_are_the_default_of_symmetric_int4_by_gptq_alone(label: str, method: Any) -> None:
     scheme = Scheme.parse(label)
-    section = gptq_of(scheme)["scheme"]
+    section = written(scheme)
     recipe = from_mapping({"scheme": section, "method": method})
     refined = method == "gptq" and label in ("int4:g128", "int4:channel")
     assert (recipe.signed, recipe.gptq.signed, recipe.gptq.descent) == (

@@ -158,7 +158,7 @@ def solve(
         width = solved_width(goal, k, recipe)
         system = systems[is_sparse(goal), width]
         wide = {name: widened(w, width) for name, w in chosen.items()}
-        solved = _solve_alike(wide, goal, system, recipe, ranks)
+        solved = _solve_alike(wide, goal, system, recipe.solving(goal), ranks)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
             common = {**sums, **skipped, "seconds": seconds * len(weight)}
