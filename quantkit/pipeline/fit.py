@@ -1,8 +1,8 @@
 """A folder that fits a size: a scheme for each linear by its harm, never worse than a uniform scheme that fits.
 
-The work is done in OUT's partial folder, whose journal has the harms. Folders are made in it: of the mix, and of each
-uniform scheme whose predicted harm is within REACH of the mix's. They are judged on held-out text. The best one becomes
-OUT, with a recipe that makes the same bytes without this search.
+The work is done in OUT's partial folder, whose journal has the harms. Folders are made in it: of the mix, of the
+uniform scheme of least predicted harm, and of others within REACH of the mix. They are judged on held-out text. The
+best one becomes OUT, with a recipe that makes the same bytes without this search.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from quantkit.text.sources import PACKAGED
 from quantkit.version import __version__
 
 MIXED = "mixed"
-#: A uniform scheme with so many times the predicted harm of the mix is not made: docs/algorithms.md 17.
+#: More uniform schemes than the best are made up to so many times the predicted harm of the mix: docs/algorithms.md 17.
 REACH = 1.5
 #: The most sequences of held-out text, if as many calibrate, and the most tokens of each.
 HELD_OUT, LONGEST = 16, 512
@@ -265,7 +265,7 @@ def _decide(
         mix = search.mix(harm)
         reach = REACH * mix.harm if mix else 0.0
         uniform = search.uniform(harm, reach)
-    made = [each for each in uniform if mix is None or each.harm <= reach]
+    made = list(uniform)
     if mix is not None and mix.job.recipe not in [each.job.recipe for each in made]:
         made.append(mix)
     made = made or [search.some(harm)]

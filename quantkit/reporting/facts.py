@@ -169,14 +169,8 @@ def fit(report: Mapping[str, Any]) -> str:
     asked = format_bytes(size) if size else f"{bits:g} bits per weight"
     held = found.get("held_out", {})
     judged = ", ".join(f"{name} {value:.6f}" for name, value in kld.items())
-    uniform, predicted = found.get("best_uniform"), found.get("predicted", {})
-    if uniform is None:
+    if found.get("best_uniform") is None:
         judged += "; no uniform scheme fits"
-    elif uniform not in kld and predicted.get(uniform) and predicted.get("mixed"):
-        ratio = predicted[uniform] / predicted["mixed"]
-        judged += (
-            f"; not measured: uniform schemes, of which {uniform} is best, with {ratio:.2f} times the predicted harm"
-        )
     return (
         f"{asked} asked, {found.get('chosen')} chosen: KL divergence on {held.get('tokens', '?')} held-out tokens of "
         f"{held.get('source', '?')}: {judged}"

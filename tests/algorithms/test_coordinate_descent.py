@@ -16,6 +16,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
 from quantkit.calibration.stages.solve import solve
+from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint import report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -224,7 +225,7 @@ def test_signed_scales_are_refused_for_other_schemes(label: str) -> None:
         with pytest.raises(RecipeError, match="signed"):
             gptq.quantize(w, scheme, h, Options(clip=clip, signed=True))
     with pytest.raises(RecipeError, match="signed"):
-        build_recipe(override={"k_proj": label}, signed=True)
+        from_mapping({"scheme": written(scheme), "signed": True})
 
 
 def test_layouts_hold_signed_and_refined_weights() -> None:
@@ -324,11 +325,13 @@ def test_signed_scales_and_descent_are_the_default_of_symmetric_int4_by_gptq_alo
     assert again == recipe and again.sha256() == recipe.sha256()
     plain = from_mapping({"scheme": section, "method": method, "signed": False, "gptq": {"descent": 0}})
     assert not plain.signed and plain.gptq.descent == 0 and (plain == recipe) is not refined
-    # One linear that takes no sign changes the default of all; a recipe that asks for both is refused.
+    # One linear that takes no sign leaves the default of all others; 2:4 anywhere changes it.
     if label == "int4:g128" and refined:
-        for other in ("int4:g128:asym", "fp6:channel", "int4:g128:24"):
+        for other in ("int4:g128:asym", "fp6:channel"):
             mixed = build_recipe(override={"k_proj": other})
-            assert not mixed.signed and not mixed.gptq.descent
+            assert mixed.signed and mixed.gptq.descent == 3
+        sparse = build_recipe(override={"k_proj": "int4:g128:24"})
+        assert not sparse.signed and not sparse.gptq.descent
         assert build_recipe(override={"k_proj": "int4:g32"}).signed
         assert build_recipe(descent=0).signed and build_recipe(signed=False).gptq.descent == 3
 
@@ -388,3 +391,23 @@ def test_the_options_change_the_output(tmp_path: Path) -> None:
     assert len({str(found) for found in digests.values()}) == len(digests)
     call("quantize", model, "-o", tmp_path / "no", "--format", "fp6", "--set", "signed=true", code=2)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_one_float_takes_no_signed_scales_from_the_integers_beside_it(method: Any) -> None:
+    asked: dict[str, Any] = {"method": method, "scheme": {"group_size": 64}, "overrides": {"down": "fp5:channel"}}
+    recipe = from_mapping(asked | ({"signed": True} if method == "rtn" else {}))
+    assert recipe.signed and recipe.gptq.signed and recipe.gptq.descent == (3 if method == "gptq" else 0)
+    fp5 = Scheme.parse("fp5:channel")
+    ours, theirs = recipe.solving(recipe.scheme), recipe.solving(fp5)
+    assert ours == recipe and not theirs.signed and not theirs.gptq.signed
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    weight[:, 3] = 4.0
+    negative = {}
+    for name in ("up", "down"):
+        scheme = recipe.scheme_of(name)
+        assert isinstance(scheme, Scheme)
+        tensor = solve_uncalibrated(name, weight, scheme, recipe).value
+        assert isinstance(tensor, QuantizedTensor)
+        negative[name] = bool((tensor.scales < 0).any())
+    assert negative == {"up": True, "down": False}

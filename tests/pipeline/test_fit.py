@@ -73,8 +73,8 @@ def test_a_folder_is_never_larger_than_asked(shared: Path, tmp_path: Path, monke
     done = call("quantize", model, "-o", tmp_path / "out", "--target-size", target, *options)
     assert 0.98 * target < size(tmp_path / "out") <= target
     found = load_report(tmp_path / "out")["fit"]
-    assert found["kld"].keys() == {"mixed"} and "mixed chosen: KL divergence on" in done.stdout
-    assert f"; not measured: uniform schemes, of which {found['best_uniform']} is best, with 1." in done.stdout
+    assert found["kld"].keys() == {"mixed", found["best_uniform"]}  # the best uniform scheme, though it is out of reach
+    assert "mixed chosen: KL divergence on" in done.stdout
     assert all(row["fits"] == (row["bytes"] <= target) for row in found["curve"])
 
 
