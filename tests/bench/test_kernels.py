@@ -19,6 +19,7 @@ from quantkit.cli.bench import format_speeds
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, RecipeError
 from quantkit.kernels import LAUNCHERS, MATMULS, missing, proof
+from quantkit.kernels.launcher import Launcher
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 from tests.command_line import call, refused
@@ -239,12 +240,12 @@ def test_all_layouts_are_timed_on_a_gpu(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     _needs_kernels()
-    right = MATMULS["marlin"]
+    right = Launcher.matmul
 
-    def matmul(*args: Any, out: torch.Tensor) -> torch.Tensor:
-        right(*args, out=out)[0, 0].fill_(100)  # one of 512 outputs
+    def matmul(self: Launcher, *args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        right(self, *args, out=out, **options)[0, 0].fill_(100)  # one of 512 outputs
         return out
 
-    monkeypatch.setitem(MATMULS, "marlin", matmul)
+    monkeypatch.setattr(Launcher, "matmul", matmul)
     with pytest.raises(KernelError, match=r"marlin, int4:g128, 512x1024, 1 float16 tokens: the product is off"):
         kernels.kernels(layers([], ["512x1024"]), [1], ["marlin"], [], torch.float16, Progress(quiet=True))
