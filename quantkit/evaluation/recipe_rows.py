@@ -247,7 +247,8 @@ class Rows:
     def _made(self, entry: Entry, folder: Path) -> Row:
         report, recipe = self._quantized(entry, folder), entry.recipe
         assert recipe is not None
-        form, _, grouping = report["scheme"].partition(":")
+        schemes = {layer["scheme"] for layer in report["layers"] if "scheme" in layer} or {report["scheme"]}
+        form, _, grouping = ("mixed" if len(schemes) > 1 else schemes.pop()).partition(":")
         totals, stored = report["totals"], report["layout"]
         bits = totals["bits_per_weight"]
         size = round(bits * totals["quantized_weights"] / 8) + totals["dense_bytes"] if bits else 0

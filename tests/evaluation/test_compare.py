@@ -73,6 +73,15 @@ def test_a_row_has_the_figures_of_the_folder_that_its_command_makes(
     assert whole.rows[0]["text:judge:ppl"] == pytest.approx(plain.perplexity)
 
 
+def test_a_row_of_several_schemes_is_not_named_after_one(
+    small_llama: Path, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**SMALL, "overrides": {"down_proj": "int8:g64"}}
+    only = {**asked, "recipes": ["int4:g64:rtn"], "seeds": [0], "settings": settings}
+    row = compare(small_llama, tmp_path / "mixed", **only).rows[1]
+    assert (row["precision"], row["grouping"]) == ("mixed", "") and 4.25 < row["bits"] < 8.25
+
+
 @pytest.mark.parametrize("label", ["int4:g64:gptq", "fp5:channel:rtn"])
 def test_a_scheme_without_a_layout_has_the_values_that_a_layout_would_store(
     label: str, small_llama: Path, texts: Path, tmp_path: Path
