@@ -26,6 +26,7 @@ TYPED = (
     "cli/",
     "engines/tables.py",
     "errors.py",
+    "evaluation/sandbox.py",
     "kernels/loader.py",
     "layouts/compatibility.py",
     "serving/",

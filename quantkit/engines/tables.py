@@ -430,6 +430,8 @@ QUANTKIT = Engine(
 
 #: In the order in which readers are named.
 ENGINES = (VLLM, SGLANG, GPTQMODEL, TRANSFORMERS, OTHERS, QUANTKIT)
+#: What vLLM is started with, so that quantkit's kernels serve layouts of others.
+BY_QUANTKIT = "--quantization quantkit"
 #: Values of `plan --target`.
 TARGETS = {engine.target: engine for engine in ENGINES if engine.target is not None}
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from quantkit.checkpoint.report import ROW_SUM, WORDS
 from quantkit.core.units import format_bytes
-from quantkit.errors import Option, Setting, Words, more_samples
+from quantkit.engines.tables import BY_QUANTKIT
+from quantkit.errors import Setting, Words, more_samples
 from quantkit.reporting.layer_errors import number
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
@@ -245,7 +246,7 @@ def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
     if not hit:
         return []
     layer, most = max(hit, key=lambda each: each[1])
-    ways: list[Any] = ["serve it with vLLM's", Option("quantization", "quantkit"), "or use", Setting("layout", "tcfpx")]
+    ways: list[Any] = [f"serve it with vLLM's {BY_QUANTKIT} or use", Setting("layout", "tcfpx")]
     if not all(str(layer.get("scheme")).startswith("fp") for layer, _ in hit):
         ways = ["quantize in groups, like", Setting("group_size", 64)]
     what = f"{len(hit)} of {count} linears sum to {most:.0f} before a row's scale is applied (worst {layer['name']});"
