@@ -142,7 +142,7 @@ def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fm
 def tune(
     dense: Tensor, gradient: Tensor, moved: Sequence[Tensor], start: Sequence[Tensor | None], fmt: Format, step: bytes
 ) -> None:
-    """Move a weight against its `gradient`, and write what it is then to `dense`, both bfloat16 `[n, k]`.
+    """Move a weight against its `gradient` and write the new weight to `dense`; both are bfloat16 `[n, k]`.
 
     `moved`: latent values `[n, groups, g]`, their mean squares, factors `[n, groups]`, their mean squares. `start`: the
     scales, the zeros or None, the codes uint8 `[n, k]`, and each code's value and step. `step` is the structure of

@@ -286,7 +286,7 @@ def _decide(
         "chosen": best.name if best.name == MIXED else "uniform",
         "best_uniform": uniform[0].name if uniform else None,
         "kld": judged,
-        "predicted": {each.name: each.harm for each in [*uniform[:1], *made]},
+        "predicted": {each.name: each.harm for each in made},
         "held_out": {"source": source, "sequences": len(held), "tokens": sum(map(len, held))},
         "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group.name in free},
         "curve": search.curve(harm, mixes=True),

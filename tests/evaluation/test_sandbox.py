@@ -167,7 +167,7 @@ if (held.length > 28) throw held.length
 """,
     "reading the home folder": """
 const fs = require("fs"), {dirname} = require("path")
-for (const path of [SECRET, dirname(SECRET), "/etc/passwd", "/proc/self/environ", "/sys/kernel", "/root/.bashrc"])
+for (const path of [SECRET, dirname(SECRET), "/etc/passwd", "/proc/self/environ", "/sys/kernel"])
   if (fs.existsSync(path)) throw path
 if (process.env.USER || process.env.HOME !== "/tmp") throw process.env
 """,
