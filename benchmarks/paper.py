@@ -358,9 +358,8 @@ def products(figure: Kernels) -> Iterator[Row]:
 
     for layout, label in figure.ours:
         for layer in roofline.layers((), figure.shapes):
-            yield from kernels(
-                [layer], figure.tokens, [layout], [Scheme.parse(label)], torch.float16, Progress()
-            ).rows()
+            asked = [layer], figure.tokens, [layout], [Scheme.parse(label)], torch.float16
+            yield from kernels(*asked, Progress())["rows"]
 
 
 def busy_loops(figure: Sustained) -> Iterator[Row]:
@@ -456,7 +455,7 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
             if not fits:
                 continue
             load = random_model.Workload(tuple(fits), figure.prompt, figure.new, torch.float16, timed=64)
-            for row in generate.measure(outline, [variant], load, Progress()).rows():
+            for row in generate.measure(outline, [variant], load, Progress())["rows"]:
                 yield row | {"fits": True}
 
 

@@ -66,56 +66,43 @@ class Pace:
     sizes: Sizes
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """The timings of a model on a device; `notices` name the cases that were left out."""
+def rows(model: str, load: Workload, device: Device, paces: Sequence[Pace]) -> list[dict[str, Any]]:
+    """List timings as rows of a CSV; ratios are to the dense model in the same batch, None without it."""
+    dense = {pace.batch: pace for pace in paces if pace.layout == DENSE}
+    return [_row(model, load, device, pace, dense.get(pace.batch)) for pace in paces]
 
-    model: str
-    load: Workload
-    device: Device
-    paces: tuple[Pace, ...]
-    notices: tuple[str, ...] = ()
 
-    def rows(self) -> list[dict[str, Any]]:
-        """List the timings as rows of a CSV; ratios are to the dense model in the same batch, None without it."""
-        dense = {pace.batch: pace for pace in self.paces if pace.layout == DENSE}
-        return [self._row(pace, dense.get(pace.batch)) for pace in self.paces]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Build one JSON object of the device, the notices and the rows."""
-        return {"device": asdict(self.device), "notices": list(self.notices), "rows": self.rows()}
-
-    def _row(self, pace: Pace, dense: Pace | None) -> dict[str, Any]:
-        floor = pace.sizes.read / self.device.copy
-        return {
-            "model": self.model,
-            "layout": pace.layout,
-            "scheme": pace.scheme,
-            "dtype": self.device.dtype,
-            "fused": not self.load.eager,
-            "batch": pace.batch,
-            "prompt_tokens": self.load.prompt,
-            "new_tokens": self.load.new,
-            "prompt_tokens_per_s": pace.batch * self.load.prompt / pace.prompt_s,
-            "decode_tokens_per_s": pace.batch / pace.step_s,
-            "prompt_vs_dense": dense and dense.prompt_s / pace.prompt_s,
-            "decode_vs_dense": dense and dense.step_s / pace.step_s,
-            "floor_tokens_per_s": pace.batch / floor,
-            "pct_of_floor": 100 * floor / pace.step_s,
-            "prompt_ms": 1e3 * pace.prompt_s,
-            "step_ms": 1e3 * pace.step_s,
-            "weight_bytes": pace.held_bytes,
-            "packed_bytes": pace.sizes.weights,
-            "read_bytes": pace.sizes.read,
-            "peak_bytes": pace.peak_bytes,
-            "weights": pace.multiplied_by,
-            "copy_GBps": self.device.copy / 1e9,
-            "gpu": self.device.gpu,
-            "torch": self.device.torch,
-            "transformers": version("transformers"),
-            "cuda": self.device.cuda,
-            "nvrtc": self.device.nvrtc,
-        }
+def _row(model: str, load: Workload, device: Device, pace: Pace, dense: Pace | None) -> dict[str, Any]:
+    floor = pace.sizes.read / device.copy
+    return {
+        "model": model,
+        "layout": pace.layout,
+        "scheme": pace.scheme,
+        "dtype": device.dtype,
+        "fused": not load.eager,
+        "batch": pace.batch,
+        "prompt_tokens": load.prompt,
+        "new_tokens": load.new,
+        "prompt_tokens_per_s": pace.batch * load.prompt / pace.prompt_s,
+        "decode_tokens_per_s": pace.batch / pace.step_s,
+        "prompt_vs_dense": dense and dense.prompt_s / pace.prompt_s,
+        "decode_vs_dense": dense and dense.step_s / pace.step_s,
+        "floor_tokens_per_s": pace.batch / floor,
+        "pct_of_floor": 100 * floor / pace.step_s,
+        "prompt_ms": 1e3 * pace.prompt_s,
+        "step_ms": 1e3 * pace.step_s,
+        "weight_bytes": pace.held_bytes,
+        "packed_bytes": pace.sizes.weights,
+        "read_bytes": pace.sizes.read,
+        "peak_bytes": pace.peak_bytes,
+        "weights": pace.multiplied_by,
+        "copy_GBps": device.copy / 1e9,
+        "gpu": device.gpu,
+        "torch": device.torch,
+        "transformers": version("transformers"),
+        "cuda": device.cuda,
+        "nvrtc": device.nvrtc,
+    }
 
 
 def graph_of(call: Callable[[], object], rewind: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -156,8 +143,10 @@ def _per_call(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None], calls: in
     return median(found)
 
 
-def measure(model: Outline, variants: Sequence[Variant], load: Workload, progress: Progress) -> Decoding:
+def measure(model: Outline, variants: Sequence[Variant], load: Workload, progress: Progress) -> dict[str, Any]:
     """Time the variants of a model in all batches, the dense one in those that fit.
+
+    Returns the `device`, `notices` of the cases that were left out, and `rows` of a CSV.
 
     Before anything is timed, RecipeError for more tokens than the model has positions and for a model without a static
     cache, and KernelError without a GPU, CuPy or enough memory. KernelError for a model that cannot be captured.
@@ -190,7 +179,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
             ) from error
         notices += fallbacks
         paces += made
-    return Decoding(model.name, load, device, tuple(paces), tuple(notices))
+    return {"device": asdict(device), "notices": notices, "rows": rows(model.name, load, device, paces)}
 
 
 def _time_variant(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.bench.roofline import Cell, Device, Layer, floor, means
+from quantkit.bench.roofline import Device, Layer, floor, means, row_of
 from quantkit.bench.timing import ROTATED, Timed, copies, measured_on, medians, prepared
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -25,23 +25,6 @@ from quantkit.kernels import LAUNCHERS, MATMULS, missing
 from quantkit.kernels.proof import activations, mismatch, reference, relative_error
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The measured cells, and the device."""
-
-    device: Device
-    cells: tuple[Cell, ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """List the cells as rows of a CSV."""
-        return [cell.row(self.device) for cell in self.cells]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Build one JSON object of the device, the rows, and their means."""
-        rows = self.rows()
-        return {"device": asdict(self.device), "rows": rows, "means": means(rows)}
 
 
 def default_layouts() -> list[str]:
@@ -57,12 +40,13 @@ def kernels(
     dtype: torch.dtype,
     progress: Progress,
     portable: bool = False,
-) -> Bench:
+) -> dict[str, Any]:
     """Time the kernels of `layouts` on every layer with every number of tokens; no `schemes` stands for the defaults.
 
-    `dtype` is the dtype of the activations, float16 or bfloat16; `portable` leaves Hopper's kernels out. Before
-    anything is timed, LayoutError for a shape or a scheme that a layout cannot hold, and KernelError without a GPU or
-    CuPy. KernelError for a product outside the bounds of `proof.mismatch`, and if the GPU's memory does not suffice.
+    Returns the `device`, `rows` of a CSV, and their `means`. `dtype` is the dtype of the activations, float16 or
+    bfloat16; `portable` leaves Hopper's kernels out. Before anything is timed, LayoutError for a shape or a scheme that
+    a layout cannot hold, and KernelError without a GPU or CuPy. KernelError for a product outside the bounds of
+    `proof.mismatch`, and if the GPU's memory does not suffice.
     """
     jobs = []
     for layer in layers:
@@ -74,12 +58,12 @@ def kernels(
                 jobs.append((layer, layout, scheme))
     where = require_gpu(layouts)
     device = measured_on(where, dtype)
-    cells: list[Cell] = []
+    rows: list[dict[str, Any]] = []
     bar = progress.bar(len(jobs) * len(tokens), "timing")
     for layer, layout, scheme in jobs:
         try:
-            for cell in _time_weight(layer, tokens, layout, scheme, dtype, device, where, progress, portable):
-                cells.append(cell)
+            for timed in _time_weight(layer, tokens, layout, scheme, dtype, device, where, progress, portable):
+                rows.append(timed)
                 bar.update(1)
         except torch.OutOfMemoryError as error:
             raise KernelError(
@@ -87,7 +71,7 @@ def kernels(
                 "leave it out, or fewer tokens with --m",
             ) from error
     bar.close()
-    return Bench(device, tuple(cells))
+    return {"device": asdict(device), "rows": rows, "means": means(rows)}
 
 
 def require_gpu(layouts: Sequence[str]) -> torch.device:
@@ -130,8 +114,8 @@ def _time_weight(
     where: torch.device,
     progress: Progress,
     portable: bool,
-) -> Iterator[Cell]:
-    """Yield a cell for each number of tokens, all with one random weight."""
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each number of tokens, all with one random weight."""
     gc.collect()  # frees the memory of the previous weight
     n, k = layer.n, layer.k
     l2 = torch.cuda.get_device_properties(where).L2_cache_size
@@ -170,19 +154,17 @@ def _time_weight(
         peers = [prepared(order, least_dense, count) for order in (cublas_w, cublas_wt)]
         error = _checked(mine, out, expected, f"{layout}, {scheme.label}, {n}x{k}, {m} {device.dtype} tokens")
         time_us, cublas_w_us, cublas_wt_us = medians([mine, *peers])
-        yield Cell(
+        yield row_of(
             layer,
             m,
-            layout,
-            scheme.label,
-            "matmul",
-            launcher.fastest(scheme, n, k, where, portable).path,
-            time_us=time_us,
-            cublas_w_us=cublas_w_us,
-            cublas_wt_us=cublas_wt_us,
-            weight_bytes=size,
+            device,
+            layout=layout,
+            scheme=scheme.label,
+            path=launcher.fastest(scheme, n, k, where, portable).path,
+            times=(time_us, cublas_w_us, cublas_wt_us),
             floor_us=least,
-            error=error,
+            weight_bytes=size,
+            relative_error=error,
             copies=len(packed),
             calls=mine.calls,
             rounds=mine.rounds,

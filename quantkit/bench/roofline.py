@@ -40,75 +40,55 @@ class Device:
     rate: float
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One timing: `layer` by `m` tokens.
+def row_of(
+    layer: Layer,
+    m: int,
+    device: Device,
+    *,
+    layout: str,
+    scheme: str,
+    path: str,
+    times: tuple[float, float, float],
+    floor_us: float,
+    weight_bytes: int,
+    **more: float,
+) -> dict[str, Any]:
+    """Build the row of a CSV, one timing of `layer` by `m` tokens.
 
-    cuBLAS has the weight as `[n, k]` (`cublas_w_us`) and as `[k, n]` (`cublas_wt_us`). `error` is relative to float32.
-    `path` names the kernel: hopper or portable. The `calls` of a graph cycle through `copies` of the weight, and times
-    are medians of `rounds`.
+    Columns that published figures have too carry their names. `times` are the microseconds of the kernel, and of cuBLAS
+    with the weight as `[n, k]` and as `[k, n]`. `path` names the kernel: hopper or portable. `more` are the relative
+    error, and how often the product was timed.
     """
-
-    layer: Layer
-    m: int
-    layout: str
-    scheme: str
-    kernel: str
-    path: str
-    time_us: float
-    cublas_w_us: float
-    cublas_wt_us: float
-    weight_bytes: int
-    floor_us: float
-    error: float
-    copies: int
-    calls: int
-    rounds: int
-
-    @property
-    def cublas_us(self) -> float:
-        """The time of the faster order."""
-        return min(self.cublas_w_us, self.cublas_wt_us)
-
-    @property
-    def speedup(self) -> float:
-        return self.cublas_us / self.time_us
-
-    def row(self, device: Device) -> dict[str, Any]:
-        """Build the row of a CSV; columns that published figures have too carry their names."""
-        n, k = self.layer.n, self.layer.k
-        return {
-            "layer": self.layer.name,
-            "K": k,
-            "N": n,
-            "M": self.m,
-            "kernel": self.kernel,
-            "path": self.path,
-            "layout": self.layout,
-            "scheme": self.scheme,
-            "dtype": device.dtype,
-            "time_us": self.time_us,
-            "floor_us": self.floor_us,
-            "pct_of_floor": 100 * self.floor_us / self.time_us,
-            "cublas_us": self.cublas_us,
-            "cublas_w_us": self.cublas_w_us,
-            "cublas_wt_us": self.cublas_wt_us,
-            "speedup_vs_cublas": self.speedup,
-            "floor_speedup": self.cublas_us / self.floor_us,
-            "weight_GBps": self.weight_bytes / self.time_us / 1e3,
-            "pct_of_copy_bandwidth": 100 * self.weight_bytes / self.time_us * 1e6 / device.copy,
-            "tflops": 2 * self.m * n * k / self.time_us / 1e6,
-            "relative_error": self.error,
-            "copies": self.copies,
-            "calls": self.calls,
-            "rounds": self.rounds,
-            "copy_GBps": device.copy / 1e9,
-            "matrix_tflops": device.rate / 1e12,
-            "gpu": device.gpu,
-            "torch": device.torch,
-            "cuda": device.cuda,
-            "nvrtc": device.nvrtc,
-        }
+    time_us, *cublas = times
+    return {
+        "layer": layer.name,
+        "K": layer.k,
+        "N": layer.n,
+        "M": m,
+        "kernel": "matmul",
+        "path": path,
+        "layout": layout,
+        "scheme": scheme,
+        "dtype": device.dtype,
+        "time_us": time_us,
+        "floor_us": floor_us,
+        "pct_of_floor": 100 * floor_us / time_us,
+        "cublas_us": min(cublas),
+        "cublas_w_us": cublas[0],
+        "cublas_wt_us": cublas[1],
+        "speedup_vs_cublas": min(cublas) / time_us,
+        "floor_speedup": min(cublas) / floor_us,
+        "weight_GBps": weight_bytes / time_us / 1e3,
+        "pct_of_copy_bandwidth": 100 * weight_bytes / time_us * 1e6 / device.copy,
+        "tflops": 2 * m * layer.n * layer.k / time_us / 1e6,
+        **more,
+        "copy_GBps": device.copy / 1e9,
+        "matrix_tflops": device.rate / 1e12,
+        "gpu": device.gpu,
+        "torch": device.torch,
+        "cuda": device.cuda,
+        "nvrtc": device.nvrtc,
+    }
 
 
 def layers(models: Sequence[str], shapes: Sequence[str]) -> list[Layer]:

@@ -22,11 +22,24 @@ if TYPE_CHECKING:
 
     from quantkit.core.scheme import Scheme
 
-#: Columns of the tables.
-TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
-SPEEDS = ("layout", "scheme", "kernel", "layer", "NxK", "M", *TIMES)
-RATES = ("prompt tok/s", "x dense", "decode tok/s", "x dense", "floor tok/s", "of floor")
-PACES = ("layout", "scheme", "batch", *RATES, "weights", "packed size", "peak")
+#: The head of each column of a table, and how it is written from a row.
+SPEEDS = (
+    *(("layout", "{layout}"), ("scheme", "{scheme}"), ("kernel", "{path}"), ("layer", "{layer}"), ("NxK", "{N}x{K}")),
+    *(("M", "{M}"), ("us", "{time_us:.2f}"), ("floor us", "{floor_us:.2f}"), ("of floor", "{pct_of_floor:.0f} %")),
+    *(("cuBLAS us", "{cublas_us:.2f}"), ("speedup", "{speedup_vs_cublas:.2f}"), ("GB/s", "{weight_GBps:.0f}")),
+    ("TFLOP/s", "{tflops:.1f}"),
+)
+MEANS = (
+    *(("layout", "{layout}"), ("scheme", "{scheme}"), ("model", "{model}"), ("M", "{M}")),
+    *(("speedup_vs_cublas", "{speedup_vs_cublas:.3f}"), ("floor_speedup", "{floor_speedup:.3f}")),
+)
+PACES = (
+    *(("layout", "{layout}"), ("scheme", "{scheme}"), ("batch", "{batch}")),
+    *(("prompt tok/s", "{prompt_tokens_per_s:.0f}"), ("x dense", "{prompt_vs_dense}")),
+    *(("decode tok/s", "{decode_tokens_per_s:.1f}"), ("x dense", "{decode_vs_dense}")),
+    *(("floor tok/s", "{floor_tokens_per_s:.1f}"), ("of floor", "{pct_of_floor:.0f} %")),
+    *(("weights", "{weight_bytes}"), ("packed size", "{packed_bytes}"), ("peak", "{peak_bytes}")),
+)
 
 
 def _joined(numbers: Iterable[int]) -> str:
@@ -86,7 +99,7 @@ def kernels(kernel: str, csv: Path | None, as_json: bool, progress: Progress, **
 
     _require_writable(csv, ".csv")
     models = asked["model"] or (() if asked["shape"] else ("llama3-8b",))
-    measured = time_kernels(
+    found = time_kernels(
         layers=roofline.layers(models, asked["shape"]),
         tokens=sorted(set(asked["m"] or TOKENS)),
         layouts=list(dict.fromkeys(asked["layout"] or default_layouts())),
@@ -95,10 +108,8 @@ def kernels(kernel: str, csv: Path | None, as_json: bool, progress: Progress, **
         progress=progress,
         portable=kernel == "portable",
     )
-    rows = measured.rows()
-    found = measured.to_dict()
     if csv is not None:
-        files.write_atomic(csv, roofline.table(rows))
+        files.write_atomic(csv, roofline.table(found["rows"]))
     emit(show.as_json(found) if as_json else format_speeds(found))
 
 
@@ -119,8 +130,8 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     work = random_model.Workload(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
     found = measure(named, variants, work, progress)
     if csv is not None:
-        files.write_atomic(csv, roofline.table(found.rows()))
-    emit(show.as_json(found.to_dict()) if as_json else format_paces(found.to_dict()))
+        files.write_atomic(csv, roofline.table(found["rows"]))
+    emit(show.as_json(found) if as_json else format_paces(found))
 
 
 def _schemes(asked: dict[str, Any]) -> list[Scheme]:
@@ -143,10 +154,9 @@ def _require_writable(path: Path | None, suffix: str) -> None:
 
 def format_speeds(found: Mapping[str, Any]) -> str:
     """Format the table of `bench kernels` and the machine."""
-    lines = [show.table(SPEEDS, (_speed(row) for row in found["rows"])), ""]
-    keys = ("layout", "scheme", "model", "M", "speedup_vs_cublas", "floor_speedup")
-    averages = [_cells(row, keys) for row in found["means"]]
-    lines += ["geometric means over the layers of a model", show.table(keys, averages), ""] if averages else []
+    lines = [_table(SPEEDS, found["rows"]), ""]
+    if found["means"]:
+        lines += ["geometric means over the layers of a model", _table(MEANS, found["means"]), ""]
     device = found["device"]
     lines.append(
         f"{device['gpu']}, torch {device['torch']}, CUDA {device['cuda']}, {device['dtype']}: copy "
@@ -155,34 +165,20 @@ def format_speeds(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (
-        row["layout"],
-        row["scheme"],
-        row["path"],
-        row["layer"],
-        f"{row['N']}x{row['K']}",
-        row["M"],
-        f"{row['time_us']:.2f}",
-        f"{row['floor_us']:.2f}",
-        f"{row['pct_of_floor']:.0f} %",
-        f"{row['cublas_us']:.2f}",
-        f"{row['speedup_vs_cublas']:.2f}",
-        f"{row['weight_GBps']:.0f}",
-        f"{row['tflops']:.1f}",
-    )
-
-
-def _cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
-    return [f"{value:.3f}" if isinstance(value, float) else value for value in map(row.get, keys)]
-
-
 def format_paces(found: Mapping[str, Any]) -> str:
     """Format the table of `bench generate`, what was left out, and the machine."""
     first, device = found["rows"][0], found["device"]
     computed = dict.fromkeys((row["layout"], row["scheme"], row["weights"]) for row in found["rows"])
     mode = "compiled" if first["fused"] else "not compiled"
-    lines = [show.table(PACES, (_pace(row) for row in found["rows"])), ""]
+    shown = [
+        {
+            **row,
+            **{key: "-" if row[key] is None else f"{row[key]:.2f}" for key in ("prompt_vs_dense", "decode_vs_dense")},
+            **{key: format_bytes(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")},
+        }
+        for row in found["rows"]
+    ]
+    lines = [_table(PACES, shown), ""]
     lines += [f"{' '.join(filter(None, names))}: {how}" for *names, how in computed]
     lines += [f"note: {notice}" for notice in found["notices"]]
     lines.append(
@@ -194,17 +190,5 @@ def format_paces(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _pace(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    ratios = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("prompt_vs_dense", "decode_vs_dense")]
-    return (
-        row["layout"],
-        row["scheme"],
-        row["batch"],
-        f"{row['prompt_tokens_per_s']:.0f}",
-        ratios[0],
-        f"{row['decode_tokens_per_s']:.1f}",
-        ratios[1],
-        f"{row['floor_tokens_per_s']:.1f}",
-        f"{row['pct_of_floor']:.0f} %",
-        *(format_bytes(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")),
-    )
+def _table(columns: Sequence[tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> str:
+    return show.table([head for head, _ in columns], [[form.format(**row) for _, form in columns] for row in rows])

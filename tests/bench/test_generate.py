@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.bench import decode_graphs, generate, kernels, roofline
-from quantkit.bench.generate import Decoding, Pace
+from quantkit.bench.generate import Pace
 from quantkit.bench.random_model import DENSE, Outline, Sizes, Variant, Workload, build, variants
 from quantkit.bench.roofline import Device
 from quantkit.cli.bench import format_paces
@@ -159,17 +159,16 @@ def test_the_likeliest_token_is_the_argmax_and_the_first_of_equals(vocabulary: i
 SIZES = Sizes(6_000_000_000, 4_000_000_000)
 PACE = Pace("marlin", "int4:g128", "weights by the marlin kernel, float16", 16, 0.5, 2e-3, 6_000_100_000, 7**11, SIZES)
 PLAIN = replace(PACE, layout=DENSE, scheme="", prompt_s=0.25, step_s=5e-3)
-FOUND = Decoding(
+ROWS = generate.rows(
     "llama3-8b",
     Workload((1, 16), 512, 64, torch.float16),
     H200,
     (PLAIN, PACE, replace(PACE, batch=1, prompt_s=0.1)),
-    ("something is left out",),
 )
 
 
 def test_figures_come_from_times_and_ratios_from_the_dense_model_in_the_same_batch() -> None:
-    dense, row, single = FOUND.rows()
+    dense, row, single = ROWS
     assert dense["decode_vs_dense"] == dense["prompt_vs_dense"] == 1
     assert (row["prompt_tokens_per_s"], row["decode_tokens_per_s"]) == (16 * 512 / 0.5, 8000)
     assert (row["prompt_vs_dense"], row["decode_vs_dense"]) == (0.5, 2.5)
@@ -179,13 +178,13 @@ def test_figures_come_from_times_and_ratios_from_the_dense_model_in_the_same_bat
 
 
 def test_table_csv_and_json_agree() -> None:
-    found = FOUND.to_dict()
+    found = {"device": asdict(H200), "notices": ["something is left out"], "rows": ROWS}
     text = format_paces(found)
     line = next(line for line in text.splitlines() if line.startswith("marlin  int4:g128     16"))
     assert line.split()[3:10] == ["16384", "0.50", "8000.0", "2.50", "16000.0", "50", "%"]
     assert "note: something is left out" in text and "4000 GB/s" in text and "prompts of 512 tokens" in text
     assert "marlin int4:g128: weights by the marlin kernel, float16" in text
-    back = list(csv.DictReader(io.StringIO(roofline.table(FOUND.rows()).decode())))
+    back = list(csv.DictReader(io.StringIO(roofline.table(ROWS).decode())))
     assert [row["decode_vs_dense"] for row in back] == ["1", "2.5", ""]
     again = json.loads(as_json(found))
     assert again["rows"][2]["decode_vs_dense"] is None and again["device"]["copy"] == 4e12

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantkit.bench import kernels, roofline, timing
-from quantkit.bench.roofline import Cell, Device, Layer, floor, layers
+from quantkit.bench.roofline import Device, Layer, floor, layers, row_of
 from quantkit.cli.bench import format_speeds
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, RecipeError
@@ -28,11 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4.24e12, rate=740e12)
 MODEL = ("llama3-8b", "llama2-70b", "large")
 QKV = layers(["llama3-8b"], [])[0]
-CELL = Cell(QKV, 16, "marlin", "int4:g128", "matmul", "hopper", 8.0, 16.0, 20.0, 12_976_128, 3.2, 2e-4, 26, 260, 9)
 
 
-def cell(us: float, layer: Layer = QKV, m: int = 16) -> Cell:
-    return replace(CELL, time_us=us, layer=layer, m=m)
+def timed(us: float = 8.0, layer: Layer = QKV, m: int = 16, scheme: str = "int4:g128", size: int = 12_976_128) -> Any:
+    figures: Any = {"times": (us, 16.0, 20.0), "floor_us": 3.2, "weight_bytes": size}
+    more = {"relative_error": 2e-4, "copies": 26, "calls": 260, "rounds": 9}
+    return row_of(layer, m, H200, layout="marlin", scheme=scheme, path="hopper", **figures, **more)
 
 
 def test_the_shapes_are_those_of_the_published_figures(shared: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_compressed_weight_leaves_half_of_the_products() -> None:
 
 
 def test_figures_of_a_row_come_from_its_times() -> None:
-    row = CELL.row(H200)
+    row = timed()
     assert (row["N"], row["K"], row["M"], row["layer"]) == (6144, 4096, 16, "llama3-8b qkv")
     assert row["cublas_us"] == 16.0 and row["speedup_vs_cublas"] == 2.0, "of the faster order"
     assert row["pct_of_floor"] == 40.0 and row["floor_speedup"] == 5.0
@@ -132,9 +133,9 @@ def test_figures_of_a_row_come_from_its_times() -> None:
 
 def test_means_are_of_whole_models_only_and_of_one_layout_and_token_count() -> None:
     us = dict(zip(layers(["llama3-8b"], []), (8.0, 4.0, 8.0, 2.0), strict=True))
-    rows = [cell(time, layer, m).row(H200) for layer, time in us.items() for m in (1, 16)]
-    rows += [replace(CELL, scheme="int4:channel").row(H200), cell(1.0, Layer("512x512", 512, 512)).row(H200)]
-    rows += [cell(1.0, layers(["large"], [])[0]).row(H200)]
+    rows = [timed(time, layer, m) for layer, time in us.items() for m in (1, 16)]
+    rows += [timed(scheme="int4:channel"), timed(1.0, Layer("512x512", 512, 512))]
+    rows += [timed(1.0, layers(["large"], [])[0])]
     found = roofline.means(rows)
     assert [(row["model"], row["M"], row["scheme"]) for row in found] == [
         ("llama3-8b", 1, "int4:g128"),
@@ -151,7 +152,7 @@ def test_figures_agree_with_published_ones_of_the_same_times(shared: Path) -> No
     for row in rows:
         n, k, m = (int(row[key]) for key in "NKM")
         size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in _stored(n, k))
-        ours = replace(CELL, layer=Layer("", n, k), m=m, time_us=float(row["time_us"]), weight_bytes=size).row(H200)
+        ours = timed(float(row["time_us"]), Layer("", n, k), m, size=size)
         for key in ("weight_GBps", "pct_of_copy_bandwidth", "tflops"):
             assert ours[key] == pytest.approx(float(row[key]), rel=0.01, abs=0.06), (row, key)
 
@@ -161,7 +162,7 @@ def _stored(n: int, k: int) -> Any:
 
 
 def test_a_csv_has_every_figure_and_the_device(tmp_path: Path) -> None:
-    rows = [cell(8.0).row(H200), cell(9.87654321).row(H200)]
+    rows = [timed(8.0), timed(9.87654321)]
     back = list(csv.DictReader(io.StringIO(roofline.table(rows).decode())))
     assert [float(row["time_us"]) for row in back] == [8.0, 9.87654]
     assert back[0]["gpu"] == "H200" and back[0]["dtype"] == "float16" and float(back[0]["copy_GBps"]) == 4240
@@ -169,12 +170,11 @@ def test_a_csv_has_every_figure_and_the_device(tmp_path: Path) -> None:
 
 
 def test_the_table_has_all_cells_and_the_means_of_whole_models() -> None:
-    found = kernels.Bench(H200, (cell(8.0), cell(16.0, m=64))).to_dict()
-    text = format_speeds(found)
+    text = format_speeds({"device": asdict(H200), "rows": [timed(), timed(16.0, m=64)], "means": []})
     assert len([line for line in text.splitlines() if line.startswith("marlin ")]) == 2
     assert "6144x4096" in text and "4240 GB/s" in text and "means" not in text
-    whole = kernels.Bench(H200, tuple(cell(8.0, layer) for layer in layers(["llama3-8b"], []))).to_dict()
-    assert "geometric means" in format_speeds(whole)
+    rows = [timed(8.0, layer) for layer in layers(["llama3-8b"], [])]
+    assert "geometric means" in format_speeds({"device": asdict(H200), "rows": rows, "means": roofline.means(rows)})
 
 
 def test_without_a_gpu_nothing_is_timed() -> None:
