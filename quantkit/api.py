@@ -72,22 +72,23 @@ class PublishKeywords(TypedDict, total=False):
     public: bool
 
 
-class QuantizeKeywords(RecipeKeywords, FitKeywords, PublishKeywords, Settings, total=False):
+class ToldSettings(Settings, total=False):
+    """The options of a run, and the listener of its steps."""
+
+    progress: Progress | Listener | None
+
+
+class QuantizeKeywords(RecipeKeywords, FitKeywords, PublishKeywords, ToldSettings, total=False):
     """The keywords of `quantize`. None leaves the recipe's value."""
 
-    progress: Progress | Listener | None
 
-
-class PruneKeywords(PruningKeywords, PublishKeywords, Settings, total=False):
+class PruneKeywords(PruningKeywords, PublishKeywords, ToldSettings, total=False):
     """The keywords of `prune`. None leaves the default."""
 
-    progress: Progress | Listener | None
 
-
-class PlanKeywords(RecipeKeywords, FitKeywords, Settings, total=False):
+class PlanKeywords(RecipeKeywords, FitKeywords, ToldSettings, total=False):
     """The keywords of `plan`: those of `quantize` that decide its output, and those about another machine."""
 
-    progress: Progress | Listener | None
     gpu_memory: int | None
     gpu: str | None
     probe: bool
@@ -220,20 +221,10 @@ def produce(
     fitted = fitted or FitOptions()
     if eval is None:
         return fit.quantize(model, out, recipe, fitted, **run)
-    asked, progress = RunOptions(**run), run.get("progress") or Progress(quiet=True)
-    measure = measurement(
-        eval,
-        model,
-        revision=asked.revision,
-        gguf=asked.gguf,
-        device=asked.device,
-        trust_remote_code=asked.trust_remote_code,
-        progress=progress,
-    )
-    report = fit.quantize(model, out, recipe, fitted, measure, **run)
+    report = fit.quantize(model, out, recipe, fitted, measurement(eval, model, RunOptions(**run)), **run)
     if "evaluation" not in report:
         rule = f"{out} was finished by the interrupted run and is not evaluated: use"
-        progress.warn(Words(rule, Command("eval ppl")))
+        (run.get("progress") or Progress(quiet=True)).warn(Words(rule, Command("eval ppl")))
     return report
 
 
@@ -446,10 +437,7 @@ def verify(
     ```
     """
     against = None if against is None else Path(against)
-    if engine is None:
-        found = verify_folder(Path(folder), against, reporter(progress), device, unsealed)
-    else:
-        found = verify_in_engine(Path(folder), engine, engine_args or {}, against, reporter(progress), device, unsealed)
+    found = verify_in_engine(Path(folder), engine, engine_args or {}, against, reporter(progress), device, unsealed)
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,14 +33,19 @@ MOST_ROWS = 40
 @options.device
 @options.flag("--unsealed", "Accept codes that nothing can be compared with.")
 @click.option("--engine", type=click.Choice([*SERVERS]), help="Installed engine whose log-probabilities must be right.")
-@options.text("--engine-args", "JSON", 'Further arguments of the engine: \'{"quantization": "quantkit"}\'.')
+@click.option(
+    "--engine-args",
+    type=options.JsonObject("quantization=quantkit"),
+    metavar="JSON",
+    help='Further arguments of the engine: \'{"quantization": "quantkit"}\'.',
+)
 def verify(
     checkpoint: Path,
     against: Path | None,
     device: str,
     unsealed: bool,
     engine: str | None,
-    engine_args: str | None,
+    engine_args: dict[str, Any] | None,
     as_json: bool,
     progress: Progress,
 ) -> None:
@@ -53,27 +57,12 @@ def verify(
     those of the decoded model, up to rounding."""
     from quantkit.evaluation import verification
     from quantkit.evaluation.engine_check import verify_in_engine
-    from quantkit.evaluation.verify import verify as verify_checkpoint
 
-    if engine is None:
-        found = verify_checkpoint(checkpoint, against, progress, device, unsealed)
-    else:
-        arguments = _mapping(engine_args)
-        found = verify_in_engine(checkpoint, engine, arguments, against, progress, device, unsealed)
+    found = verify_in_engine(checkpoint, engine, engine_args or {}, against, progress, device, unsealed)
     emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:
         leave(UNVERIFIED, _failed(checkpoint, found.failures))
-
-
-def _mapping(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise click.UsageError(f"--engine-args: is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise click.UsageError('--engine-args: give a JSON object, such as {"quantization": "quantkit"}')
-    return found
 
 
 @command("inspect", "quantkit inspect ./model-marlin", computes=False)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from quantkit.cli import completers
-from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, Override, TemplateArguments, choice
+from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, JsonObject, Override, choice
 from quantkit.cli.parsing import Function, combined
 from quantkit.errors import Option
 from quantkit.keys import OPTIONS, Key, keys_of
@@ -34,7 +34,7 @@ _MORE: dict[str, dict[str, Any]] = {
         "help": f"Calibration text: {CALIBRATION} [packaged]; repeatable, the weights are relative.",
     },
     "template_args": {
-        "type": TemplateArguments(),
+        "type": JsonObject("enable_thinking=false"),
         "multiple": True,
         "callback": lambda context, option, values: dict(ChainMap(*reversed(values))) or None,
         "metavar": "JSON|KEY=VALUE",

@@ -77,10 +77,13 @@ class Override(click.ParamType):  # type: ignore[type-arg]
         return pattern, scheme
 
 
-class TemplateArguments(click.ParamType):  # type: ignore[type-arg]
-    """Arguments of a chat template: a JSON object, or one as KEY=VALUE, whose value is JSON or else a text."""
+class JsonObject(click.ParamType):  # type: ignore[type-arg]
+    """Arguments by name, like the `example`: a JSON object, or one as KEY=VALUE, whose value is JSON or else a text."""
 
     name = "json"
+
+    def __init__(self, example: str) -> None:
+        self._example = example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
         key, equals, text = str(value).partition("=")
@@ -88,7 +91,7 @@ class TemplateArguments(click.ParamType):  # type: ignore[type-arg]
             with suppress(ValueError):
                 if isinstance(found := json.loads(value), dict):
                     return found
-            self.fail(f"{value!r} is no JSON object: write it like enable_thinking=false", param, ctx)
+            self.fail(f"{value!r} is no JSON object: write it like {self._example}", param, ctx)
         words = {"True": True, "False": False, "None": None}  # a template would take the text False for true
         try:
             return {key: words[text] if text in words else json.loads(text)}

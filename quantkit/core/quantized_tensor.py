@@ -70,6 +70,11 @@ class QuantizedTensor:
         n, k = self.codes.shape
         return n, k
 
+    def to(self, device: torch.device) -> QuantizedTensor:
+        """Move the tensors to a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return QuantizedTensor(self.scheme, self.codes.to(device), self.scales.to(device), zeros)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Compute `scales * (decode(codes) - decode(zeros))` `[n, k]` in float32, rounded once to `dtype`."""
         n, k = self.shape

@@ -24,7 +24,7 @@ from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.devices import device_of
 from quantkit.names import MOST_TOKENS
-from quantkit.progress import Progress
+from quantkit.recipes.run_options import RunOptions
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 LATER = Words(
@@ -32,23 +32,14 @@ LATER = Words(
 )
 
 
-def measurement(
-    data: str,
-    model: str | Path,
-    *,
-    revision: str | None = None,
-    gguf: str | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> Callable[[Checkpoint], dict[str, Any]]:
-    """Prepare the comparison of a model with an output: returns a function of the output.
+def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Checkpoint], dict[str, Any]]:
+    """Prepare the comparison of a model with an output of a run: returns a function of the output.
 
     The function returns the perplexities `before` and `after`, the fields of `divergence.Figures`, and their protocol.
     CheckpointError, before any work, if the text cannot be read or is too short, or the memory does not hold both
     models.
     """
-    source = resolve(str(model), revision, gguf)
+    source, device, trust_remote_code = resolve(str(model), run.revision, run.gguf), run.device, run.trust_remote_code
     src = Checkpoint(source, trust_remote_code, dequantize=True)
     text, what = load_material(src, data, trust_remote_code)
     words = load_tokenizer(src.path)
@@ -68,10 +59,10 @@ def measurement(
             raise CheckpointError("out of memory", ways, subject=Option("eval")) from error
 
     def compare(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
-        options: Any = {"device": device, "trust_remote_code": trust_remote_code, "progress": progress}
+        options: Any = {"device": device, "trust_remote_code": trust_remote_code, "progress": run.progress}
         reference, ours = load_for_evaluation(before, **options), load_for_evaluation(after, **options)
         pieces = pieces_of([reference, ours], words, text, tokens=MOST_TOKENS)
-        first, then = token_values(reference, [ours], pieces, progress)
+        first, then = token_values(reference, [ours], pieces, run.progress)
         return {
             "before": exponential(first.nll()),
             "after": exponential(then.nll()),

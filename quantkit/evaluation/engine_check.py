@@ -52,18 +52,20 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"
 
 def verify_in_engine(
     folder: Path,
-    engine: str,
+    engine: str | None,
     arguments: Mapping[str, Any],
     against: Path | None = None,
     progress: Progress | None = None,
     device: str = "auto",
     unsealed: bool = False,
 ) -> Verification:
-    """Verify a folder, then compare an engine with it; an engine that does not run is a failure too.
+    """Verify a folder, then compare an `engine` with it, if one is named; one that does not run is a failure too.
 
     `arguments` are further ones of `vllm.LLM`. The decoded model runs on `device`, after the engine, in float32. Raises
     as `verify`, and QuantkitError if the engine is not installed.
     """
+    if engine is None:
+        return verify(folder, against, progress, device, unsealed)
     require_known("engine", engine, SERVERS)
     require_package(engine, SERVERS[engine], engine)
     opened = Checkpoint(folder)

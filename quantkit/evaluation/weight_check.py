@@ -135,14 +135,9 @@ def _compare(job: Job, module: str, q: QuantizedTensor) -> list[str] | None:
     if other is None or module not in set(other.modules()):
         return None
     with job.clock.phase("against"):
-        mine = _to_device(src.unpadded(module), job.device) if src.is_padded(module) else q
-        differences = _differences(mine, _to_device(other.unpadded(module), job.device))
+        mine = src.unpadded(module).to(job.device) if src.is_padded(module) else q
+        differences = _differences(mine, other.unpadded(module).to(job.device))
     return [f"{line} in {other.path}" for line in differences]
-
-
-def _to_device(q: QuantizedTensor, device: torch.device) -> QuantizedTensor:
-    zeros = None if q.zeros is None else q.zeros.to(device)
-    return replace(q, codes=q.codes.to(device), scales=q.scales.to(device), zeros=zeros)
 
 
 def _differences(q: QuantizedTensor, other: QuantizedTensor) -> list[str]:

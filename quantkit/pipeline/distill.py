@@ -195,7 +195,7 @@ class Student:
         packed = set(src.modules())
         for linear in (linear for linear in model.linears if linear in packed):
             progress.check()
-            place = _on(src.quantized(linear), model.device)
+            place = src.quantized(linear).to(model.device)
             source = _padded(model.weights.source(linear), place.shape) if codes else None
             self.weights[linear] = LearnedWeight(place, src.dtype_of_model, source)
         there = set(src.names())
@@ -343,11 +343,6 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _schedule(step: int, steps: int) -> float:
     """Return the learning rate's share of its maximum at a step of 1 to `steps`: a rise over a tenth, then a cosine."""
     return min(1.0, 10 * step / steps) * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
-
-
-def _on(record: QuantizedTensor, device: torch.device) -> QuantizedTensor:
-    zeros = None if record.zeros is None else record.zeros.to(device)
-    return QuantizedTensor(record.scheme, record.codes.to(device), record.scales.to(device), zeros)
 
 
 def _padded(weight: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -34,6 +34,11 @@ TOP, BASE, BELOW = 12.0, 250.0, 272.0
 INSET = 3.0
 
 
+def style(i: int) -> tuple[str, str]:
+    """Choose the class of a series' colour, and its mark."""
+    return f"s{i % len(LIGHT)}", MARKS[i % len(MARKS)]
+
+
 class Cell(NamedTuple):
     """A table cell in the font of code, or with a bar of length `share`."""
 
@@ -66,6 +71,7 @@ class Chart:
     about: str
     series: Sequence[Series]
     below: float = BELOW
+    style = staticmethod(style)
 
     @property
     def name(self) -> str:
@@ -114,16 +120,6 @@ class Chart:
     def shift(self, line: Series) -> float:
         """Place the ranges of several kinds of experts side by side, in pixels."""
         return 5.0 * (self.ranges.index(line) - (len(self.ranges) - 1) / 2) if line.experts else 0.0
-
-    @staticmethod
-    def mark(i: int) -> str:
-        """Choose the mark of a series."""
-        return MARKS[i % len(MARKS)]
-
-    @staticmethod
-    def colour(i: int) -> str:
-        """Choose the class of a series' colour."""
-        return f"s{i % len(LIGHT)}"
 
     @cached_property
     def _points(self) -> list[Point]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.report import KEPT, REPORT
@@ -114,30 +114,23 @@ def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
     return lines
 
 
-def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> Iterable[tuple[str, str]]:
-    if weights := report.get("source", {}).get("weights"):
-        yield "source", str(weights)
-    yield "scheme", scheme
-    yield "method", facts.methods(report.get("layers", []))
-    yield "layout", layout
-    yield (
-        "loads in",
-        ", ".join(map(str, report.get("readers", []))) or ("what loads the source" if layout == "dense" else "unknown"),
-    )
-    if opened := facts.openings(report):
-        yield "opened by", opened
-    yield "size", facts.sizes(totals)
-    if stays := facts.dense(totals):
-        yield "dense", stays
-    if share := facts.share(report):
-        yield "share", share
-    sparse = facts.sparsity(report.get("layers", []))
-    if sparse:
-        yield "2:4", sparse
-    yield "weight error", facts.statistics(report.get("layers", []), "relative_error") or "not recorded"
-    losses = facts.losses(report.get("layers", []))
-    if losses:
-        yield "output loss", losses
+def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> list[tuple[str, str]]:
+    layers, unknown = report.get("layers", []), "what loads the source" if layout == "dense" else "unknown"
+    found = [
+        ("source", report.get("source", {}).get("weights")),
+        ("scheme", scheme),
+        ("method", facts.methods(layers)),
+        ("layout", layout),
+        ("loads in", ", ".join(map(str, report.get("readers", []))) or unknown),
+        ("opened by", facts.openings(report)),
+        ("size", facts.sizes(totals)),
+        ("dense", facts.dense(totals)),
+        ("share", facts.share(report)),
+        ("2:4", facts.sparsity(layers)),
+        ("weight error", facts.statistics(layers, "relative_error") or "not recorded"),
+        ("output loss", facts.losses(layers)),
+    ]
+    return [(label, str(value)) for label, value in found if value]
 
 
 def _worst(report: Mapping[str, Any], most: int = 10) -> list[str]:

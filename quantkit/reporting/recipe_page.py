@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from quantkit.core.units import format_bytes
 from quantkit.reporting import charts, recipe_table
-from quantkit.reporting.charts import MARKS, Table
+from quantkit.reporting.charts import Table
 from quantkit.reporting.recipe_table import Row
 from quantkit.reporting.templates import raw, render
 
@@ -18,24 +18,18 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 62, 14, 12, 40
 FREE = 0.06
 
 
-class Mark(NamedTuple):
-    """A row in a plot: its place in pixels, its series, and its values in words."""
-
-    x: float
-    y: float
-    series: int
-    text: str
-
-
 class Plot(NamedTuple):
-    """A plot of divergence against size, both in words; ticks are places in pixels with their text."""
+    """A plot of divergence against size, both in words; ticks are places in pixels with their text.
+
+    A mark is a row: its place in pixels, its series, and its values in words.
+    """
 
     title: str
     x_name: str
     y_name: str
     x_ticks: Sequence[tuple[float, str]]
     y_ticks: Sequence[tuple[float, str]]
-    marks: Sequence[Mark]
+    marks: Sequence[tuple[float, float, int, str]]
 
 
 def page(model: str, rows: Sequence[Row]) -> str:
@@ -48,7 +42,7 @@ def page(model: str, rows: Sequence[Row]) -> str:
         light=charts.LIGHT,
         dark=charts.DARK,
         size=(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM),
-        series=[(f"s{i % len(charts.LIGHT)}", MARKS[i % len(MARKS)], name) for i, name in enumerate(names)],
+        series=[(*charts.style(i), name) for i, name in enumerate(names)],
         plots=[plot for text in recipe_table.labels(rows, "text") for plot in plots(rows, text, names)],
         tables=[(title, _table(rows, columns)) for title, columns in recipe_table.sections(rows)],
         notes=recipe_table.notes(rows),
@@ -73,7 +67,7 @@ def plots(rows: Sequence[Row], text: str, names: Sequence[str]) -> list[Plot]:
     for size, x_name in (("bits", "bits a weight"), ("bytes", "bytes of all tensors")):
         x, left, right = _scale([float(row[size]) for row in shown], LEFT, WIDTH - RIGHT)
         marks = [
-            Mark(
+            (
                 x(float(row[size])),
                 y(math.log10(row[key])),
                 names.index(_series(row)),
