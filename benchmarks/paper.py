@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -49,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", nargs="*", choices=FIGURES, default=[], help="[all that have rows]")
     parser.add_argument("--measure", action="store_true", help="on a GPU, before drawing")
+    parser.add_argument("--batches", type=int, nargs="+", help="of whole models that are measured [the figure's]")
     parser.add_argument("--table", action="store_true", help="print speed-ups, and cells that are behind")
     parser.add_argument("--fits", type=float, metavar="GB", help="print the largest batches of whole models, estimated")
     args = parser.parse_args()
@@ -62,9 +64,12 @@ def main() -> None:
         print("\n".join(table(ours(""))))
         return
     for name in args.figure or FIGURES:
+        figure = FIGURES[name]
+        if args.batches and isinstance(figure, Models):
+            figure = replace(figure, batches=tuple(args.batches))
         if args.measure:
-            measure(name, FIGURES[name])
-        panels = PANELS[type(FIGURES[name])](name, FIGURES[name])
+            measure(name, figure)
+        panels = PANELS[type(figure)](name, figure)
         if not panels:
             print(f"{name}: not measured, run it with --measure on a GPU")
             continue
