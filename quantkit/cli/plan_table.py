@@ -69,7 +69,7 @@ def _plan(found: Plan) -> str:
 
 def _curve(fit: Mapping[str, Any]) -> str:
     """Format the uniform schemes that a target size chooses from; a run mixes them by measured harm."""
-    header = ("uniform scheme", "layout", "bytes", "bits/weight", "rounding error", "fits")
+    header = ("uniform scheme", "layout", "bytes", "bits/weight", "squared error", "fits")
     rows = [
         (row["scheme"], row["layout"], row["bytes"], f"{row['bits']:.3f}", f"{row['harm']:.2e}", fits)
         for row in fit["curve"]

@@ -37,9 +37,10 @@ from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
 from quantkit.planning.fit import Choice, Group, Harm, Space, expected_harm, groups_of, recipe_of, schemes_of
+from quantkit.planning.memory import calibrated_memory
 from quantkit.planning.plan import Plan
 from quantkit.progress import Clock, Progress
-from quantkit.recipes.fit_options import DENSE, FitOptions
+from quantkit.recipes.fit_options import FitOptions
 from quantkit.recipes.goals import is_sparse
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.run_options import RunKeywords, RunOptions
@@ -150,7 +151,7 @@ def plan(
     """Plan what `quantize` would do.
 
     With a target it is the plan of the best uniform scheme that fits, with the curve of all of them. Nothing is
-    measured: the harm in the curve is the error of rounding normally distributed weights.
+    measured: the harm in the curve is the squared error of normally distributed weights.
     """
     if not fitted.is_asked:
         return pipeline.plan(model, recipe, out=out, target=fitted.target, **options)
@@ -161,11 +162,12 @@ def plan(
         search = _search(model, recipe, fitted, replace(run, progress=None))
     except RecipeError as error:
         return replace(pipeline.plan(model, recipe, out=out, **options), refusal=error)
-    found = search.uniform(expected_harm)
-    best = found[0] if found else search.some(expected_harm)
-    curve = [{**row, "harm": row["harm"] / best.space.weights} for row in search.curve(expected_harm, mixes=False)]
+    expected = partial(expected_harm, search.job.recipe)
+    found = search.uniform(expected)
+    best = found[0] if found else search.some(expected)
+    curve = [{**row, "harm": row["harm"] / best.space.weights} for row in search.curve(expected, mixes=False)]
     facts = {"best_uniform": found[0].name if found else None, "curve": curve}
-    return replace(pipeline.plan(model, best.job.recipe, out=out, **options), fit=facts)
+    return replace(_with_sensitivities(pipeline.plan(model, best.job.recipe, out=out, **options), search), fit=facts)
 
 
 def quantize(
@@ -191,7 +193,8 @@ def quantize(
         raise RecipeError(f"{ranks().count} processes were started, and one fits a size", "start one")
     search = _search(model, recipe, asked, run)
     smallest = search.some(lambda group, label: group.bytes[label])
-    job, text = pipeline.require_runnable(smallest.job, None, run)
+    job = smallest.job._replace(plan=_with_sensitivities(smallest.job.plan, search))
+    job, text = pipeline.require_runnable(job, None, run)
     if not job.recipe.calibrated:
         text = pipeline.calibration_text(recipe.calibration, job.src, job.model, run.progress, run.trust_remote_code)
     notice = (run.progress or Progress(quiet=True)).note
@@ -239,54 +242,58 @@ def _decide(
     work: Path,
     model: str | Path,
     measure: Measure | None,
-    known: sensitivity.Harms | None,
+    known: dict[str, float] | None,
 ) -> str:
     """Measure harms, make the folders of the mix and of uniform schemes, and return the name of the best one."""
     asked, job, options = search.asked, search.job, search.run
     progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
     begin = partial(new_run, job.src, job.recipe, work=work, progress=progress, act_budget=options.act_budget)
-    every = [group for space in search.spaces for group in space.groups if not group.is_fixed]
-    free = {group.name: group for group in every}
-    with clock.phase("sensitivities"), progress.loop():
-        if known is None:
-            schemes: dict[str, set[str]] = {}
-            for group in every:
-                for linear in group.linears:
-                    schemes.setdefault(linear, set()).update(group.bytes.keys() - {DENSE})
-            found = sensitivity.measure(begin(model=job.model, sequences=text.sequences), schemes)
-            reached = {name: [found[m] for m in group.linears if m in found] for name, group in free.items()}
-            known = {
-                n: {label: sum(m[label] for m in each) for label in each[0]} for n, each in reached.items() if each
-            }
-            append_journal(work / JOURNAL, {"harms": known})
-    harm = partial(_measured, known)
-    with clock.phase("programme"):
-        search = replace(search, spaces=[space.with_fixed(known, job.plan.scheme) for space in search.spaces])
-        mix = search.mix(harm)
-        reach = REACH * mix.harm if mix else 0.0
-        uniform = search.uniform(harm, reach)
-    made = list(uniform)
-    if mix is not None and mix.job.recipe not in [each.job.recipe for each in made]:
-        made.append(mix)
-    made = made or [search.some(harm)]
-    for each in made:
+    free = {group.name: group for space in search.spaces for group in space.groups if not group.is_fixed}
+
+    def make(each: _Found) -> Checkpoint:
         progress.note(f"{each.name}: {each.space.bits(each.space.size(each.choice))} bits/weight")
         if not (work / each.folder).exists():
             with clock.phase(each.name):  # resume: there is nothing to go on with, or this run's own
                 given = {**vars(options), "overwrite": False, "resume": True}
                 pipeline.quantize(model, work / each.folder, each.job.recipe, **given)
+        return Checkpoint(work / each.folder, options.trust_remote_code)
+
+    expected = partial(expected_harm, job.recipe)
+    first = next(iter(search.uniform(expected)), None) or search.some(expected)._replace(name="expected")
+    folders = {first.name: make(first)}
+    with clock.phase("sensitivities"), progress.loop():
+        if known is None:
+            found = sensitivity.measure(begin(model=job.model, sequences=text.sequences), folders[first.name])
+            reached = {name: [found[m] for m in group.linears if m in found] for name, group in free.items()}
+            known = {name: sum(each) for name, each in reached.items() if each}
+            append_journal(work / JOURNAL, {"harms": known})
+    reachable = known
+
+    def harm(group: Group, label: str) -> float:
+        """Scale the harm in the first folder by the errors that are expected in both schemes."""
+        found = reachable.get(group.name)
+        return found * expected(group, label) / expected(group, first.choice[group.name]) if found else 0.0
+
+    with clock.phase("programme"):
+        search = replace(search, spaces=[space.with_fixed(known, first.choice) for space in search.spaces])
+        mix = search.mix(harm)
+        uniform = search.uniform(harm, REACH * mix.harm if mix else 0.0)
+    first = first._replace(harm=first.space.harm(first.choice, harm))
+    made = {each.name: each for each in (*uniform, first)}
+    if mix is not None and mix.job.recipe not in [each.job.recipe for each in made.values()]:
+        made[MIXED] = mix
+    folders |= {name: make(each) for name, each in made.items() if name not in folders}
     with clock.phase("divergence"), progress.loop():
         held, source = _held_out(search, text, progress)
-        folders = {each.name: Checkpoint(work / each.folder, options.trust_remote_code) for each in made}
         judged = divergences(begin(model=job.model, sequences=held), folders)
-    best = min(made, key=lambda each: judged[each.name])
+    best = min(made.values(), key=lambda each: judged[each.name])
     report = load_report(work / best.folder)
     report["fit"] = {
         **{key: getattr(asked, key) for key in ("target_size", "target_bits", "allowed", "target")},
-        "chosen": best.name if best.name == MIXED else "uniform",
+        "chosen": "uniform" if best.name in best.space.uniform else MIXED,
         "best_uniform": uniform[0].name if uniform else None,
         "kld": judged,
-        "predicted": {each.name: each.harm for each in made},
+        "predicted": {name: each.harm for name, each in made.items()},
         "held_out": {"source": source, "sequences": len(held), "tokens": sum(map(len, held))},
         "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group.name in free},
         "curve": search.curve(harm, mixes=True),
@@ -330,6 +337,16 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     return replace(search, spaces=spaces)
 
 
+def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
+    """Add the memory of the pass that measures harms."""
+    src, model, gpu = search.job.src, search.job.model, plan.memory.gpu_memory
+    device = model.device.type if gpu is None else "cuda"
+    memory = calibrated_memory(
+        src, model.linears, search.job.recipe, device, search.run.act_budget, gpu, sensitivities=True
+    )
+    return replace(plan, memory=replace(plan.memory, others=memory.others))
+
+
 def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> RecipeError:
     """Say which size is possible."""
     size, bits = least[0], ceil(1000 * least[1]) / 1000
@@ -368,10 +385,6 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
     return Space(
         name, groups_of(linears, goals, lambda m: src.bytes_written(f"{m}.weight"), some, LAYOUTS[name], recipe)
     )
-
-
-def _measured(harms: sensitivity.Harms, group: Group, label: str) -> float:
-    return harms.get(group.name, {}).get(label, 0.0)
 
 
 def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[list[Tensor], str]:

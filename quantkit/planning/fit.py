@@ -24,6 +24,7 @@ from quantkit.engines.joined import joined_name
 from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import GROUP_SIZES, fitting
+from quantkit.names import Clip
 from quantkit.planning.plan import stored_bytes
 from quantkit.recipes.fit_options import DENSE
 from quantkit.recipes.goals import Goal, treat_alike
@@ -140,12 +141,12 @@ class Space:
             for n, b, h in facts
         ]
 
-    def with_fixed(self, known: Collection[str], label: str) -> Space:
-        """Fix the groups whose harm is not `known` to the scheme `label`, or to their widest one."""
+    def with_fixed(self, known: Collection[str], choice: Choice) -> Space:
+        """Fix the groups whose harm is not `known` to their scheme in `choice`, or to their widest one."""
         found = []
         for group in self.groups:
             if group.name not in known:
-                chosen = label if label in group.bytes else max(group.bytes, key=lambda each: (group.bytes[each], each))
+                chosen = max(group.bytes, key=lambda label: (label == choice[group.name], group.bytes[label], label))
                 group = replace(group, bytes={chosen: group.bytes[chosen]}, is_fixed=True)
             found.append(group)
         return replace(self, groups=found)
@@ -273,14 +274,16 @@ def _any(options: Iterable[str]) -> str:
     return listed[0] if len(listed) == 1 else f"({'|'.join(listed)})"
 
 
-def expected_harm(group: Group, label: str) -> float:
-    """Compute the harm in a plan: the relative error of rounding normally distributed weights, times their number."""
-    return group.weights * _rounding_error(label)
+def expected_harm(recipe: Recipe, group: Group, label: str) -> float:
+    """Compute the harm in a plan: the squared error of normally distributed weights, times their number."""
+    if label == DENSE:
+        return 0.0
+    scheme = Scheme.parse(label)
+    solving = recipe.solving(scheme)
+    return group.weights * _normal_error(scheme, solving.clip, solving.signed)
 
 
 @cache
-def _rounding_error(label: str) -> float:
-    if label == DENSE:
-        return 0.0
-    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
-    return relative_error(weight, rtn.quantize(weight, Scheme.parse(label))[0])
+def _normal_error(scheme: Scheme, clip: Clip, signed: bool) -> float:
+    weight = torch.randn(16, 4096, generator=torch.Generator().manual_seed(0))
+    return relative_error(weight, rtn.quantize(weight, scheme, clip=clip, signed=signed)[0]) ** 2

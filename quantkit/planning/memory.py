@@ -22,9 +22,10 @@ from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import backward_bytes
-from quantkit.calibration.budget import SAVED_BLOCKS, gradient_tokens, stays_on_gpu
+from quantkit.calibration.budget import SAVED_BLOCKS, TUNED_AT_ONCE, gradient_tokens, stays_on_gpu
 from quantkit.calibration.run import Stream
 from quantkit.calibration.self_generated import CACHE_BYTES, INSTEAD, LOGIT_BYTES, LONGEST, SPARE
+from quantkit.calibration.sensitivity import TOKENS
 from quantkit.calibration.stages.gradients import DRAWING_BYTES
 from quantkit.calibration.stages.hessians import Hessians
 from quantkit.calibration.stages.solve import Solve
@@ -42,8 +43,8 @@ from quantkit.recipes.recipe import Recipe
 
 #: The part of the memory that grows with the longest sequence, and the part that grows with all tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
-#: The parts that only output gradients have: all of them, and a block's file that is read.
-GRADIENTS, READ = "output gradients", "file of gradients"
+#: The parts that only gradients have: all of them, a block's file that is read, and errors whose harm is measured.
+GRADIENTS, READ, ERRORS = "output gradients", "file of gradients", "errors of a block"
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
 #: The other processes of a run on this machine.
@@ -233,10 +234,12 @@ def calibrated_memory(
     device: str | None = None,
     act_budget: int | None = None,
     gpu_memory: int | None = None,
+    *,
+    sensitivities: bool = False,
 ) -> Memory:
     """Estimate the peak of a run with activations, on `device` (None: as `auto` chooses).
 
-    `gpu_memory` are the bytes of a GPU that is not here.
+    `gpu_memory` are the bytes of a GPU that is not here. With `sensitivities` their pass is one more stage.
     """
     sizes = _Sizes(src, linears, recipe, device)
     if sizes.cuda and gpu_memory is None and sizes.here:
@@ -261,6 +264,13 @@ def calibrated_memory(
     if recipe.calibration.is_written:
         others = (*others, writing_memory(src, recipe.calibration, sizes.kind))
     found = replace(stage(stores, _of_solving(sizes, recipe)), others=others)
+    if sensitivities:
+        tokens = min(recipe.calibration.samples * sizes.longest, TOKENS + sizes.longest)
+        sizes.gradients = Activations.bytes(tokens, sizes.hidden, sizes.width)
+        head, (held, block) = _of_gradients(sizes)
+        once = max(sizes.longest, TUNED_AT_ONCE[sizes.kind])
+        block[ERRORS] = 4 * sizes.most(lambda n, k: n * k + once * (n + k))
+        found = replace(found, others=(*others, stage(*head), stage(held, block)))
     if not sizes.cuda:
         return found
     saved = ACTIVATIONS in found.vram and len(sizes.blocks) > SAVED_BLOCKS[sizes.kind]

@@ -223,4 +223,6 @@ def test_a_plan_shows_each_uniform_scheme_and_which_one_is_the_best_that_fits(sm
     rows = {(row["scheme"], row["layout"]): row for row in found["fit"]["curve"]}
     assert rows["fp6:channel", "humming"]["fits"] and not rows["fp6:channel", "compressed-tensors"]["fits"]
     assert rows["int4:g32", "compressed-tensors"]["harm"] > rows["fp6:channel", "humming"]["harm"]
-    assert re.search(r"fp6:channel +humming +\d+ +6.125 +5.26e-02  best", call("plan", small, *options).stdout)
+    assert re.search(r"fp6:channel +humming +\d+ +6.125 +2.66e-03  best", call("plan", small, *options).stdout)
+    rounded = json.loads(call("plan", small, *options, "--method", "rtn", "--json").stdout)
+    assert rounded["peak_memory"]["ram_parts"]["errors of a block"] > 4 * 7 * 128**2

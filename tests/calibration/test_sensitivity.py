@@ -1,0 +1,62 @@
+"""Harms are those of gradients through the whole model, token by token, for the weights that a folder has."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibration import sensitivity
+from quantkit.calibration.preflight import new_run
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models import block_runner
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.recipe import from_mapping
+from tests.calibration.runs import sequences
+from tests.tiny_models import write_model
+
+
+def seen_in_the_whole_model(folder: Path, seed: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return inputs `[t, k]` and gradients by outputs `[t, n]` of each linear, by document, by autograd."""
+    model, seen = load_dense_model(Checkpoint(folder)), dict[str, list[tuple[Tensor, Tensor]]]()
+
+    def watch(linear: str, module: Any, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda g: seen.setdefault(linear, []).append((args[0][0].detach(), g[0])))
+
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_hook(partial(watch, name))
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_())
+    generator = torch.Generator()
+    for number, tokens in enumerate(sequences()):
+        generator.manual_seed(seed + number)
+        logits = model(tokens[None], use_cache=False).logits[0]
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        (-logits.log_softmax(-1).gather(1, drawn).sum()).backward()
+    return seen
+
+
+def test_a_harm_weighs_the_errors_of_a_folder_by_inputs_and_gradients_of_the_same_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
+    folder = write_model("llama", tmp_path / "model", hidden_size=64, intermediate_size=128)
+    recipe = from_mapping({"method": "rtn", "scheme": {"group_size": 32}, "skip": [r".*1\.self_attn\.o_proj"]})
+    quantize(folder, tmp_path / "made", recipe, min_share=0.0)
+    src, made = Checkpoint(folder), Checkpoint(tmp_path / "made")
+    (tmp_path / "work").mkdir()
+    run = new_run(src, recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
+    found = sensitivity.measure(run, made)
+    seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
+    assert found.keys() == seen.keys() - {"model.layers.1.self_attn.o_proj"}
+    for linear, harm in found.items():
+        x, g = (torch.cat(parts).double() for parts in zip(*seen[linear], strict=True))
+        error = (made.quantized(linear).dequantize() - src.get(f"{linear}.weight")).double()
+        expected = (x.square() @ error.square().T * g.square()).sum() / tokens / 2
+        assert harm == pytest.approx(float(expected), rel=1e-3)
