@@ -49,7 +49,7 @@ class TunedWeight:
         self._step = steps[0] if even else steps[start.codes.int()].unflatten(1, (groups, -1))
         self._zeros = None if start.zeros is None else start.zeros.float().unsqueeze(-1)
         self._scales = start.scales.float().contiguous()
-        values = self._start_values()
+        values = start.values()
         target = self._grouped(weight.float()).div_(self._scales.masked_fill(self._scales == 0, 1.0).unsqueeze(-1))
         inside = _INSIDE * self._step
         self._latent = _Moved(torch.clamp(target, values - inside, values + inside))
@@ -85,7 +85,7 @@ class TunedWeight:
         self._factors.descend((slope * self._values()).sum(-1), rate)
         self._factors.value.clamp_(*FACTORS)
         self._latent.descend(slope.mul_(self._step), rate * self._step)
-        values, bound = self._start_values(), BOUND * self._step
+        values, bound = self.start.values(), BOUND * self._step
         low, high = _range(self.start.scheme.format, self._zeros)
         self._latent.value.clamp_((values - bound).clamp_(min=low), (values + bound).clamp_(max=high))
 
@@ -102,7 +102,7 @@ class TunedWeight:
         start, values = self.start, self._values()
         codes = start.scheme.format.encode(values) if self._zeros is None else (values + self._zeros).to(torch.uint8)
         # An unchanged value keeps its code, and with it the sign of a zero.
-        codes = torch.where(values == self._start_values(), start.codes.view_as(codes), codes)
+        codes = torch.where(values == start.values(), start.codes.view_as(codes), codes)
         return QuantizedTensor(start.scheme, codes.flatten(1), self._tuned_scales().to(torch.float16), start.zeros)
 
     def _grouped(self, matrix: Tensor) -> Tensor:
@@ -110,11 +110,6 @@ class TunedWeight:
         rows, columns = self.start.shape
         padding = (0, columns - matrix.shape[1], 0, rows - matrix.shape[0])
         return pad(matrix, padding).view(*self._scales.shape, -1).clone()
-
-    def _start_values(self) -> Tensor:
-        decode = self.start.scheme.format.decode
-        values = decode(self.start.codes).view(*self._scales.shape, -1)
-        return values if self.start.zeros is None else values - decode(self.start.zeros).unsqueeze(-1)
 
     def _values(self) -> Tensor:
         """Return the value of each code in steps of its scale, `[n, groups, g]`."""

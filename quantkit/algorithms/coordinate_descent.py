@@ -82,15 +82,6 @@ def _better(
     return QuantizedTensor(before.scheme, codes, scales, before.zeros), torch.where(fell, new, loss), fell
 
 
-def _values(tensor: QuantizedTensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Return each weight in steps of its scale, `[rows, k]`."""
-    decode = tensor.scheme.format.decode
-    values = decode(tensor.codes[rows]).to(dtype)
-    if tensor.zeros is not None:
-        values -= decode(tensor.zeros[rows]).to(dtype).repeat_interleave(values.shape[1] // tensor.zeros.shape[1], 1)
-    return values
-
-
 def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
     """Return the tensor `[n, k]` after one pass over its columns in natural order.
 
@@ -100,7 +91,7 @@ def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTens
     fmt = tensor.scheme.format
     h = h.to(dtype)
     e = weight.to(dtype, copy=True).sub_(tensor.dequantize(dtype)).T.contiguous()
-    v = _values(tensor, slice(None), dtype).T.contiguous()
+    v = tensor.values(dtype).flatten(1).T.contiguous()
     k, groups = len(v), tensor.scales.shape[1]
     scales = tensor.scales.to(dtype).T.contiguous()
     zeros = None if tensor.zeros is None else tensor.zeros.to(dtype).T.contiguous()
@@ -162,15 +153,16 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
     together = max(_ROWS, _ENTRIES // max(len(h), scales.shape[1] ** 2)) if h.is_cuda else _ROWS
     for first in range(0, len(scales), together):
         rows = slice(first, first + together)
-        own = tensor.scales[rows].to(h.dtype)
-        a, b = _normal_equations(weight[rows].to(h.dtype), _values(tensor, rows, h.dtype), h, own.shape[1])
+        some = tensor.rows(rows)
+        own = some.scales.to(h.dtype)
+        a, b = _normal_equations(weight[rows].to(h.dtype), some.values(h.dtype).flatten(1), h, own.shape[1])
         diagonal = a.diagonal(dim1=1, dim2=2)
         idle = diagonal == 0
         diagonal.add_(diagonal.mean(-1, keepdim=True), alpha=_RIDGE)
         lower, failed = torch.linalg.cholesky_ex(a)
         found = torch.cholesky_solve(b.unsqueeze(-1), lower).squeeze(-1)
         found = torch.where(idle, own, stored_scale(found, weight.dtype))
-        zeros = None if tensor.zeros is None else tensor.zeros[rows].to(h.dtype)
+        zeros = None if some.zeros is None else some.zeros.to(h.dtype)
         usable = (found * own > 0) & (found.abs() * largest_value(fmt, zeros) <= LARGEST_HALF)
         usable = usable.all(-1, keepdim=True) & (failed == 0).unsqueeze(-1)
         scales[rows] = torch.where(usable, found, own).to(torch.float16)

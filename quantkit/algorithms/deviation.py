@@ -39,9 +39,7 @@ def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
         small = (parts < parts.amax(-1, keepdim=True).to(working_dtype(weight)) * FAR_SMALLER) & (parts > 0)
         small &= 8 * small.sum(-1, keepdim=True) >= (parts > 0).sum(-1, keepdim=True)
         if bool(small.any()):
-            zeros = None if tensor.zeros is None else tensor.zeros[rows]
-            some = QuantizedTensor(tensor.scheme, tensor.codes[rows], tensor.scales[rows], zeros)
-            count += int((small.flatten(1) & (some.dequantize() == 0)).sum())
+            count += int((small.flatten(1) & (tensor.rows(rows).dequantize() == 0)).sum())
     return {"zeroed": count} if count else {}
 
 

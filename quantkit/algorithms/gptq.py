@@ -122,8 +122,7 @@ def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
     first = 0
     for count in rows:
         part = slice(first, first + count)
-        t = solution.tensor
-        tensor = QuantizedTensor(t.scheme, t.codes[part], t.scales[part], None if t.zeros is None else t.zeros[part])
+        tensor = solution.tensor.rows(part)
         guard = solution.guard_rows[part]
         changes = {name: changed[part] for name, changed in solution.changes.items()}
         facts = {**solution.facts, **rtn.scale_facts(tensor), **_sums({"guard_rows": guard, **changes})}

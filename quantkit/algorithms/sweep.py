@@ -140,7 +140,7 @@ def round_block(
     if t.dtype == torch.float32 and kernels.runs_on(t.device):
         for a in range(0, len(t), kernels.COLUMNS):
             b = min(a + kernels.COLUMNS, len(t))
-            mask = None if pattern is None else kernels.Mask(*pattern.part(a, b))
+            mask = None if pattern is None else pattern.part(a, b)
             few = None if columns is None else columns.part(a, b)
             kernels.round_block(t[a:b], d[a:b], w[a:b], v[a:b, a:b], few, fmt, mask)
             t[b:].addmm_(v[a:b, b:].T, d[a:b])

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.derived import Derived, Read
-from quantkit.checkpoint.stored_tensors import StoredFile, file_in, read_bytes
+from quantkit.checkpoint.stored_tensors import Derived, Read, StoredFile, file_in, read_bytes
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import config_checks, files
 from quantkit.io.gguf_header import GgufHeader, GgufTensor, read_gguf_header
@@ -112,13 +111,15 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
     config_checks.check_sizes(sizes, path, len(header.tensors), nbytes)
     _require_dequantizable(path, header)
     with _refused(path, f"transformers cannot read its architecture {shown(architecture)}"):
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
         config = AutoConfig.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
         config_checks.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
         if (factors := header.tensors.pop(FACTORS, None)) is not None:
             _scale_positions(config, read_bytes(folder, file, factors.start, factors.nbytes).view(torch.float32))
-        module = _skeleton(config)
+        with init_empty_weights():
+            module: Any = AutoModelForCausalLM.from_config(config)
         read = _Reading(folder, file, header, module, config)
         tensors = read.tensors()
     with _refused(path, "transformers cannot make a tokenizer of it"):
@@ -269,14 +270,6 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
     expected = frequencies(1.0) / frequencies(float(factors.max()))
     if expected.shape != factors.shape or not torch.allclose(expected, factors, rtol=1e-4):
         raise CheckpointError(f"{FACTORS} has other factors than Llama 3", ORIGINAL)
-
-
-def _skeleton(config: Any) -> Any:
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    with init_empty_weights():
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _dtype(header: GgufHeader, architecture: str) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.numerics import row_slices
-from quantkit.checkpoint.derived import Derived, Read
+from quantkit.checkpoint.stored_tensors import Derived, Read
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
 

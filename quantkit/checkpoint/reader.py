@@ -16,16 +16,15 @@ from torch import Tensor
 
 from quantkit.checkpoint import gguf_source, low_bit_sources
 from quantkit.checkpoint.items import Item
-from quantkit.checkpoint.packed_modules import find_packed
 from quantkit.checkpoint.stored_tensors import StoredTensors, file_in
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, LayoutError, Words, about
 from quantkit.io import config_checks, files, json_files, model_folder
-from quantkit.io.json_files import shown
+from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
-from quantkit.layouts import read_config
+from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.base import Layout, Unpacking
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.layouts.recast import broken_rule, check_padding, recast
@@ -36,6 +35,8 @@ from quantkit.layouts.validation import DAMAGED
 CONFIG, QUANTIZATION, FORMER = "config.json", "quantization_config", "compression_config"
 #: Dtypes of weights that are not quantized, and of counters and masks beside them.
 _DENSE = (*FLOATS, torch.float64, torch.int64, torch.bool)
+#: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
+_PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 
 class Checkpoint(StoredTensors):
@@ -94,7 +95,7 @@ class Checkpoint(StoredTensors):
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, dict[str, str]] = {}
         if self.layout is not None and self.schemes is not None:
-            self._modules = find_packed(self, self.layout, self.schemes)
+            self._modules = _find_packed(self, self.layout, self.schemes)
             if not self._modules:
                 self.notices.append(f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it")
         self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
@@ -321,3 +322,39 @@ def _of_file(folder: Path, module: str) -> Iterator[None]:
     except LayoutError as error:
         subject = Words(folder, ":", module)
         raise CheckpointError(error.rule, *error.ways_out, subject=subject) from error
+
+
+def _find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[str, dict[str, str]]:
+    """Map each packed module to suffix -> stored name of its tensors, in file order.
+
+    CheckpointError if a module is incomplete, stored twice, listed as dense, or of another layout.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in src.names():
+        module, _, suffix = name.rpartition(".")
+        if module and suffix in layout.TENSORS:
+            found.setdefault(module, {})[suffix] = name
+    packed = {module: parts for module, parts in found.items() if layout.MARKER in parts}
+    stored = set(src.names())
+    for module, parts in found.items():
+        stray = [name for suffix, name in parts.items() if suffix != "weight" or src.dtype(name) not in FLOATS]
+        if module not in packed and stray:
+            raise CheckpointError(f"{stray[0]} is there, {module}.{layout.MARKER} is missing", AGAIN, subject=src.path)
+        if module in packed and "weight" not in parts and f"{module}.weight" in stored:
+            raise CheckpointError(f"{module} is there twice, packed and as {module}.weight", subject=src.path)
+        if module in packed and module in schemes.ignore:
+            raise CheckpointError(f"{module} is packed, and config.json says that it is not", subject=src.path)
+    _require_one_layout(src, layout, packed)
+    return packed
+
+
+def _require_one_layout(src: StoredTensors, layout: Layout, packed: Mapping[str, Mapping[str, str]]) -> None:
+    ours = {name for parts in packed.values() for name in parts.values()}
+    suffixes = {suffix for each in LAYOUTS.values() for suffix in each.TENSORS}
+    for name in src.names():
+        if name not in ours and name.rpartition(".")[2] in suffixes and src.dtype(name) in _PACKED:
+            raise CheckpointError(
+                f"{name} is packed and no part of the {layout.NAME} layout that config.json states: a folder holds "
+                "one layout, convert each on its own",
+                subject=src.path,
+            )

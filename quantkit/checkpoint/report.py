@@ -114,11 +114,11 @@ def heading(
     `base` has the facts about the original model that the outputs of each step hand on.
     """
     source = {"name": valid_text(name), "revision": revision}
-    known = base or source
+    known = {key: valid_text(value) if isinstance(value, str) else value for key, value in (base or source).items()}
     return {
         "quantkit": __version__,
         "command": command,
-        "base": {key: _valid(known[key]) for key in BASE if key in known},
+        "base": {key: known[key] for key in BASE if key in known},
         "source": {**source, "files": dict(files)},
         "environment": {
             "python": platform.python_version(),
@@ -133,10 +133,6 @@ def heading(
 def valid_text(name: str) -> str:
     """Return the name of a file or folder as text that UTF-8 can hold: it may not be valid text."""
     return name.encode(errors="backslashreplace").decode()
-
-
-def _valid(value: Any) -> Any:
-    return valid_text(value) if isinstance(value, str) else value
 
 
 def untuned(facts: Mapping[str, Any]) -> dict[str, Any]:

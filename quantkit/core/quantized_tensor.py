@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,6 @@ from quantkit.errors import LayoutError
 DIGEST = "xxh3_128"
 #: Bytes copied from a GPU at a time to be hashed.
 PIECE = 1 << 24
-
-
-class _Hash(Protocol):
-    def update(self, data: bytes | memoryview, /) -> None: ...
-    def hexdigest(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +71,21 @@ class QuantizedTensor:
         return QuantizedTensor(self.scheme, self.codes.to(device), self.scales.to(device), zeros)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Compute `scales * (decode(codes) - decode(zeros))` `[n, k]` in float32, rounded once to `dtype`."""
-        n, k = self.shape
+        """Compute `scales * values` `[n, k]` in float32, rounded once to `dtype`."""
+        return self.values().mul_(self.scales.float().unsqueeze(-1)).view(self.shape).to(dtype)
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Compute the weights in steps of their scales, `decode(codes) - decode(zeros)`, `[n, g, k / g]`."""
         decode = self.scheme.format.decode
-        values = decode(self.codes).view(n, self.scales.shape[1], -1)
+        values = decode(self.codes).view(*self.scales.shape, -1).to(dtype)
         if self.zeros is not None:
-            values -= decode(self.zeros).unsqueeze(-1)
-        return values.mul_(self.scales.float().unsqueeze(-1)).view(n, k).to(dtype)
+            values -= decode(self.zeros).to(dtype).unsqueeze(-1)
+        return values
+
+    def rows(self, some: slice) -> QuantizedTensor:
+        """Return the record of some rows, in the same memory."""
+        zeros = None if self.zeros is None else self.zeros[some]
+        return QuantizedTensor(self.scheme, self.codes[some], self.scales[some], zeros)
 
     def digest(self) -> str:
         """Hash scheme, shape, codes, scales and zero points to `xxh3_128:<hex>`, the same from every layout.
@@ -118,9 +121,7 @@ def concatenated(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 class Digest:
     """The digest of a record whose codes arrive a block of rows at a time."""
 
-    def __init__(
-        self, scheme: Scheme, shape: tuple[int, int], hasher: _Hash | None = None, prefix: str = f"{DIGEST}:"
-    ) -> None:
+    def __init__(self, scheme: Scheme, shape: tuple[int, int], hasher: Any = None, prefix: str = f"{DIGEST}:") -> None:
         self._hasher, self._prefix = hasher or xxh3_128(), prefix
         self._hasher.update(f"{scheme.label} {list(shape)}".encode())
 

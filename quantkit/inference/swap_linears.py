@@ -42,25 +42,13 @@ if TYPE_CHECKING:
 Linears = dict[str, PackedLinear]
 
 
-def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
+def swap(model: PreTrainedModel, src: Checkpoint) -> tuple[Linears, list[str]]:
     """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
 
     Experts that the checkpoint stores one by one are unfused first, and linears stacked or split as they are stored.
-    CheckpointError if a packed weight has no linear of its shape, if one of its tensors is missing, and if model and
-    folder differ in their tensors or shapes.
+    Also returns the names of stored tensors that the model does not have. CheckpointError if a packed weight has no
+    linear of its shape, if one of its tensors is missing, and if model and folder differ in their tensors or shapes.
     """
-    linears = _swapped(model, src)
-    check_states(model, src)
-    return linears
-
-
-def tensors_outside(model: PreTrainedModel, src: Checkpoint) -> list[str]:
-    """Do as `swap`, and return the names of stored tensors that the model does not have."""
-    _swapped(model, src)
-    return check_states(model, src)
-
-
-def _swapped(model: PreTrainedModel, src: Checkpoint) -> Linears:
     unfuse_experts(model, src, spellings(model), slices=False)
     stored = follow_storage(model, src, match(model, src).merged)
     place, modules = places(model), dict(model.named_modules())
@@ -88,7 +76,7 @@ def _swapped(model: PreTrainedModel, src: Checkpoint) -> Linears:
         # A head with a packed weight of its own is no longer tied to the embeddings.
         if model.all_tied_weights_keys.pop(f"{path}.weight", None) is not None:
             model.config.tie_word_embeddings = False
-    return linears
+    return linears, check_states(model, src)
 
 
 def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:

@@ -58,11 +58,9 @@ class QuantkitConfig(QuantizationConfigMixin):
         return copy.deepcopy(self.stated)
 
 
-def as_ours(
-    stated: Mapping[str, Any], decodes_without_kernels: bool, config: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def as_ours(stated: Mapping[str, Any], decodes_without_kernels: bool, config: Mapping[str, Any]) -> dict[str, Any]:
     """Wrap a `quantization_config` of any method so that transformers gives it to our quantizer."""
-    values = dict(stated), decodes_without_kernels, None if config is None else dict(config)
+    values = dict(stated), decodes_without_kernels, dict(config)
     return {"quant_method": METHOD, **dict(zip(ENTRIES, values, strict=True))}
 
 
@@ -91,7 +89,7 @@ class QuantkitQuantizer(HfQuantizer):
             # The model's own code has run already, so trusting it adds no risk.
             config = copy.deepcopy(self.quantization_config.config)
             src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True, config=config)
-            self.linears = swap_linears.swap(model, src)
+            self.linears, _ = swap_linears.swap(model, src)
             self._patterns = patterns_in_use(model, src)
         self._src, self._saved_forms = src, self._forms()
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}

@@ -40,8 +40,6 @@ def _sources() -> dict[str, tuple[str, ...]]:
 
 #: CUDA source -> all its template instances.
 SOURCES = _sources()
-#: CUDA source -> the only architectures that it compiles for.
-ONLY = {source: ("sm_90a",) for source in SOURCES if source.endswith("_hopper")}
 
 
 def preferred() -> list[str]:

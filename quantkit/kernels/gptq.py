@@ -54,17 +54,6 @@ class Columns(NamedTuple):
         return self._replace(group_of=self.group_of[a:b])
 
 
-class Mask(NamedTuple):
-    """Mark the entries of a 2:4 weight that stay, bool `[b, n]`.
-
-    With `r` `[b, 1]` and `ahead` `[b, 4]` they are chosen as each quad begins.
-    """
-
-    mask: Tensor
-    r: Tensor | None
-    ahead: Tensor | None
-
-
 @functools.cache
 def runs_on(device: torch.device) -> bool:
     """Return True if the kernels can be compiled for a device and run there."""
@@ -87,12 +76,18 @@ def load_beside(device: torch.device) -> None:
 
 
 def round_block(
-    t: Tensor, d: Tensor, w: Tensor, v: Tensor, columns: Columns | None, fmt: Format | None, pattern: Mask | None
+    t: Tensor,
+    d: Tensor,
+    w: Tensor,
+    v: Tensor,
+    columns: Columns | None,
+    fmt: Format | None,
+    pattern: Sequence[Tensor | None] | None,
 ) -> None:
     """Round up to `COLUMNS` columns: `t` `[b, n]` becomes values of codes, `d` `[b, n]` their errors.
 
     All are float32 on a device that `runs_on` accepts, `t`, `d` and `w` contiguous. `v` `[b, b]` is the block of V.
-    Without `columns` and `fmt` nothing is rounded, and a pattern removes entries; see `algorithms.sweep`.
+    Without `columns` and `fmt` nothing is rounded, and a pattern removes entries; see `algorithms.sweep.Pattern`.
     """
     b, n = t.shape
     name, grid = grid_of(fmt, columns is not None and columns.zeros is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -22,7 +23,6 @@ from quantkit.kernels.hopper_tiles import (
     launch_sizes,
     representative,
 )
-from quantkit.kernels.reads import READS
 from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
 
@@ -31,6 +31,43 @@ from quantkit.kernels.workspace import workspace
 MAX_TOKENS = 2048
 #: The number of the weight's tensor maps -> kinds of all arguments: maps, pointers, sizes (see `driver`).
 KINDS: dict[int, tuple[int | str, ...]] = {maps: (SIZE,) * (1 + maps) + ("Q",) * 5 + ("i4x",) * 3 for maps in (2, 3)}
+
+
+class Reads:
+    """The tensors that launches have read, with their states then; it keeps no tensor alive.
+
+    A launch may fetch weights while the work before it in the stream still runs, unless that work may write them.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}  # by id
+
+    def valid(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if launches have read these very tensors, and torch has written to none of them since.
+
+        torch counts a write in place in the tensor's version. `.data = ` and `module.to` change the address instead. A
+        write through `.data` itself is not seen (docs/kernels.md).
+        """
+        for tensor in tensors:  # in each launch, so without a call for each tensor
+            before = self.seen.get(id(tensor))
+            if before is None or before[0]() is not tensor or before[1] != (tensor._version, tensor.data_ptr()):
+                return False
+        return True
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """Record that a launch has read these tensors. Inference tensors have no version, so they are left out."""
+        for tensor in tensors:
+            if not tensor.is_inference():
+                state, forget = (tensor._version, tensor.data_ptr()), functools.partial(self._forget, id(tensor))
+                self.seen[id(tensor)] = weakref.ref(tensor, forget), state
+
+    def _forget(self, key: int, dead: object) -> None:
+        if key in self.seen and self.seen[key][0] is dead:  # else the id already belongs to another tensor
+            del self.seen[key]
+
+
+#: The reads of this process.
+READS = Reads()
 
 
 @dataclass(frozen=True, eq=False)

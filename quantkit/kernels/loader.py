@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import threading
 import time
 import warnings
@@ -37,30 +36,12 @@ _LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Registers of a thread, and bytes of registers spilled to memory (stores and loads)."""
-
-    registers: int
-    spills: int
-
-
-@dataclass(frozen=True)
 class Binary:
     """A compiled source: the cubin, instance -> its name in the cubin, and the compiler's log."""
 
     cubin: bytes
     names: dict[str, str]
     log: str = field(compare=False)
-
-    def usage(self) -> dict[str, Usage]:
-        """Parse the log of ptxas for the registers of each instance."""
-        found = {}
-        for part in self.log.split("Compiling entry function ")[1:]:
-            spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
-            registers = re.search(r"Used (\d+) registers", part)
-            assert spills and registers, part
-            found[part.split("'")[1]] = Usage(int(registers[1]), int(spills[1]) + int(spills[2]))
-        return {instance: found[name] for instance, name in self.names.items()}
 
 
 def source_dir() -> Path:

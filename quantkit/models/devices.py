@@ -50,8 +50,5 @@ def compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:
 def is_fast_in_bfloat16(device: torch.device) -> bool:
     """Return True if products in bfloat16 are faster than in float32: on a GPU, and on a CPU with AMX."""
     # ATEN_CPU_CAPABILITY may turn off the instructions that a product in bfloat16 needs.
-    return device.type == "cuda" or (torch.backends.cpu.get_cpu_capability() == "AVX512" and _has_amx())
-
-
-def _has_amx() -> bool:
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return device.type == "cuda" or (torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(has_amx()))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
-from quantkit.checkpoint.derived import Compute, Derived, Read
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stored_tensors import Compute, Derived, Read
 from quantkit.errors import CheckpointError
 from quantkit.models.families import EXPERT_CLASSES, LEAVES, ROLES, ROUTERS, ExpertClass
 from quantkit.models.module_tree import add_module, is_free

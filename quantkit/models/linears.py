@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quantkit.checkpoint.derived import Derived, Read
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stored_tensors import Derived, Read
 
 
 def is_linear(module: nn.Module) -> bool:

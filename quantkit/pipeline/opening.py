@@ -17,7 +17,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, Words
-from quantkit.inference.swap_linears import swap, tensors_outside
+from quantkit.inference.swap_linears import swap
 from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
@@ -96,7 +96,7 @@ def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) ->
         model = skeleton(src, src.dtype_of_model, trust_remote_code)
     except CheckpointError:
         return Outside.of(src, drafts_by_name(src))
-    return Outside.of(src, tensors_outside(model, src))
+    return Outside.of(src, swap(model, src)[1])
 
 
 def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
