@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +16,14 @@ from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
 from quantkit.calibration.stages.solve import solve
 from quantkit.calibration.uncalibrated import solve_uncalibrated
-from quantkit.checkpoint import report
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
-from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping, written
 from quantkit.reporting.summary import summary
 from tests import synthetic
 from tests.algorithms.inputs import correlated, gauss, hostile, loss, on_threads
-from tests.command_line import call
-from tests.tiny_models import write_model
 
 LABELS = ["int4:g32", "int4:channel", "int4:g64:asym", "int4:g32:24", "fp6:channel", "fp5:channel"]
 HOSTILE = ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"]
@@ -228,16 +222,6 @@ def test_signed_scales_are_refused_for_other_schemes(label: str) -> None:
         from_mapping({"scheme": written(scheme), "signed": True})
 
 
-def test_layouts_hold_signed_and_refined_weights() -> None:
-    w, h = gauss(256, 256).half(), correlated(256).float()
-    solution = gptq.quantize(w, Scheme.parse("int4:g128"), h, Options(signed=True, descent=1, refit=True))
-    assert (solution.tensor.scales < 0).any() and (solution.tensor.scales > 0).any()
-    for name in ("compressed-tensors", "gptq", "gptq-v2", "marlin", "awq", "quick"):
-        layout = LAYOUTS[name]
-        back = layout.unpack(layout.pack(solution.tensor), solution.tensor.scheme)
-        assert back.equal(solution.tensor), name
-
-
 # In GPTQ and in runs --------------------------------------------------------------------------------------------------
 
 
@@ -353,44 +337,35 @@ def test_the_default_skips_descent_without_a_warning_for_each_linear(capsys: pyt
         assert "1 linear" in summary({"layers": [{"name": "proj", **item.facts}]})
 
 
-def test_the_options_change_the_output(tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=128, intermediate_size=128)
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} the quick brown fox jumps over {i * i}" for i in range(100)))
-    calib = (
-        "--calib",
-        tmp_path / "text.txt",
-        "--samples",
-        10,
-        "--max-length",
-        256,
-        "--set",
-        "calibration.lengths=fixed",
-    )
-    plain = ("--set", "signed=false", "--set", "gptq.descent=0")
-    runs: dict[str, tuple[Any, ...]] = {
-        "rtn": ("--method", "rtn"),
-        "rtn signed": ("--method", "rtn", "--set", "signed=true"),
-        "default": calib,
-        "gptq": (*calib, *plain),
-        "signed": (*calib, *plain, "--set", "signed=true"),
-        "descent": (*calib, *plain, "--set", "gptq.descent=1"),
-        "refit": (*calib, *plain, "--set", "gptq.refit=true"),
+def test_the_options_change_the_output() -> None:
+    hessian = Hessian(64, "cpu")
+    hessian.add(gauss(16 * 64, 64, seed=7).float() @ correlated(64).float())
+    plain = {"signed": False, "descent": 0}
+    runs: dict[str, dict[str, Any]] = {
+        "default": {},
+        "gptq": plain,
+        "signed": plain | {"signed": True},
+        "descent": plain | {"descent": 1},
+        "refit": plain | {"refit": True},
     }
-    digests, negative = {}, {}
+    found, weight = {}, gauss(16, 64).float()
     for name, options in runs.items():
-        call("quantize", model, "-o", tmp_path / name, "-q", *options)
-        folder = Checkpoint(tmp_path / name)
-        scales = [folder.get(key) for key in folder.names() if key.endswith("weight_scale")]
-        negative[name] = any(bool((s < 0).any()) for s in scales)
-        layers = report.load(tmp_path / name)["layers"]
-        digests[name] = [layer["digest"] for layer in layers]
-        assert ("descent_changed" in layers[0]) == (name in ("descent", "default")) and ("refit_rows" in layers[0]) == (
-            name == "refit"
-        )
-    assert negative == {name: name in ("rtn signed", "signed", "default") for name in runs}
-    assert len({str(found) for found in digests.values()}) == len(digests)
-    call("quantize", model, "-o", tmp_path / "no", "--format", "fp6", "--set", "signed=true", code=2)
-    assert not (tmp_path / "no").exists()
+        recipe = build_recipe(group_size=32, **options)
+        (item,) = solve({"proj": weight}, {"proj": recipe.scheme}, hessian, recipe, Progress(quiet=True))
+        assert isinstance(item.value, QuantizedTensor) and item.facts is not None
+        found[name] = item.value
+        assert ("descent_changed" in item.facts) == (name in ("descent", "default"))
+        assert ("refit_rows" in item.facts) == (name == "refit")
+    for name, signed in (("rtn", False), ("rtn signed", True)):
+        recipe = build_recipe(group_size=32, method="rtn", signed=signed)
+        value = solve_uncalibrated("proj", weight, recipe.scheme, recipe).value
+        assert isinstance(value, QuantizedTensor)
+        found[name] = value
+    negative = {name for name, tensor in found.items() if bool((tensor.scales < 0).any())}
+    assert negative == {"rtn signed", "signed", "default"}
+    assert len({tensor.digest() for tensor in found.values()}) == len(found)
+    with pytest.raises(RecipeError, match="signed"):
+        build_recipe(format="fp6", signed=True)
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import gptq, hessian, rtn, scale_search
+from quantkit.algorithms import gptq, rtn, scale_search
 from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.grid import Grid, encode
 from quantkit.algorithms.hessian import Hessian
@@ -26,7 +25,8 @@ EVERY_ORDER = [Options(act_order=o, clip=c) for o in ("static", "off") for c in 
 
 
 def label(given: object) -> str:
-    return f"{given.act_order}-{given.clip}-{given.damp_kind}" if isinstance(given, Options) else f"{given}"
+    o = given
+    return f"{o.act_order}-{o.clip}-{o.damp_kind}-{o.metric}" if isinstance(o, Options) else f"{o}"
 
 
 @pytest.mark.parametrize("words", ["NaN", "infinite", "diagonal allows", "damping 1", "negative", "ever moved"])
@@ -144,25 +144,16 @@ def test_errors_of_a_wide_channel_by_batches_of_blocks_are_those_by_panels(monke
     torch.testing.assert_close(expected, torch.stack(whole).sum(0))
 
 
-@pytest.mark.parametrize("metric", ["mse", "diag", "block"])
-@pytest.mark.parametrize("order", ["static", "off"])
-@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
-def test_guard_and_gain_for_every_metric(metric: str, order: str, label: str) -> None:
-    w, h = gauss(128, 256), correlated(256)
-    options = Options(metric=metric, act_order=order)
-    solution = gptq.quantize(w, Scheme.parse(label), h, options)
-    assert (solution.loss <= solution.rtn_loss).all()
-    assert torch.allclose(solution.loss, loss(w, solution.tensor, h), rtol=1e-9)
-    assert torch.allclose(solution.norm, ((w @ h) * w).sum(1), rtol=1e-9)
-    assert solution.loss.sum() < 0.9 * solution.rtn_loss.sum()
-
-
 @pytest.mark.parametrize(
     ("options", "label"),
     [
         *((Options(), label) for label in LABELS),
         *product(
             [*EVERY_ORDER[1:], Options(damp_kind="mean", damp=0.1)], ["int4:g32", "int4:channel:asym", "fp6:channel"]
+        ),
+        *product(
+            [Options(metric=metric, act_order=order) for metric in ("mse", "diag") for order in ("static", "off")],
+            ["int4:g64", "int4:g64:asym", "fp6-e2m3:channel"],
         ),
     ],
     ids=label,
@@ -172,6 +163,7 @@ def test_no_row_is_worse_than_plain_rounding(label: str, options: Options) -> No
     solution = gptq.quantize(layer.weight, Scheme.parse(label), layer.h, options)
     assert (solution.loss <= solution.rtn_loss).all()
     assert torch.allclose(solution.loss, loss(layer.weight, solution.tensor, layer.h), rtol=1e-9)
+    assert torch.allclose(solution.norm, ((layer.weight @ layer.h) * layer.weight).sum(1), rtol=1e-9)
     if options.clip == "none":
         plain, _ = rtn.quantize(layer.weight, Scheme.parse(label))
         assert torch.allclose(solution.rtn_loss, loss(layer.weight, plain, layer.h), rtol=1e-9)
@@ -353,12 +345,3 @@ def test_synthetic_layer_ranks_the_variants() -> None:
     assert sorted(found, key=found.__getitem__) == sorted(synthetic.EXPECTED, key=synthetic.EXPECTED.__getitem__), found
     for name, expected in synthetic.EXPECTED.items():
         assert expected / 1.5 < found[name] < expected * 1.5, (name, found)
-
-
-def test_synthetic_layer_is_the_same_every_time() -> None:
-    draw = synthetic.layer.__wrapped__  # not the cached one
-    one, same, other = (draw(seed, n=4, k=32) for seed in (0, 0, 1))
-    assert torch.equal(one.weight, same.weight) and torch.equal(one.h, same.h)
-    assert not torch.equal(one.h, other.h)
-    assert not torch.equal(one.h, one.held_out)
-    assert dataclasses.is_dataclass(one) and hessian.live_diagonal(one.h)[1].sum() == 0

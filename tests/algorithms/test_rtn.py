@@ -23,15 +23,8 @@ FLOATS = {"e3m2": "fp6", "e3m1": "fp5", "e2m2": "fp5-e2m2", "e2m3": "fp6-e2m3"}
 
 
 def golden_cases() -> list[tuple[str, dict[str, Tensor]]]:
-    file, keys = golden("fpx_quant"), ("weight", "scales", "scales_fp32", "codes", "dequant")
+    file, keys = golden("fpx_quant"), ("weight", "scales", "codes", "dequant")
     return [(name, {key: file.tensors[f"{name}.{key}"] for key in keys}) for name in file.cases]
-
-
-def test_published_fpx_rule_bit_for_bit() -> None:
-    for name, case in golden_cases():
-        codes, scales = rtn.published_codes(case["weight"].float(), FORMATS[FLOATS[name[:4]]])
-        assert torch.equal(scales, case["scales_fp32"].view(-1)), name
-        assert torch.equal(codes, case["codes"]), name
 
 
 def test_fpx_quantize_matches_golden_and_refuses_rows_that_dequantize_to_infinity() -> None:
@@ -188,12 +181,6 @@ def test_odd_shapes_are_quantized_or_refused(k: int, n: int) -> None:
             assert tensor.shape == (n, k)
             assert torch.equal(tensor.codes, encode(w, scheme, Grid(tensor.scales, tensor.zeros)))
         assert float((rtn.quantize(w, scheme)[0].dequantize() - w).abs().max()) < 0.17 * float(w.abs().max())
-
-
-def test_transposed_weight_gives_the_same_codes() -> None:
-    w = gauss(96, 64).float()
-    for label in ("int4:g32", "fp6:channel"):
-        assert rtn.quantize(w.T.contiguous().T, Scheme.parse(label))[0].equal(rtn.quantize(w, Scheme.parse(label))[0])
 
 
 def group_loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.api import eval_ppl, quantize
+from quantkit.api import quantize
 from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
@@ -127,19 +127,6 @@ def test_a_tokenizer_that_lost_its_merges_is_refused(llama: tuple[Path, Path], t
     broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     with pytest.raises(CheckpointError, match=r"reads its tokenizer wrongly: \d+ of \d+ words .* newer transformers"):
         gguf_source.require_words(tmp_path, broken)
-
-
-def test_perplexity_of_a_file_is_that_of_its_weights(llama: tuple[Path, Path], tmp_path: Path) -> None:
-    src = opened(llama[0])
-    dense = tmp_path / "dense"
-    dense.mkdir()
-    save_file({name: src.get(name) for name in src.names()}, dense / "model.safetensors")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (dense / name).write_bytes((src.path / name).read_bytes())
-    text = tmp_path / "text.txt"
-    text.write_text("A scale multiplies a block of weights. " * 20)
-    found, expected = (eval_ppl(model, data=text, window=64, device="cpu") for model in (llama[0], dense))
-    assert found.perplexity == expected.perplexity
 
 
 def test_inspect_names_the_file_and_counts_its_bytes(llama: tuple[Path, Path]) -> None:

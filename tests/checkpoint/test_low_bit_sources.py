@@ -210,10 +210,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "one scale a tensor",
     ),
-    "compressed-tensors, a row": (
-        {"stated": compressed("channel"), "rows": 1, "columns": None, "suffix": "weight_scale"},
-        "one scale a row",
-    ),
     "compressed-tensors, a tensor": (
         {
             "stated": {**compressed("tensor"), "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
@@ -379,19 +375,6 @@ def test_fp8_blocks_have_the_values_of_transformers(deepseek: tuple[Path, Path])
             assert torch.equal(src.get(name), found)
 
 
-def test_fp8_rows_have_the_values_of_compressed_tensors(llama: Path, tmp_path: Path) -> None:
-    low, _ = write_fp8(llama, tmp_path, **FORMS["compressed-tensors, a row"][0])
-    import transformers
-    from transformers.utils.quantization_config import CompressedTensorsConfig
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        low, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
-    src, states = Checkpoint(low), model.state_dict()
-    for name in src.names():
-        assert torch.equal(src.get(name), states[name]), name
-
-
 @pytest.mark.parametrize("model", ["deepseek", "gpt_oss"])
 def test_gptq_of_a_low_bit_folder_gives_the_bytes_of_the_dense_one(
     model: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -494,12 +477,6 @@ def test_damaged_low_bit_folders_are_one_line_and_leave_no_output(
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "blocks of no size": ({**FINE, "weight_block_size": [128, 0]}, "'weight_block_size' is '[128, 0]'"),
     "blocks of one size": ({**FINE, "weight_block_size": 128}, "'weight_block_size' is '128'"),
-    "another strategy": (compressed("tensor_group", group_size=16), "FP8 weights of strategy 'tensor_group'"),
-    "rotated weights": ({**compressed("channel"), "transform_config": {"config_groups": {}}}, "'transform_config'"),
-    "packed sparsity": (
-        {**compressed("channel"), "sparsity_config": {"format": "sparse-24-bitmask"}},
-        "'sparsity_config'",
-    ),
 }
 
 

@@ -90,7 +90,7 @@ def test_a_folder_names_the_model_that_it_came_from(config: Any, card: Any, base
         "---\n- a\n---\n",
         "---\nlicense: [\n---\n",
         "---\nlicense: {a: 1}\ntags: [1, 2]\nlanguage: 2001-01-01\n---\n",
-        "---\n" + "[" * 3000 + "\n---\n",
+        "---\n" + "[" * 1000 + "\n---\n",
         "\ufeff",
         "---\nlicense: !!python/object/apply:os.system [exit]\n---\n",
     ],

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint.derived import Derived
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
+from quantkit.checkpoint.stored_tensors import Derived
 from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX
 from tests.checkpoint.samples import ONE, TWO, dense_folder
@@ -101,122 +101,82 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None
     assert outside == []
 
 
-def sabotage(case: str, folder: Path) -> None:
-    one, two = folder / "x-00001-of-00002.safetensors", folder / "x-00002-of-00002.safetensors"
-    elsewhere = folder.parent / "elsewhere.safetensors"
-    if case == "shard missing":
-        two.unlink()
-    elif case == "shard truncated":
-        os.truncate(two, two.stat().st_size - 1)
-    elif case == "shard is a FIFO":
-        two.unlink()
-        os.mkfifo(two)
-    elif case == "shard is a folder":
-        two.unlink()
-        two.mkdir()
-    elif case == "shard links out":
-        two.rename(elsewhere)
-        two.symlink_to(elsewhere)
-    elif case == "shard links to a device":
-        two.unlink()
-        two.symlink_to("/dev/zero")
-    elif case == "shard links to itself":
-        two.unlink()
-        two.symlink_to(two.name)
-    elif case == "shard is a pickle":
-        two.unlink()
-        torch.save(TWO, two)
-    elif case == "tensor listed, absent":
-        change_index(folder, **{"d.weight": two.name})
-    elif case == "tensor present, unlisted":
-        change_index(folder, **{"b.bias": None})
-    elif case == "tensor in two shards":
-        save_file({**TWO, "b.bias": ONE["b.bias"]}, two)
-    elif case == "tensor in another shard":
-        change_index(folder, **{"c.weight": one.name})
-    elif case == "index names a pickle":
-        torch.save(TWO, folder / "pytorch_model.bin")
-        change_index(folder, **{"c.weight": "pytorch_model.bin"})
-    elif case == "index names a number":
-        change_index(folder, **{"c.weight": 7})
-    elif case == "index is a list":
-        (folder / INDEX).write_text("[]")
-    elif case == "weight_map is a list":
-        (folder / INDEX).write_text('{"weight_map": []}')
-    elif case == "weight_map is empty":
-        (folder / INDEX).write_text('{"weight_map": {}}')
-    elif case == "index links out":
-        (folder / INDEX).rename(elsewhere)
-        (folder / INDEX).symlink_to(elsewhere)
-    elif case == "index is deep":
-        (folder / INDEX).write_text('{"weight_map":' * 10**5)
-    elif case == "index has a key twice":
-        (folder / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
-    elif case == "index missing":
-        (folder / INDEX).unlink()
-    elif case == "one of two shards":
-        (folder / INDEX).unlink()
-        two.unlink()
-    elif case == "two indexes":
-        shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
-    elif case == "index and single file":
-        save_file({**ONE, **TWO}, folder / "model.safetensors")
-    elif case == "no config":
-        (folder / "config.json").unlink()
-    elif case == "config links out":
-        (folder / "config.json").rename(elsewhere)
-        (folder / "config.json").symlink_to(elsewhere)
-    elif case == "config of a stranger's code":
-        (folder / "config.json").write_text('{"text_config": {"auto_map": {"AutoConfig": "x.y"}}}')
-    elif case == "unknown quantization":
-        (folder / "config.json").write_text('{"quantization_config": {"quant_method": "hqq", "bits": 4}}')
-    elif case == "unknown quantization beside config.json":
-        stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-        (folder / "hf_quant_config.json").write_text(json.dumps(stated))
-    elif case == "quantization no object":
-        (folder / "config.json").write_text('{"quantization_config": ["gptq"]}')
+def second(folder: Path) -> Path:
+    return folder / "x-00002-of-00002.safetensors"
 
 
-SABOTAGE = {
-    "shard missing": "x-00002-of-00002.safetensors' is missing",
-    "shard truncated": "should end at byte",
-    "shard is a FIFO": "not a regular file",
-    "shard is a folder": "not a regular file",
-    "shard links out": "link out",
-    "shard links to a device": "link out",
-    "shard links to itself": "cannot be opened",
-    "shard is a pickle": "header",
-    "tensor listed, absent": "'d.weight'",
-    "tensor present, unlisted": "b.bias",
-    "tensor in two shards": "b.bias is in x-00002",
-    "tensor in another shard": "index lists 'c.weight'",
-    "index names a pickle": "only .safetensors",
-    "index names a number": "only .safetensors",
-    "index is a list": "no JSON object",
-    "weight_map is a list": "no weight_map",
-    "weight_map is empty": "no weight_map",
-    "index links out": "link out",
-    "index is deep": "deeper",
-    "index has a key twice": "twice",
-    "index missing": INDEX,
-    "one of two shards": INDEX,
-    "two indexes": "several indexes",
-    "index and single file": "out of date",
-    "no config": "config.json is missing",
-    "config links out": "link out",
-    "config of a stranger's code": "--trust-remote-code",
-    "unknown quantization": "remove quantization_config from config.json, which is out of date",
-    "unknown quantization beside config.json": "remove hf_quant_config.json, which is out of date",
-    "quantization no object": "quantization_config",
+def instead(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Put something else in the place of the second shard."""
+    return lambda folder: (second(folder).unlink(), make(second(folder)))
+
+
+def out(name: str) -> Callable[[Path], Any]:
+    """Move a file out of the folder, and leave a link to it."""
+    return lambda folder: (folder / name).symlink_to((folder / name).rename(folder.parent / "elsewhere.safetensors"))
+
+
+def states(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def quantized(stated: Any) -> Callable[[Path], Any]:
+    return states("config.json", json.dumps({"quantization_config": stated}))
+
+
+#: Case -> what is done to a folder of two shards, and what the error says.
+SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "shard missing": (lambda m: second(m).unlink(), "x-00002-of-00002.safetensors' is missing"),
+    "shard truncated": (lambda m: os.truncate(second(m), second(m).stat().st_size - 1), "should end at byte"),
+    "shard is a FIFO": (instead(os.mkfifo), "not a regular file"),
+    "shard is a folder": (instead(Path.mkdir), "not a regular file"),
+    "shard links out": (out("x-00002-of-00002.safetensors"), "link out"),
+    "shard links to a device": (instead(lambda path: path.symlink_to("/dev/zero")), "link out"),
+    "shard links to itself": (instead(lambda path: path.symlink_to(path.name)), "cannot be opened"),
+    "shard is a pickle": (instead(lambda path: torch.save(TWO, path)), "header"),
+    "tensor listed, absent": (lambda m: change_index(m, **{"d.weight": second(m).name}), "'d.weight'"),
+    "tensor present, unlisted": (lambda m: change_index(m, **{"b.bias": None}), "b.bias"),
+    "tensor in two shards": (lambda m: save_file({**TWO, "b.bias": ONE["b.bias"]}, second(m)), "b.bias is in x-00002"),
+    "tensor in another shard": (
+        lambda m: change_index(m, **{"c.weight": "x-00001-of-00002.safetensors"}),
+        "index lists 'c.weight'",
+    ),
+    "index names a pickle": (lambda m: change_index(m, **{"c.weight": "pytorch_model.bin"}), "only .safetensors"),
+    "index names a number": (lambda m: change_index(m, **{"c.weight": 7}), "only .safetensors"),
+    "index is a list": (states(INDEX, "[]"), "no JSON object"),
+    "weight_map is a list": (states(INDEX, '{"weight_map": []}'), "no weight_map"),
+    "weight_map is empty": (states(INDEX, '{"weight_map": {}}'), "no weight_map"),
+    "index links out": (out(INDEX), "link out"),
+    "index is deep": (states(INDEX, '{"weight_map":' * 10**5), "deeper"),
+    "index has a key twice": (states(INDEX, '{"weight_map": {"a": "x", "a": "y"}}'), "twice"),
+    "index missing": (lambda m: (m / INDEX).unlink(), INDEX),
+    "one of two shards": (lambda m: ((m / INDEX).unlink(), second(m).unlink()), INDEX),
+    "two indexes": (lambda m: shutil.copy(m / INDEX, m / "other.safetensors.index.json"), "several indexes"),
+    "index and single file": (lambda m: save_file({**ONE, **TWO}, m / "model.safetensors"), "out of date"),
+    "no config": (lambda m: (m / "config.json").unlink(), "config.json is missing"),
+    "config links out": (out("config.json"), "link out"),
+    "config of a stranger's code": (
+        states("config.json", '{"text_config": {"auto_map": {"AutoConfig": "x.y"}}}'),
+        "--trust-remote-code",
+    ),
+    "unknown quantization": (
+        quantized({"quant_method": "hqq", "bits": 4}),
+        "remove quantization_config from config.json, which is out of date",
+    ),
+    "unknown quantization beside config.json": (
+        states("hf_quant_config.json", '{"producer": {}, "quantization": {"quant_algo": "NVFP4"}}'),
+        "remove hf_quant_config.json, which is out of date",
+    ),
+    "quantization no object": (quantized(["gptq"]), "quantization_config"),
 }
 
 
 @pytest.mark.parametrize("case", SABOTAGE)
 def test_hostile_and_broken_folders_are_refused(tmp_path: Path, case: str) -> None:
     folder = dense_folder(tmp_path / "m")
-    sabotage(case, folder)
+    damage, words = SABOTAGE[case]
+    damage(folder)
     with only_opens_inside(folder) as outside:
-        assert SABOTAGE[case] in refusal(folder)
+        assert words in refusal(folder)
     assert outside == []
 
 

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from torch import Tensor
 
 from quantkit.core import sparsity
@@ -30,12 +29,6 @@ def test_every_pattern_of_ties_keeps_the_lower_indices(dtype: torch.dtype) -> No
     assert torch.equal(found, slow_mask(patterns)) and (found.sum(1) == 2).all()
     assert torch.equal(found, best_two(patterns.T).T)
     assert mask(torch.full((1, 4), torch.inf)).tolist() == [[True, True, False, False]]
-
-
-@given(st.lists(st.lists(st.floats(0, width=32, allow_nan=False), min_size=8, max_size=8), min_size=1, max_size=4))
-def test_random_scores_keep_the_two_largest(rows: list[list[float]]) -> None:
-    scores = torch.tensor(rows, dtype=torch.float32)
-    assert torch.equal(mask(scores), slow_mask(scores))
 
 
 def test_the_block_size_does_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:

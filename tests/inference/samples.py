@@ -21,22 +21,13 @@ from quantkit.models.whole_model import load_dense_model
 from tests.layouts.samples import record, tame
 
 KERNELS = [
-    ("marlin", "int4:g128"),
-    ("marlin", "int4:channel"),
-    ("marlin24", "int4:g128:24"),
-    ("marlin24-ct", "int4:channel:24"),
-    ("tcfpx", "fp6:channel"),
-    ("tcfpx", "fp5-e2m2:channel"),
-    ("quick", "int4:g32"),
-    ("quick", "int4:g64:asym"),
+    *(("marlin", "int4:g128"), ("marlin", "int4:channel"), ("marlin24", "int4:g128:24")),
+    *(("marlin24-ct", "int4:channel:24"), ("tcfpx", "fp6:channel"), ("tcfpx", "fp5-e2m2:channel")),
+    *(("quick", "int4:g32"), ("quick", "int4:g64:asym")),
 ]
 OTHERS = [
-    ("compressed-tensors", "int4:g64:asym"),
-    ("compressed-tensors", "fp6:channel"),
-    ("gptq", "int4:g128"),
-    ("gptq-v2", "int4:g64:asym"),
-    ("awq", "int4:g64:asym"),
-    ("humming", "fp5:channel"),
+    *(("compressed-tensors", "int4:g64:asym"), ("compressed-tensors", "fp6:channel"), ("gptq", "int4:g128")),
+    *(("gptq-v2", "int4:g64:asym"), ("awq", "int4:g64:asym"), ("humming", "fp5:channel")),
 ]
 IDS = torch.tensor([[5, 99, 31, 7, 256, 64, 12, 200, 1, 2, 3, 4]])
 Folders = Callable[[str, str], Path]
@@ -67,6 +58,17 @@ def change(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     tensors = stored(path)
     edit(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[str]]:
+    """Compile without a graph break; the list gets the names of quantkit's operators in each graph."""
+    seen: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "quantkit" in str(node.target))
+        return graph
+
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=record), seen
 
 
 def gauss(*shape: int, seed: int = 0) -> Tensor:

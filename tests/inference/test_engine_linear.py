@@ -20,7 +20,7 @@ from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
-from tests.inference.samples import KERNELS, gauss, same, values
+from tests.inference.samples import KERNELS, compiled, gauss, same, values
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.operands import weight
 
@@ -50,20 +50,11 @@ def test_a_cpu_multiplies_as_the_decoded_weight(layout: str, label: str, dtype: 
 
 def test_a_compiled_graph_has_one_operator_for_any_number_of_tokens() -> None:
     handle, tensors, q = ready("marlin", "int4:g128")
-    seen: list[list[str]] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
-    def call(x: Tensor) -> Tensor:
-        return OPERATOR(x, [*tensors.values()], None, handle, 128)
-
+    call, operators = compiled(lambda x: OPERATOR(x, [*tensors.values()], None, handle, 128))
     for m in (3, 5, 300):
         x = gauss(m, 256).half()
         assert same(call(x), linear(x, q.dequantize(torch.float16)))
-    assert [[name for name in one if "quantkit" in name] for one in seen] == [["quantkit.engine_linear"]]
+    assert operators == ["quantkit.engine_linear"]
 
 
 @pytest.mark.parametrize("shape", [(3, 256), (2, 3, 256), (256,)])

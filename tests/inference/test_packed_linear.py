@@ -16,7 +16,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, LayoutError
 from quantkit.kernels import MATMULS
 from quantkit.layouts.recast import recast
-from tests.inference.samples import gauss, packed, same, values
+from tests.inference.samples import compiled, gauss, packed, same, values
 from tests.layouts.samples import HELD, record, tame
 
 ALL = [(layout, label) for layout, (labels, _) in HELD.items() for label in labels]
@@ -103,32 +103,17 @@ def test_a_nan_scale_raises_an_error() -> None:
 def test_a_compiled_graph_has_one_operator_and_no_break(layout: str) -> None:
     q = values(HELD[layout][0][0])
     layer = packed(layout, q)
-    seen: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    call, operators = compiled(layer)
     for m in (2, 5):
         x = gauss(m, 256)
-        assert same(compiled(x), linear(x, q.dequantize(), layer.bias))
-    assert [name for name in seen if "quantkit" in name] == ["quantkit.packed_linear"]
+        assert same(call(x), linear(x, q.dequantize(), layer.bias))
+    assert operators == ["quantkit.packed_linear"]
 
 
 def test_the_operator_passes_the_checks_of_torch() -> None:
     layer = packed("marlin", values("int4:g128"))
-    args = (
-        gauss(2, 3, 256),
-        list(layer.packed().values()),
-        layer.bias.detach(),
-        "B,s",
-        "marlin",
-        "int4:g128",
-        128,
-        128,
-        256,
-    )
+    operands = gauss(2, 3, 256), list(layer.packed().values()), layer.bias.detach()
+    args = (*operands, "B,s", "marlin", "int4:g128", 128, 128, 256)
     torch.library.opcheck(torch.ops.quantkit.packed_linear.default, args)
 
 

@@ -143,12 +143,17 @@ def test_the_partial_folder_stays_only_if_it_can_be_resumed(tmp_path: Path, reas
     assert [p.name.split("-")[0] for p in tmp_path.iterdir()] == ["out.partial"] * blocks
 
 
-def test_left_work_is_not_thrown_away_unasked(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def interrupted(out: Path) -> Path:
+    """Leave the partial folder of a run that was interrupted after its first block."""
     with pytest.raises(KeyboardInterrupt), staging(out) as partial:
         append_journal(partial / JOURNAL, {"identity": 1})
         append_journal(partial / JOURNAL, {"block": 0})
         raise KeyboardInterrupt
+    return partial
+
+
+def test_left_work_is_not_thrown_away_unasked(tmp_path: Path) -> None:
+    interrupted(out := tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"--resume.*--overwrite"), staging(out):
         pass
     with staging(out, resume=True) as partial:
@@ -159,10 +164,7 @@ def test_left_work_is_not_thrown_away_unasked(tmp_path: Path) -> None:
 
 
 def test_a_damaged_journal_is_not_thrown_away_unasked(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out") as partial:
-        append_journal(partial / JOURNAL, {"identity": 1})
-        append_journal(partial / JOURNAL, {"block": 0})
-        raise KeyboardInterrupt
+    partial = interrupted(tmp_path / "out")
     (partial / JOURNAL).write_bytes(b"x\n" + (partial / JOURNAL).read_bytes())
     with pytest.raises(CheckpointError, match="--overwrite"), staging(tmp_path / "out"):
         pass
@@ -272,10 +274,7 @@ def test_of_work_that_no_command_continues_nothing_stays(tmp_path: Path, complet
 
 
 def test_who_cannot_continue_another_run_does_not_throw_it_away(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out") as partial:
-        for line in range(2):
-            append_journal(partial / JOURNAL, {"line": line})
-        raise KeyboardInterrupt
+    partial = interrupted(tmp_path / "out")
     with pytest.raises(CheckpointError, match="the command that began it"), staging(tmp_path / "out", resume=None):
         pass
     assert len(read_journal(partial / JOURNAL)) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.kernels.reads import Reads
+from quantkit.kernels.hopper import Reads
 
 
 def test_only_a_tensor_that_was_read_and_not_written_since_may_be_read_early() -> None:

@@ -9,18 +9,8 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.layouts import LAYOUTS
 
 #: layout -> (n, k) units of legal shapes.
-UNITS = {
-    "compressed-tensors": (1, 1),
-    "humming": (1, 32),
-    "tcfpx": (64, 64),
-    "gptq": (32, 32),
-    "gptq-v2": (32, 32),
-    "awq": (8, 1),
-    "quick": (128, 32),
-    "marlin": (64, 128),
-    "marlin24": (128, 128),
-    "marlin24-ct": (128, 128),
-}
+UNITS = {"compressed-tensors": (1, 1), "humming": (1, 32), "tcfpx": (64, 64), "gptq": (32, 32), "gptq-v2": (32, 32)}
+UNITS |= {"awq": (8, 1), "quick": (128, 32), "marlin": (64, 128), "marlin24": (128, 128), "marlin24-ct": (128, 128)}
 
 
 def rows(tensor: Tensor) -> list[list[int]]:

@@ -44,9 +44,19 @@ print(json.dumps(results))
 """
 
 INT4, CHANNEL, FP6, FP5 = (Scheme.parse(label) for label in ("int4:g128", "int4:channel", "fp6", "fp5"))
-E2 = ("fp6-e2m3", "fp5-e2m2")
+E2, ASYM = ("fp6-e2m3", "fp5-e2m2"), Scheme.parse("int4:g64:asym")
 SPARSE, SPARSE_ROWS = (Scheme.parse(label) for label in ("int4:g128:24", "int4:channel:24"))
 HEAD = ("lm_head",)
+MIXED = Schemes(
+    INT4,
+    (
+        (r"model\.layers\.0\.self_attn\.k_proj", CHANNEL),
+        (r".*\.v_proj", CHANNEL),
+        (r".*\.[vq]_proj", Scheme.parse("int4:g32")),
+        (r"model\.layers\.1\..*", CHANNEL),
+    ),
+    HEAD,
+)
 LOADS = {
     **{
         f"{dtype}-{scheme.label}": (dtype, "llama", "", Schemes(scheme, ignore=HEAD))
@@ -56,21 +66,7 @@ LOADS = {
     "tied embeddings and biases": ("bfloat16", "qwen2", "", Schemes(INT4, ignore=HEAD)),
     "asymmetric": ("float16", "llama", "dense:", Schemes(Scheme.parse("int4:g64:asym"), ignore=HEAD)),
     "asymmetric rows": ("bfloat16", "llama", "dense:", Schemes(Scheme.parse("int4:channel:asym"), ignore=HEAD)),
-    "mixed groups, first override wins": (
-        "float16",
-        "llama",
-        "",
-        Schemes(
-            INT4,
-            (
-                (r"model\.layers\.0\.self_attn\.k_proj", CHANNEL),
-                (r".*\.v_proj", CHANNEL),
-                (r".*\.[vq]_proj", Scheme.parse("int4:g32")),
-                (r"model\.layers\.1\..*", CHANNEL),
-            ),
-            HEAD,
-        ),
-    ),
+    "mixed groups, first override wins": ("float16", "llama", "", MIXED),
     **{
         label: ("bfloat16", "llama", "", Schemes(Scheme.parse(label), ignore=HEAD))
         for label in (*E2, "int2:g32", "int3:g64", "int5:channel", "int6:g128", "int8:channel")
@@ -88,26 +84,17 @@ LOADS = {
     ),
 }
 RAISES = {
-    "marlin": ("marlin", INT4),
-    "marlin rows": ("marlin", CHANNEL),
-    "marlin24": ("marlin24", SPARSE),
-    "marlin24 rows": ("marlin24", SPARSE_ROWS),
-    "marlin24-ct": ("marlin24-ct", SPARSE),
-    "marlin24-ct rows": ("marlin24-ct", SPARSE_ROWS),
-    "gptq": ("gptq", INT4),
-    "gptq-v2": ("gptq-v2", Scheme.parse("int4:g64:asym")),
-    "awq": ("awq", Scheme.parse("int4:g64:asym")),
-    "quick": ("quick", INT4),
-    "humming fp6": ("humming", FP6),
-    "humming fp5": ("humming", FP5),
-    "tcfpx": ("tcfpx", FP6),
-    **{f"tcfpx {label}": ("tcfpx", Scheme.parse(label)) for label in ("fp5", *E2)},
-    "quick asymmetric": ("quick", Scheme.parse("int4:g64:asym")),
-    "quick 2:4": ("quick", SPARSE),
-    "marlin of 2:4 weights": ("marlin", SPARSE),
-    "awq symmetric": ("awq", INT4),
-    "gptq asymmetric": ("gptq", Scheme.parse("int4:g64:asym")),
-    "gptq-v2 symmetric": ("gptq-v2", INT4),
+    f"{layout} {scheme.label}": (layout, scheme)
+    for layouts, schemes in (
+        (("marlin",), (INT4, CHANNEL, SPARSE)),
+        (("marlin24", "marlin24-ct"), (SPARSE, SPARSE_ROWS)),
+        (("gptq", "gptq-v2", "awq", "quick"), (INT4, ASYM)),
+        (("quick",), (SPARSE,)),
+        (("humming", "tcfpx"), (FP6, FP5)),
+        (("tcfpx",), tuple(map(Scheme.parse, E2))),
+    )
+    for layout in layouts
+    for scheme in schemes
 }
 
 
@@ -159,5 +146,6 @@ def test_transformers_refuses_layouts_that_it_does_not_know(name: str, elsewhere
 
 
 def test_transformers_refuses_quick_for_its_version(elsewhere: dict) -> None:
-    assert "Invalid format 'quick'" in elsewhere["quick"][0]
-    assert elsewhere["awq"][0].startswith("ImportError") and "gptqmodel" in elsewhere["awq"][0]
+    assert "Invalid format 'quick'" in elsewhere["quick int4:g128"][0]
+    awq = elsewhere["awq int4:g64:asym"][0]
+    assert awq.startswith("ImportError") and "gptqmodel" in awq

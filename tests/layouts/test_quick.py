@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin
 from quantkit.layouts.schemes import Schemes
-from tests.golden import both_ways, golden, same, scheme_of
+from tests.golden import both_ways, golden, scheme_of
 from tests.layouts.laws import rows
 from tests.layouts.samples import record
 
@@ -101,12 +99,3 @@ def test_the_side_file_has_exactly_the_keys_of_the_loader() -> None:
         "zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "QUICK",
         "modules_to_not_convert": ["model.layers.0.mlp.up_proj"],
     }  # fmt: skip
-
-
-def test_a_chain_through_every_int4_layout_keeps_the_bytes() -> None:
-    q = record(Scheme.parse("int4:g128"), 384, 256)
-    first = LAYOUTS["gptq"].pack(q)
-    packed = first
-    for source, target in pairwise(("gptq", "marlin", "quick", "awq", "compressed-tensors", "gptq")):
-        packed = LAYOUTS[target].pack(LAYOUTS[source].unpack(packed, q.scheme))
-    same(packed, first)

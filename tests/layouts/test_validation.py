@@ -16,16 +16,8 @@ from tests.layouts.samples import CASES, record
 
 Change = Callable[[Tensor], Tensor]
 
-SCALES = {
-    "gptq": "scales",
-    "gptq-v2": "scales",
-    "awq": "scales",
-    "quick": "scales",
-    "marlin": "s",
-    "tcfpx": "scales",
-    "marlin24": "s",
-    "marlin24-ct": "scale_packed",
-}
+SCALES = dict.fromkeys(("gptq", "gptq-v2", "awq", "quick", "tcfpx"), "scales")
+SCALES |= {"marlin": "s", "marlin24": "s", "marlin24-ct": "scale_packed"}
 FIRST = {layout: next(case for case in CASES if case[0] == layout) for layout in LAYOUTS}
 
 
@@ -158,14 +150,8 @@ def test_codes_and_zero_points_past_the_true_shape_must_be_0() -> None:
 @pytest.mark.parametrize(
     ("label", "value"),
     [
-        ("fp6", 0.1171875),
-        ("fp6", 30.0),
-        ("fp5", 28.0),
-        ("fp5", 0.0625),
-        ("fp6-e2m3", 8.0),
-        ("fp6-e2m3", 0.0625),
-        ("fp5-e2m2", 7.5),
-        ("fp5-e2m2", 0.125),
+        *(("fp6", 0.1171875), ("fp6", 30.0), ("fp5", 28.0), ("fp5", 0.0625)),
+        *(("fp6-e2m3", 8.0), ("fp6-e2m3", 0.0625), ("fp5-e2m2", 7.5), ("fp5-e2m2", 0.125)),
     ],
 )
 def test_fp8_values_off_the_grid_of_the_format_are_refused(label: str, value: float) -> None:

@@ -157,10 +157,6 @@ def test_unknown_devices_and_missing_tokenizers_are_refused(folders: dict[str, P
     assert load_tokenizer(folders["llama"])("a")["input_ids"]
 
 
-def test_a_float_model_is_computed_in_float32_on_a_cpu(folders: dict[str, Path]) -> None:
-    assert BlockRunner(Checkpoint(folders["llama"]), device="cpu").dtype == torch.float32
-
-
 def test_a_block_that_takes_what_was_not_stored_is_refused(folders: dict[str, Path]) -> None:
     model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
     model.prepare(embeddings=False)

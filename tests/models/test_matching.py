@@ -91,12 +91,6 @@ def test_matrices_outside_linears_are_reported(tmp_path: Path) -> None:
     assert any("conv1d" in notice and "left dense" in notice for notice in model.notices)
 
 
-def test_unexpected_tensors_are_copied_and_reported(changed: Any) -> None:
-    model = MatchedModel(Checkpoint(changed("llama", {"mtp.extra.weight": torch.zeros(3)})), torch.float32)
-    assert "mtp.extra.weight" in model.stored(None)
-    assert any("mtp.extra.weight" in notice for notice in model.notices)
-
-
 def test_norms_are_found_by_their_stored_names(folders: dict[str, Path]) -> None:
     model = MatchedModel(Checkpoint(folders["gpt_neox"]), torch.float32)
     norms = model.norms()
