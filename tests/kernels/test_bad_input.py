@@ -53,6 +53,8 @@ def test_bad_operands_are_one_error_and_the_process_goes_on(
         ("bias must be on a CUDA device", call(bias=torch.zeros(n).half())),
         ("out must be on a CUDA device", call(out=torch.empty(4, n).half())),
     ]
+    if table is MATMULS:
+        cases.append(("write float16 as their activations are", call(out=torch.empty(4, n, device="cuda"))))
     good = call()()
     for pattern, bad in cases:
         with pytest.raises(QuantkitError, match=pattern) as caught:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, hopper, marlin, proof
 from quantkit.kernels.hopper_tiles import ceil
 from tests.kernels.hopper_cases import ALL, CASES, FIRST, RARE
 from tests.kernels.operands import weight
-from tests.kernels.products import TYPES, agrees, every_count, on_gpu, operand, product
+from tests.kernels.products import TYPES, agrees, every_count, on_gpu, product
 
 
 @pytest.mark.gpu
@@ -180,13 +179,3 @@ def test_a_weight_that_was_just_written_is_not_read_early(hopper_gpu: None) -> N
         for name in own:
             own[name].copy_((tensors, other)[i % 2][name])
         assert torch.equal(marlin.LAUNCHER.matmul(x, own, q.scheme, 8192, 8192), expected[i % 2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", CASES)
-def test_a_float32_output_is_refused(hopper_gpu: None, layout: str) -> None:
-    n, k = CASES[layout].units
-    tensors, q = operand(layout, CASES[layout].labels[0], n, k)
-    x, out = torch.ones(2, k, dtype=torch.float16, device="cuda"), torch.empty(2, n, device="cuda")
-    with pytest.raises(KernelError, match="write float16 as their activations are"):
-        LAUNCHERS[layout].matmul(x, tensors, q.scheme, n, k, out=out)

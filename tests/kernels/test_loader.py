@@ -54,29 +54,13 @@ def test_a_binary_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatc
     assert first.cubin.startswith(b"\x7fELF") and first.names.keys() == set(INSTANCES)
 
 
-def test_all_inputs_of_the_compiler_are_in_the_name_of_a_binary(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = compiled(monkeypatch)
-    base = loader.cached("f", INSTANCES, "sm_80", sources)
-    (sources / "shared.cuh").write_text("#define SHARED 4\n")  # the source itself is the same
-    assert loader.cached("f", INSTANCES, "sm_80", sources).cubin != base.cubin
-    (sources / "f.cu").write_text(SOURCE.replace("N + ", "N - "))
-    loader.cached("f", INSTANCES, "sm_80", sources)
-    loader.cached("f", INSTANCES[:1], "sm_80", sources)
-    loader.cached("f", INSTANCES, "sm_90a", sources)
-    monkeypatch.setattr(loader, "OPTIONS", (*loader.OPTIONS, "--use_fast_math"))
-    loader.cached("f", INSTANCES, "sm_90a", sources)
-    monkeypatch.setattr("cupy.cuda.nvrtc.getVersion", lambda: (99, 1))
-    loader.cached("f", INSTANCES, "sm_90a", sources)
-    assert len(seen) == 7 and len(entries()) == 7
-
-
 def test_each_input_of_the_compiler_changes_the_key_by_itself(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiler, options and the text of any header: otherwise an update would still use the old binaries."""
 
-    def key() -> str:
-        return loader.cache_key("f", INSTANCES, "sm_90a", sources)
+    def key(instances: tuple[str, ...] = INSTANCES, arch: str = "sm_90a") -> str:
+        return loader.cache_key("f", instances, arch, sources)
 
-    found = [key()]
+    found = [key(), key(INSTANCES[:1]), key(arch="sm_80")]
     for name, other in (
         ("cupy.cuda.nvrtc.getVersion", lambda: (99, 1)),
         ("cupy.cuda.nvrtc.getVersion", lambda: (99, 2)),
@@ -87,12 +71,12 @@ def test_each_input_of_the_compiler_changes_the_key_by_itself(sources: Path, mon
             patch.setattr(name, other)
             found.append(key())
         assert key() == found[0], "the same things give the same key"
-    for header in ("shared.cuh", "new.cuh"):  # a new one may stand in the way of another that was found before
-        (sources / header).write_text("#define SHARED 3 \n")
+    for name in ("f.cu", "shared.cuh", "new.cuh"):  # a new one may stand in the way of another that was found before
+        (sources / name).write_text("#define SHARED 3 \n")
         found.append(key())
     (sources / "new.cuh").rename(sources / "newer.cuh")
     found.append(key())
-    assert len(set(found)) == len(found) == 8
+    assert len(set(found)) == len(found) == 11
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut off", "emptied", "foreign"])
@@ -225,10 +209,6 @@ def test_layouts_without_a_kernel_and_devices_without_a_gpu_are_reported() -> No
     assert "multiplies gptq" in str(missing("gptq", torch.device("cpu")))
     for layout in MATMULS:
         assert "GPU" in str(missing(layout, torch.device("cpu")))
-
-
-def test_sources_are_found() -> None:
-    assert (loader.source_dir() / "common.cuh").is_file()
 
 
 def test_kernels_that_are_loaded_beside_other_work_leave_their_errors_to_the_launch(

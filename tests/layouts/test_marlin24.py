@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from quantkit.core.formats import INT4
@@ -143,23 +142,6 @@ def test_codes_may_be_a_view_of_another_tensor() -> None:
     for codes in (inside[1:129, 5:], q.t().contiguous().t()):
         for found, expected in zip(sparse24.compress(codes, 8), sparse24.compress(q, 8), strict=True):
             assert torch.equal(found, expected)
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
-def test_metadata_words_hold_the_codes_where_the_formulas_say(rows: int, columns: int, seed: int) -> None:
-    m_all, c_all = 64 * rows, 2 * columns
-    random = torch.Generator().manual_seed(seed)
-    metadata = torch.tensor(VALID, dtype=torch.uint8)[torch.randint(0, 6, (m_all, 4 * c_all), generator=random)]
-    expected = [0] * (m_all * c_all)
-    for r in range(m_all):
-        b = [r >> i & 1 for i in range(6)]
-        for c in range(c_all):
-            column = 128 * (r // 64) + 64 * b[1] + 8 * ((r >> 3) & 7) + 4 * b[0] + 2 * (c & 1) + b[2]
-            quads = metadata[r, 4 * c : 4 * (c + 1)].tolist()
-            expected[(c // 2) * 2 * m_all + column] = sum(code << 4 * i for i, code in enumerate(quads))
-    words = sparse24.SPARSE_MARLIN.pack(metadata, 4).view(torch.int16)
-    assert [word & 0xFFFF for word in words.tolist()] == expected
 
 
 # -------------------------------------------------------------------------------------------------- damage and reading

@@ -8,7 +8,7 @@ import torch
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
-from quantkit.layouts import LAYOUTS, marlin
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from tests.golden import both_ways, golden, scheme_of
 from tests.layouts.laws import rows
@@ -38,19 +38,6 @@ def test_worked_example_of_the_documentation() -> None:
     assert (words[1][0], words[2][0], words[8][0]) == (0xB0C1AFB0, 0xF405E3F4, 0x7C8D6B7C)
     assert zero_points[:4] == [0xDEF0DEF0, 0x9ABC9ABC, 0x23452345, 0xEF01EF01]
     assert packed["scales"][0, [*range(8), 16, 64, 128, 256]].tolist() == [1, 1, 9, 9, 17, 17, 25, 25, 2, 129, 5, 65]
-
-
-@pytest.mark.parametrize(("n", "k"), [(128, 128), (384, 256), (512, 64)])
-def test_words_are_those_of_marlin_in_another_order(n: int, k: int) -> None:
-    q = record(Scheme.parse("int4:g32"), n, k)
-    theirs = marlin.CODES.pack(q.codes, 4).view(k // 16, 2 * n)
-    row, column = torch.meshgrid(torch.arange(k // 16), torch.arange(2 * n), indexing="ij")
-    a, quarter, j = column % 128 // 16, column % 16 // 4, column % 4
-    bx, ty = column // 256, column // 128 % 2
-    place = ty * (n // 4) + (a // 4) * (n // 8) + 16 * bx + 4 * (a % 4) + quarter
-    flat = 4 * n * (row // 2) + 8 * place + 4 * (row % 2) + j
-    assert flat.flatten().sort().values.equal(torch.arange(k * n // 8))
-    assert torch.equal(QUICK.pack(q)["qweight"].flatten()[flat], theirs)
 
 
 @pytest.mark.parametrize("label", ["int4:g64:asym", "int4:g64"])
