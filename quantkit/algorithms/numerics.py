@@ -22,10 +22,7 @@ def working_dtype(weight: Tensor) -> torch.dtype:
 
 
 def factor_dtype(device: torch.device) -> torch.dtype:
-    """Return float64 where factorisations in it are fast (CPUs, data-centre GPUs), else float32.
-
-    Source: ALGORITHMS 5.1.
-    """
+    """Return float64 where factorisations in it are fast (CPUs, data-centre GPUs), else float32 (ALGORITHMS 5.1)."""
     slow = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _FULL_RATE_FLOAT64
     return torch.float32 if slow else torch.float64
 

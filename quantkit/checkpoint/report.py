@@ -59,10 +59,7 @@ KLD = ("kld", "kld_low", "kld_high", "kld_median", "kld_p99", "kld_p999", "kld_a
 
 
 def _entries(kinds: Mapping[Any, Any], *required: str) -> Any:
-    """Describe an object for msgspec by the kinds of some entries, each for several keys, and by the `required` texts.
-
-    Entries that are not required may be absent.
-    """
+    """Describe an object for msgspec: kinds of entries, each for keys that may be absent, and `required` texts."""
     optional = [(key, kind, None) for keys, kind in kinds.items() for key in keys]
     return msgspec.defstruct("Entries", [*((key, str) for key in required), *optional])
 

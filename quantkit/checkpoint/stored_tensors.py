@@ -160,10 +160,7 @@ class StoredTensors:
         return prod(place.shape) * place.dtype.itemsize
 
     def get(self, name: str, index: int | slice | None = None) -> Tensor:
-        """Read one tensor, or an entry or a range of its first dimension.
-
-        CheckpointError if its file changed since it was opened.
-        """
+        """Read a tensor, or a part of its first dimension; CheckpointError if its file changed since it was opened."""
         return self._at(name).read(index)
 
     def plain(self) -> dict[str, dict[str, TensorInfo]]:

@@ -108,10 +108,7 @@ class FusedLinear(SharedProduct, nn.Module):
 
 
 def fuse_linears(model: nn.Module) -> None:
-    """Group the sibling linears of a model, and fuse those on a GPU, one group at a time.
-
-    A group that is elsewhere is fused when it is moved to a GPU.
-    """
+    """Group the sibling linears of a model; a group is fused as soon as it is on a GPU."""
     for siblings in sibling_linears(model):
         FusedLinear(siblings).fuse_on_gpu()
 

@@ -26,10 +26,7 @@ class KernelWeight(NamedTuple):
 
 
 def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, Target]]:
-    """Yield the layouts with a kernel that may hold an `[n, k]` weight, with scheme and shape, the best first.
-
-    The weight's own `layout` comes before all others. Whether the data allow a place is found by `recast`.
-    """
+    """Yield the layouts with a kernel that may hold an `[n, k]` weight: its own first, then the best first."""
     own = (layout,) if layout in kernels.MATMULS else ()
     for name in dict.fromkeys((*own, *kernels.preferred())):
         if (place := target(LAYOUTS[name], scheme, n, k, pad=True)) is not None:

@@ -28,10 +28,7 @@ def hash_of(data: bytes) -> str:
 
 
 def begin_tensor(name: str, dtype: str, shape: Sequence[int]) -> blake3:
-    """Begin the digest of a tensor: BLAKE3 of one line of JSON, `[name, dtype, shape]`, and its bytes, still to be fed.
-
-    `dtype` is the name that a safetensors header has.
-    """
+    """Begin the BLAKE3 of a tensor: of a line of JSON, `[name, dtype of safetensors, shape]`, and of its bytes."""
     entry = json.dumps([name, dtype, list(shape)], ensure_ascii=False, separators=(",", ":"))
     return blake3(f"{entry}\n".encode())
 

@@ -72,10 +72,7 @@ class PortableTiles:
         return max(tile.stages * stage, 4 * tile.wk * tokens * (tile.n + 4))
 
     def choose(self, m: int) -> PortableTile:
-        """Choose the tile that costs least for m tokens.
-
-        n, k and the device do not matter, because units divide well among any number of multiprocessors.
-        """
+        """Choose the tile that costs least for m tokens; units divide well for any n, k and device."""
         return min(self.tiles, key=lambda tile: -(-m // tile.m) * tile.cost)
 
     def workspace_size(self, sms: int) -> tuple[int, int]:

@@ -40,10 +40,9 @@ def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
 
 
 def target(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
-    """Choose the nearest scheme and shape that a layout can hold for an `[n, k]` weight of a scheme.
+    """Choose the nearest scheme and shape that a layout can hold for an `[n, k]` weight of a scheme, if any.
 
-    None if there is none. Whether the data allow it is found by `recast`. With `pad` the shape may be larger if none
-    fits as it is (`padded_shape`).
+    Whether the data allow it is found by `recast`. With `pad` the shape may be larger (`padded_shape`).
     """
     return _first_that_fits(layout, list(candidates(scheme)), n, k, pad)
 

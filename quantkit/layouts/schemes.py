@@ -24,10 +24,7 @@ class Schemes:
     padded: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     def of(self, module: str) -> Scheme:
-        """Give the scheme of the linear called `module`, such as `model.layers.0.self_attn.q_proj`.
-
-        CheckpointError if the patterns take too long.
-        """
+        """Give the scheme of the linear called `module`; CheckpointError if the patterns take too long."""
         found = self._patterns.first(module)
         return self.default if found is None else self.overrides[found][1]
 

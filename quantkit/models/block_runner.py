@@ -165,10 +165,7 @@ class BlockRunner(MatchedModel):
         return found
 
     def takes_batches(self, index: int) -> bool:
-        """Return True if a block can run on the hidden states of several documents at a time.
-
-        One document must have entered a block before.
-        """
+        """Return True if a block can run on several documents at a time; one must have entered a block before."""
         return self._interception.batch_comes_first and not self.forms.get(index - 1, {}).get("left")
 
     def run(self, index: int, tokens: Tensor, state: State, key: Hashable = None) -> State | None:

@@ -96,10 +96,7 @@ class BlockWeights:
         put_tensor(self._model.module, place, weight.to(self._device, self._model.dtype))
 
     def source(self, linear: str) -> Tensor:
-        """Give the weight `[n, k]` of a loaded linear as its source stores it, on the device.
-
-        It is read again only if the dtype in memory is another one.
-        """
+        """Give a loaded linear's weight `[n, k]` as stored, on the device; read again only if its dtype is another."""
         loaded, src, name = self._of(linear), self._model.src, f"{linear}.weight"
         if loaded.dtype == src.dtype(name) and loaded.shape == src.shape(name):
             return loaded.detach()
