@@ -99,12 +99,10 @@ class CheckpointWriter:
 
         A resumed one must depend on the same: otherwise CheckpointError with the words of `difference`.
         """
-        stated = json.loads(json.dumps(identity))
+        require_same(self.partial, identity, difference)
         if self._identity is None:
-            append_journal(self._journal, stated)
-            self._identity = stated
-        elif differs := difference(self._identity, stated):
-            raise _begun_otherwise(self.partial, differs)
+            self._identity = json.loads(json.dumps(identity))
+            append_journal(self._journal, self._identity)
 
     def add(self, item: Item, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Store an item, as the `tensors` that `pack` made of it; CheckpointError if it was stored before."""
@@ -242,11 +240,7 @@ def require_same(partial: Path, identity: Mapping[str, Any], difference: Compare
     """Raise the CheckpointError of `identify` if work in a partial folder was begun with another identity."""
     lines = read_journal(partial / JOURNAL)
     if lines and (differs := difference(lines[0], json.loads(json.dumps(identity)))):
-        raise _begun_otherwise(partial, differs)
-
-
-def _begun_otherwise(partial: Path, differs: str) -> CheckpointError:
-    return CheckpointError(Words(f"{partial} was begun with other settings,", differs))
+        raise CheckpointError(Words(f"{partial} was begun with other settings,", differs))
 
 
 def texts_beside(

@@ -38,23 +38,16 @@ def test_pieces_make_the_text_one_token_at_a_time(tiny_llama: Path) -> None:
     assert "".join(pieces) == found.text
 
 
-def test_a_draw_repeats_with_its_seed_and_leaves_torchs_generator(folder: Folders) -> None:
-    path = folder("quick", "int4:g32")
+def test_a_draw_repeats_with_its_seed_and_leaves_torchs_generator(tiny_llama: Path) -> None:
     state = torch.get_rng_state()
 
-    def draw(seed: int, temperature: float | None = 1.5, top_p: float | None = None) -> str:
-        asked = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        return generate(path, "abc", max_new_tokens=16, device="cpu", **asked).text
+    def draw(**asked: float) -> str:
+        return generate(tiny_llama, "abc", max_new_tokens=16, device="cpu", **asked).text
 
-    assert draw(1) == draw(1) != draw(2)
+    drawn = draw(temperature=1.5, seed=1)
+    assert drawn == draw(temperature=1.5, seed=1) != draw(temperature=1.5, seed=2)
     assert torch.equal(torch.get_rng_state(), state)
-    greedy = generate(path, "abc", max_new_tokens=16, device="cpu").text
-    assert (
-        draw(1)
-        != greedy
-        == draw(1, None, 1e-6)
-        == generate(path, "abc", max_new_tokens=16, device="cpu", temperature=0).text
-    )
+    assert drawn != draw() == draw(top_p=1e-6, seed=1) == draw(temperature=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Run the portable kernels on a CPU: a C++ compiler builds their source, and fibers are the threads of a block.
+"""Run kernels on a CPU: a C++ compiler builds their source, and fibers are the threads of a block.
 
 The instructions of ampere.cuh and of common.cuh have forms here that do the same for a warp whose lanes take turns.
 Blocks run one after another. So indices, barriers and the exchange of sums are tested where there is no GPU. Not in
@@ -41,6 +41,7 @@ static Index threadIdx, blockIdx, gridDim;
 MACHINE = """
 alignas(16) uint4 pool[1 << 14];
 u32 counts[1 << 16];
+float4 fours_of_h[1 << 12];
 
 // Threads of a block: each runs until it waits for others.
 struct Copy { u32 to; const void *from; bool valid; u32 group; };
@@ -127,13 +128,18 @@ static u32 __shfl_up_sync(u32, u32 value, u32 by) {
     u32 lane = current % 32;
     return exchange(value)[lane < by ? lane : lane - by][0];
 }
-
-// The functions of common.cuh and ampere.cuh.
 template <class To, class From> static To bits_as(From x) {
     To y;
     memcpy(&y, &x, sizeof y);
     return y;
 }
+static float __uint_as_float(u32 x) { return bits_as<float>(x); }
+static u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+static float __shfl_xor_sync(u32, float value, u32 by) {
+    return bits_as<float>((u32)exchange(bits_as<u32>(value))[current % 32 ^ by][0]);
+}
+
+// The functions of common.cuh and ampere.cuh.
 static float to_float(bfloat x) { return bits_as<float>((u32)x.bits << 16); }
 static u16 rounded(half, float x) { return bits_as<u16>((_Float16)x); }
 static u16 rounded(bfloat, float x) {
@@ -216,7 +222,9 @@ static float4 load_past_l1(const float4 *p) { return *p; }
 
 // Runs a grid: blocks in their order, or from the last to the first.
 template <class A> static A argument(u64 value) {
-    if constexpr (std::is_pointer_v<A>) return (A)value; else return (A)(u32)value;
+    if constexpr (std::is_pointer_v<A>) return (A)value;
+    else if constexpr (std::is_class_v<A>) return *(A *)value;
+    else return (A)(u32)value;
 }
 static void (*body)();
 static void entry() {
@@ -245,6 +253,7 @@ template <class... A> static void run(void (*kernel)(A...), u32 width, u32 heigh
         fibers.reset(new Fiber[threads]()), warps.reset(new Warp[threads / 32]());
         memset(pool, 0xff, sizeof pool);
         memset(counts, 0xff, sizeof counts);
+        memset(fours_of_h, 0xff, sizeof fours_of_h);
         for (u32 thread = 0; thread < threads; thread++) {
             ucontext_t &context = fibers[thread].context;
             getcontext(&context);
@@ -288,18 +297,22 @@ def built(name: str, instances: tuple[str, ...]) -> ctypes.CDLL:
     return library("\n".join([inlined(name), *calls]))
 
 
+def address(data: Tensor | bytes) -> int:
+    return data.data_ptr() if isinstance(data, Tensor) else ctypes.cast(data, ctypes.c_void_p).value or 0
+
+
 def launch(
     name: str,
     instances: tuple[str, ...],
     instance: str,
     grid: tuple[int, int],
     threads: int,
-    args: Sequence[Tensor | int | None],
+    args: Sequence[Tensor | int | bytes | None],
     *,
     backwards: bool = False,
     late: bool = True,
 ) -> None:
     """Run one of the instances of a source on tensors of the CPU. `late`: copies arrive when they are waited for."""
-    values = [arg.data_ptr() if isinstance(arg, Tensor) else arg or 0 for arg in args]
+    values = [address(arg) if isinstance(arg, Tensor | bytes) else arg or 0 for arg in args]
     run = getattr(built(name, instances), f"run{instances.index(instance)}")
     run(*grid, threads, int(backwards), int(late), (ctypes.c_uint64 * len(values))(*values))
