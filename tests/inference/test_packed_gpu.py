@@ -29,27 +29,13 @@ from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import attention, bits, gauss, layers, logits, packed as packed_linear, stored, values
 from tests.layouts.samples import write_folder
+from tests.serving.samples import PACKED
 from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.gpu
 
 #: Layout, scheme, layout in memory after repacking.
-CASES = [
-    ("marlin", "int4:g128", "marlin"),
-    ("marlin", "int4:channel", "marlin"),
-    ("marlin24", "int4:g128:24", "marlin24"),
-    ("marlin24-ct", "int4:g128:24", "marlin24-ct"),
-    ("tcfpx", "fp6:channel", "tcfpx"),
-    ("tcfpx", "fp5:channel", "tcfpx"),
-    ("quick", "int4:g64:asym", "quick"),
-    ("compressed-tensors", "int4:g128", "marlin"),
-    ("compressed-tensors", "int4:g128:asym", "quick"),
-    ("compressed-tensors", "int4:g128:24", "marlin24"),
-    ("compressed-tensors", "fp6:channel", "tcfpx"),
-    ("humming", "fp5:channel", "tcfpx"),
-    ("gptq", "int4:g128", "marlin"),
-    ("awq", "int4:g64:asym", "quick"),
-]
+CASES = [*PACKED, ("compressed-tensors", "int4:g128:24", "marlin24")]
 
 
 @pytest.fixture(autouse=True)

@@ -369,14 +369,6 @@ def test_no_config_is_written_for_a_scheme_that_the_layout_lacks(layout: str) ->
                 LAYOUTS[layout].write_config(schemes)
 
 
-def test_both_gptq_versions_are_one_family_for_convert() -> None:
-    assert {name: layout.family for name, layout in LAYOUTS.items()} == {
-        "compressed-tensors": "compressed-tensors", "humming": "humming", "gptq": "gptq", "gptq-v2": "gptq",
-        "awq": "awq", "quick": "quick", "marlin": "marlin",
-        "marlin24": "marlin24", "marlin24-ct": "marlin24", "tcfpx": "tcfpx",
-    }  # fmt: skip
-
-
 def test_the_key_of_a_checkpoint_without_a_recipe() -> None:
     key = quantkit_key("gptq", Schemes(INT4_G128, ((r"a", INT4_ROWS), (r"a", INT4_G128))), "1.2", None)
     assert key["recipe_sha256"] is None and key["overrides"] == {"a": "int4:channel"}

@@ -172,12 +172,6 @@ def test_every_changed_nibble_is_refused_or_changes_the_record(layout: str, labe
     assert LAYOUTS[layout].unpack(packed, q.scheme).equal(q)
 
 
-def test_one_group_of_128_is_packed_as_one_scale_per_row_by_marlin() -> None:
-    per_row = record(Scheme.parse("int4:channel"), 128, 128)
-    grouped = QuantizedTensor(Scheme.parse("int4:g128"), per_row.codes, per_row.scales)
-    assert same_bytes(LAYOUTS["marlin"].pack(grouped), LAYOUTS["marlin"].pack(per_row))
-
-
 def test_marlin_tensors_of_stacked_weights_are_joined_side_by_side() -> None:
     q = record(Scheme.parse("int4:g128"), 192, 256)
     whole = LAYOUTS["marlin"].pack(q)

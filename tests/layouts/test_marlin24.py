@@ -185,15 +185,6 @@ def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) ->
     assert LAYOUTS[layout].unpack(again, q.scheme).equal(q)
 
 
-def test_scales_of_one_group_are_not_permuted() -> None:
-    q = record(GROUPS, 128, 128)
-    assert torch.equal(MARLIN24.pack(q)["s"], q.scales.t())
-    two = record(GROUPS, 128, 256)
-    for layout in VARIANTS:  # k = 256 too, where the library's writer does not permute them
-        s = list(LAYOUTS[layout].pack(two).values())[2]
-        assert s[1, :8].tolist() == two.scales[[0, 4, 1, 5, 2, 6, 3, 7], 1].tolist()
-
-
 # ------------------------------------------------------------------------------------------------------------ configs
 
 
