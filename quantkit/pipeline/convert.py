@@ -91,11 +91,8 @@ def pack(
         planned.require()
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
-    before, known_files = load_report(src.path), recorded_hashes(src)
-    base, unread = (before["base"], []) if before.get("base") else origin(src, checkpoint, None)
-    recorded = {layer["name"]: layer for layer in before.get("layers", [])}
-    schemes, known = schemes_of(src, planned, outside), list(src.notices)
-    src.notices += unread
+    known, known_files = list(src.notices), recorded_hashes(src)
+    report, recorded, schemes = begin_report("pack", checkpoint, src, planned, outside)
     with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
         writer = CheckpointWriter(
             partial,
@@ -104,7 +101,6 @@ def pack(
             max_shard_bytes=max_shard_size,
             expected=expected_names(src, planned),
         )
-        report = heading_after("pack", checkpoint, before, base, planned, schemes, known, outside)
         # A signal that raised while this thread waits for another could leave a lock taken.
         with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
@@ -270,22 +266,18 @@ def packed_source(checkpoint: str | Path, trust_remote_code: bool = False) -> tu
     return src, src.layout
 
 
-def heading_after(
-    command: str,
-    checkpoint: str | Path,
-    before: Mapping[str, Any],
-    base: Mapping[str, Any],
-    planned: Plan,
-    schemes: Schemes,
-    notices: list[str],
-    outside: Outside,
-) -> dict[str, Any]:
-    """Begin the report of a rewritten checkpoint; `before` is the report of its source.
+def begin_report(
+    command: str, checkpoint: str | Path, src: Checkpoint, planned: Plan, outside: Outside
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], Schemes]:
+    """Begin the report of a rewritten checkpoint; return it, the facts of each layer of `src`, and the schemes.
 
-    `outside` are the tensors that the model does not have.
+    `outside` are the tensors that the model does not have. What of the origin cannot be read is a notice of `src`.
     """
+    before, notices, schemes = load_report(src.path), list(src.notices), schemes_of(src, planned, outside)
+    base, unread = (before["base"], []) if before.get("base") else origin(src, checkpoint, None)
+    src.notices += unread
     carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype", "evaluation")
-    return {
+    report = {
         **{key: before[key] for key in carried if key in before},
         **heading(command, name_of(checkpoint), None, {}, base),
         "layout": planned.layout,
@@ -296,3 +288,4 @@ def heading_after(
         "layout_notices": list(planned.layout_remarks),
         "readers": list(planned.readers),
     }
+    return report, {layer["name"]: layer for layer in before.get("layers", [])}, schemes

@@ -23,10 +23,10 @@ from quantkit.algorithms.rtn import scale_facts
 from quantkit.calibration.backward import backward, explaining, in_fixed_order
 from quantkit.calibration.preflight import check_text
 from quantkit.checkpoint.items import Item
-from quantkit.checkpoint.origin import name_of, origin
+from quantkit.checkpoint.origin import name_of
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import load as load_report, untuned
+from quantkit.checkpoint.report import untuned
 from quantkit.checkpoint.resolve import resolve
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -36,7 +36,7 @@ from quantkit.io.staging import staging
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
 from quantkit.models.meta_model import get_tensor
-from quantkit.pipeline.convert import expected_names, heading_after, packed_source, schemes_of
+from quantkit.pipeline.convert import begin_report, expected_names, packed_source
 from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.quantize import READERS, calibration_text
@@ -102,15 +102,11 @@ def distill(
         tuning_memory(teacher, model.linears, tuned, calib.max_length, codes, model.device.type).require()
         if calib.is_written:
             writing_memory(teacher, calib, model.device.type).require()
-    before, known = load_report(src.path), list(src.notices)
-    base, unread = (before["base"], []) if before.get("base") else origin(src, folder, None)
-    recorded = {layer["name"]: layer for layer in before.get("layers", [])}
-    src.notices += unread
+    known = list(src.notices)
+    report, recorded, schemes = begin_report("distill", folder, src, planned, outside)
+    report.pop("evaluation", None)  # its figures describe other values
     with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
         writer = CheckpointWriter(partial, like=src, layout=layout, expected=expected_names(src, planned))
-        schemes = schemes_of(src, planned, outside)
-        report = heading_after("distill", folder, before, base, planned, schemes, known, outside)
-        report.pop("evaluation", None)  # its figures describe other values
         with progress.loop():
             with clock.phase("hash"):
                 readers = READERS[model.device.type]

@@ -46,43 +46,28 @@ class _Named:
 
     repository: str
     column: str
-    train: dict[str, Any]
-    test: dict[str, Any]
     join: str
     lines: bool
+    train: dict[str, Any]
+    test: dict[str, Any]
     rows: int | None = None
     test_rows: int | None = None
 
 
+_TRAIN, _TEST, _WIKITEXT = {"split": "train"}, {"split": "test"}, {"name": "wikitext-2-raw-v1"}
+#: PTB's repository has a loading script; its parquet branch has the same rows as data files.
+_PARQUET = {"revision": "refs/convert/parquet"}
 NAMED = {
-    "wikitext2": _Named(
-        "Salesforce/wikitext",
-        "text",
-        train={"name": "wikitext-2-raw-v1", "split": "train"},
-        test={"name": "wikitext-2-raw-v1", "split": "test"},
-        join="\n\n",
-        lines=True,
-    ),
-    # This repository has a loading script; its parquet branch has the same rows as data files.
-    "ptb": _Named(
-        "ptb-text-only/ptb_text_only",
-        "sentence",
-        train={"revision": "refs/convert/parquet", "split": "train"},
-        test={"revision": "refs/convert/parquet", "split": "test"},
-        join=" ",
-        lines=True,
-    ),
+    "wikitext2": _Named("Salesforce/wikitext", "text", "\n\n", True, _WIKITEXT | _TRAIN, _WIKITEXT | _TEST),
+    "ptb": _Named("ptb-text-only/ptb_text_only", "sentence", " ", True, _PARQUET | _TRAIN, _PARQUET | _TEST),
     "c4": _Named(
-        "allenai/c4",
-        "text",
-        train={"data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "split": "train", "streaming": True},
-        test={
+        *("allenai/c4", "text", " ", False),
+        {"data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "split": "train", "streaming": True},
+        {
             "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
             "split": "validation",
             "streaming": True,
         },
-        join=" ",
-        lines=False,
         rows=16384,
         test_rows=1100,
     ),
