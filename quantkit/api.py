@@ -131,9 +131,8 @@ def plan(
         raise planned.refusal
     ```
     """
-    run, _, recipe_options = _split(options)
+    run, _, fitted, recipe_options = _split(options)
     asked = {"probe": True, **{name: recipe_options.pop(name) for name in PLANNING if name in recipe_options}}
-    fitted = _fitted(recipe_options)
     found = fit.plan(model, build_recipe(recipe, **recipe_options), fitted=fitted, out=out, **asked, **run)
     if found.refusal is not None:
         found.refusal.to_python()
@@ -184,8 +183,7 @@ def quantize(
     print(worst["name"], worst["relative_error"])
     ```
     """
-    run, publishing, recipe_options = _split(options)
-    fitted = _fitted(recipe_options)
+    run, publishing, fitted, recipe_options = _split(options)
     return _published(model, out, build_recipe(recipe, **recipe_options), publishing, run, fitted)
 
 
@@ -204,7 +202,7 @@ def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) 
     quantkit.quantize(thin.path, "model-24-int4", prune="2:4", prune_method="magnitude", method="rtn")
     ```
     """
-    run, publishing, pruning_options = _split(options)
+    run, publishing, _, pruning_options = _split(options)
     return _published(model, out, build_pruning(**pruning_options), publishing, run)
 
 
@@ -465,18 +463,14 @@ def _packing(options: PackKeywords) -> dict[str, Any]:
     return {**options, "progress": reporter(options.get("progress"))}
 
 
-def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, dict[str, Any]]:
-    """Separate the options of a run, those that publish its output, and those of its recipe."""
-    kinds = {field.name for field in fields(RunOptions)}, PublishKeywords.__annotations__.keys()
-    run, publishing = ({name: value for name, value in options.items() if name in kind} for kind in kinds)
-    rest = {name: value for name, value in options.items() if name not in {*run, *publishing}}
+def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, FitOptions, dict[str, Any]]:
+    """Separate the options of a run, those that publish its output, those of a target, and those of its recipe."""
+    kinds = [{field.name for field in fields(kind)} for kind in (RunOptions, FitOptions)]
+    kinds.append({*PublishKeywords.__annotations__})
+    run, fitted, publishing = ({name: value for name, value in options.items() if name in kind} for kind in kinds)
+    rest = {name: value for name, value in options.items() if name not in {*run, *fitted, *publishing}}
     run["progress"] = reporter(run.get("progress"))
-    return cast(RunKeywords, run), cast(PublishKeywords, publishing), rest
-
-
-def _fitted(options: dict[str, Any]) -> FitOptions:
-    """Take the options of a target out of `options`."""
-    return FitOptions(**{key.keyword: options.pop(key.keyword, None) for key in keys_of(FitOptions)})
+    return cast(RunKeywords, run), cast(PublishKeywords, publishing), FitOptions(**fitted), rest
 
 
 def build_pruning(

@@ -54,7 +54,6 @@ def kernels(
             for scheme in schemes or map(Scheme.parse, LAUNCHERS[layout].schemes):
                 with about(f"{layer.n}x{layer.k} in {scheme.label} cannot be timed as {layout}, choose others"):
                     LAYOUTS[layout].check(scheme, layer.n, layer.k)
-                    scheme.groups(layer.k)
                 jobs.append((layer, layout, scheme))
     where = require_gpu(layouts)
     device = measured_on(where, dtype)

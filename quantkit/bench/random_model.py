@@ -32,6 +32,7 @@ from quantkit.inference.packed_linear import PackedLinear
 from quantkit.io import config_checks, files, json_files
 from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, expressions, read_config
+from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.devices import CUDA_DEVICE
 from quantkit.models.meta_model import require_decoder_only, skeleton
@@ -150,7 +151,7 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
             for scheme in schemes or (Scheme.parse(LAUNCHERS[layout].schemes[0]),):
                 found.append(Variant(layout, dict.fromkeys(linears, scheme)))
     for variant in found:
-        broken = {p: _broken_rule(variant.layout, scheme, *linears[p]) for p, scheme in variant.schemes.items()}
+        broken = {p: broken_rule(LAYOUTS[variant.layout], scheme, *linears[p]) for p, scheme in variant.schemes.items()}
         wrong = {path: rule for path, rule in broken.items() if rule is not None}
         for path, rule in wrong.items():
             (n, k), label = linears[path], variant.schemes[path].label
@@ -184,16 +185,6 @@ def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Seque
     }
 
 
-def _broken_rule(layout: str, scheme: Scheme, n: int, k: int) -> str | None:
-    """Name the rule of a layout that a weight breaks, None if it fits."""
-    try:
-        LAYOUTS[layout].check(scheme, n, k)
-        scheme.groups(k)
-    except LayoutError as error:
-        return error.rule
-    return None
-
-
 def _alternatives(linears: Shapes, wrong: Collection[str], schemes: Sequence[Scheme]) -> str:
     """Suggest options for linears that do not fit: layouts and schemes that hold all, or which linears to skip."""
     shapes = set(linears.values())
@@ -201,7 +192,7 @@ def _alternatives(linears: Shapes, wrong: Collection[str], schemes: Sequence[Sch
         f"--layout {layout} --scheme {scheme.label}"
         for layout in kernels.default_layouts()
         for scheme in dict.fromkeys([*map(Scheme.parse, LAUNCHERS[layout].schemes), *schemes])
-        if all(_broken_rule(layout, scheme, n, k) is None for n, k in shapes)
+        if all(broken_rule(LAYOUTS[layout], scheme, n, k) is None for n, k in shapes)
     ]
     if len(wrong) < len(linears):
         names = dict.fromkeys(re.escape(path.rpartition(".")[2]) for path in wrong)
@@ -217,14 +208,11 @@ def sizes(built: PreTrainedModel, variant: Variant) -> Sizes:
         scheme = variant.schemes.get(name.removesuffix(".weight"))
         if scheme is not None:
             n, k = parameter.shape
-            total += sum(t.itemsize * math.prod(shape) for t, shape in _stored(variant.layout, scheme, n, k))
+            stored = LAYOUTS[variant.layout].stored(scheme, n, k).values()
+            total += sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored)
         elif name not in tied:
             total += parameter.nbytes
     return Sizes(total, total - (0 if tied else built.get_input_embeddings().get_parameter("weight").nbytes))
-
-
-def _stored(layout: str, scheme: Scheme, n: int, k: int) -> Collection[tuple[torch.dtype, tuple[int, ...]]]:
-    return LAYOUTS[layout].stored(scheme, n, k).values()
 
 
 def cache_length(prompt: int, new: int) -> int:

@@ -54,11 +54,7 @@ def verify(
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a time.
 
-    `against` is a checkpoint to compare with. `device` "auto" takes a GPU if it can run the kernels. Codes that nothing
-    can be compared with are a failure, unless `unsealed`.
-
-    CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that changed since it was
-    written is a failure instead. KernelError if a kernel fails, or if a GPU asked for by name cannot run kernels.
+    Everything is as for `quantkit.verify`.
     """
     progress = progress or Progress(quiet=True)
     folder = Path(folder)

@@ -130,9 +130,7 @@ def _facts(
 
 def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
     """Compare quality before and after, if the run measured it, and name the text."""
-    found = report.get("evaluation")
-    if not isinstance(found, Mapping):
-        return None, ""
+    found = report.get("evaluation", {})
     before, after, kld, top1 = (number(found.get(key)) for key in ("before", "after", "kld", "top1"))
     rows = []
     if before and after is not None:

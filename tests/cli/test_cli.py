@@ -15,16 +15,15 @@ import pytest
 import torch
 import yaml
 
-from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert
+from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe
 from quantkit.cli import doctor
 from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import Command
-from quantkit.errors import CheckpointError, RecipeError
+from quantkit.errors import RecipeError
 from quantkit.recipes.named import shipped_recipes
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from tests import command_line
 from tests.command_line import ROOT, RTN, call, commands, refused
-from tests.folders import TEXT
 
 calib, int4 = command_line.calib, command_line.int4
 
@@ -40,37 +39,6 @@ def test_every_help_ends_with_an_example() -> None:
         assert last[-1].strip().startswith(" ".join(("quantkit", *path))), path
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, f"{path} {option.name} has no help"
-
-
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        ("plan {model} --method rtn", {"bytes", "misfits", "peak_memory", "linears"}),
-        ("inspect {int4}", {"layout", "bits_per_weight", "shapes"}),
-        ("verify {int4}", {"ok", "rows", "hashes", "note"}),
-        ("report {int4}", {"layers", "totals", "recipe_sha256"}),
-        ("convert --list", {"conversions"}),
-        ("doctor", {"checks", "fixes"}),
-        ("pack {int4} --layout gptq -o {out}", {"layers", "layout"}),
-        ("quantize {model} --recipe int4-rtn -o {out}", {"layers", "layout"}),
-        (
-            "eval ppl {int4} --data {calib} --window 32",
-            {"perplexity", "tokens", "windows", "window", "stride", "bos", "data"},
-        ),
-        ("eval kld {int4} --against {model} --data {calib} --window 32", {"kld", "top1", "tokens", "window", "data"}),
-        ("generate {int4} abc --max-new-tokens 3", {"prompt", "text", "tokens", "seconds", "weights"}),
-    ],
-)
-def test_json_is_one_object_and_text_has_the_same_exit_code(
-    command: str, keys: set[str], tiny_llama: Path, int4: Path, calib: Path, tmp_path: Path
-) -> None:
-    args = command.format(model=tiny_llama, int4=int4, calib=calib, out=tmp_path / "out").split()
-    result = call(*args, "--json", "-q")
-    assert keys <= json.loads(result.stdout).keys()
-    assert result.stderr == ""
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    text = call(*args, "-q")
-    assert text.stdout.strip() and not text.stdout.startswith("{") and text.stderr == ""
 
 
 def test_a_plan_states_the_bytes_of_its_run(tiny_llama: Path, int4: Path) -> None:
@@ -156,58 +124,6 @@ def test_the_keywords_of_a_run_are_the_fields_of_its_options() -> None:
     assert [field.name for field in fields(RunOptions)] == list(RunKeywords.__annotations__)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        "quantize",
-        "quantize {model}",
-        "quantize {model} --nonsense",
-        "quantize {model} --format int9 -o {out}",
-        "quantize {model} --format fp6 --asym -o {out}",
-        "quantize {model} --group-size many -o {out}",
-        "quantize {model} --override k_proj -o {out}",
-        "quantize {model} --override k_proj=int4:g0 -o {out}",
-        "quantize {model} --skip ( -o {out}",
-        "quantize {model} --skip .* --method rtn -o {out}",
-        "quantize {model} --set gptq.damp=-1 -o {out}",
-        "quantize {model} --act-budget lots -o {out}",
-        "quantize {model} --device abacus --method rtn -o {out}",
-        "quantize {model} --recipe no-such-recipe -o {out}",
-        "quantize {model} --recipe no-such-recipe -o {out}",
-        "quantize {model} --recipe {model}/config.json -o {out}",
-        "pack {model} -o {out}",
-        "pack {model} --layout exl3 -o {out}",
-        "convert",
-        "convert gptq-to-gold {model} -o {out}",
-        "convert marlin {model} -o {out}",
-        "eval ppl {model} --window 100000 --data {model}/../calib.txt",
-        "no-such-command",
-    ],
-)
-def test_wrong_usage_is_exit_code_2(args: str, tiny_llama: Path, tmp_path: Path) -> None:
-    (tiny_llama.parent / "calib.txt").write_text(TEXT)
-    result = call(*args.format(model=tiny_llama, out=tmp_path / "out").split(), code=2)
-    assert "Error: " in result.stderr and result.stdout == ""
-    assert not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------------------ conversions
-
-
-def test_convert_refuses_a_source_in_another_layout(int4: Path, tmp_path: Path) -> None:
-    call("convert", "compressed-tensors-to-marlin", int4, "-o", tmp_path / "marlin", "-q")
-    call("convert", "marlin-to-compressed-tensors", tmp_path / "marlin", "-o", tmp_path / "back", "-q")
-    call("verify", tmp_path / "back", "--against", int4, "-q")
-    assert "compressed-tensors" in refused("convert", "gptq-to-marlin", int4, out=tmp_path / "out")
-
-
-def test_convert_is_a_function_too(int4: Path, tmp_path: Path) -> None:
-    report = convert("compressed-tensors-to-marlin", int4, tmp_path / "marlin")
-    assert report["layout"] == "marlin" and (tmp_path / "marlin").is_dir()
-    with pytest.raises(CheckpointError, match="compressed-tensors-to-awq"):
-        convert("gptq-to-awq", int4, tmp_path / "awq")
-
-
 # ------------------------------------------------------------------------------------------------ exit codes
 
 
@@ -217,17 +133,16 @@ def test_a_damaged_weight_is_exit_code_3(int4: Path, tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[-1000] ^= 1
     shard.write_bytes(data)
-    result = call("verify", bad, code=3)
-    assert "FAILED" in result.stdout and shard.name in result.stdout
+    assert shard.name in call("verify", bad, code=3).stdout
+    *failures, verdict = call("verify", bad, "-q", code=3).stdout.splitlines()
+    assert failures and all(line.startswith("FAILED: ") for line in failures) and verdict.startswith("NOT verified")
     assert json.loads((bad / "verify.json").read_text())["ok"] is False
     assert json.loads(call("verify", bad, "--json", code=3).stdout)["failures"]
 
 
-def test_a_missed_threshold_is_exit_code_4(int4: Path, tiny_llama: Path, calib: Path) -> None:
+def test_a_threshold_that_is_met_is_exit_code_0(tiny_llama: Path, calib: Path) -> None:
     protocol = ("--data", calib, "--window", 32, "-q")
-    assert "perplexity" in call("eval", "ppl", int4, *protocol, "--max-perplexity", 1, code=4).stdout
-    call("eval", "ppl", int4, *protocol, "--max-perplexity", 1e9)
-    call("eval", "kld", int4, "--against", tiny_llama, *protocol, "--max-kld", 0, code=4)
+    call("eval", "ppl", tiny_llama, *protocol, "--max-perplexity", 1e9)
     call("eval", "kld", tiny_llama, "--against", tiny_llama, *protocol, "--max-kld", 0)
 
 

@@ -120,17 +120,3 @@ def test_a_wrong_word_is_answered_by_the_nearest_one(line: str, near: str | None
 def test_every_word_of_a_list_is_nearest_to_itself() -> None:
     for words in (LAYOUTS, FORMATS, quantkit.commands, get_args(names.Rule)):
         assert [did_you_mean(word, words) for word in words] == [f" Did you mean {word!r}?" for word in words]
-
-
-@pytest.mark.parametrize(
-    ("line", "missing"),
-    [
-        ("convert", "argument 'A-to-B'"),
-        ("convert gptq-to-marlin", "argument 'CHECKPOINT'"),
-        ("convert gptq-to-marlin model", "option '-o' / '--out'"),
-        ("quantize", "argument 'MODEL'"),
-        ("quantize model", "option '-o' / '--out'"),
-    ],
-)
-def test_the_missing_argument_is_named(line: str, missing: str) -> None:
-    assert call(*line.split(), code=2).stderr.splitlines()[-1] == f"Error: Missing {missing}."

@@ -24,6 +24,13 @@ def edit(folder: Path, module: str, change: Callable[[dict[str, Tensor]], None])
             save_file(tensors, path)
 
 
+def written(path: Path, *records: Any) -> Path:
+    """Write a file of records, one a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
 def recorded(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / REPORT).read_text())
     return found

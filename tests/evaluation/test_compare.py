@@ -29,6 +29,7 @@ from quantkit.recipes.recipe import from_mapping, merge
 from quantkit.reporting.recipe_page import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, page, plots, series
 from quantkit.reporting.recipe_table import as_csv, as_markdown, cells, quality, read_csv, tasks
 from tests.command_line import call, refused
+from tests.evaluation.folders import written
 from tests.folders import TEXT
 
 SMALL = {"calibration": {"samples": 4, "max_length": 32}}
@@ -202,8 +203,7 @@ def test_tasks_are_paired_with_the_unquantized_model_and_asked_once_whatever_the
 ) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval")
     records = [{"goal": f"the {i}", "sol1": f"rain {i * i}", "sol2": "hail", "label": i % 2} for i in range(12)]
-    (tmp_path / "tasks" / "piqa").mkdir(parents=True)
-    (tmp_path / "tasks" / "piqa" / "validation.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    written(tmp_path / "tasks" / "piqa" / "validation.jsonl", *records)
     options: dict[str, Any] = {"tasks": ["piqa"], "data": tmp_path / "tasks"}
     found = compare(small_llama, tmp_path / "table", **{**asked, "recipes": "int4:g64:rtn"}, **options)
     quantkit.quantize(small_llama, tmp_path / "int4", format="int4", group_size=64, method="rtn", device="cpu")
@@ -246,10 +246,10 @@ def test_programs_and_summaries_are_judged_and_their_batches_kept(
 ) -> None:
     pytest.importorskip("rouge_score", reason="needs rouge-score")
     answers = {"def": "    return x + x\n", "The": " rain fell"}
-    written: list[int] = []
+    sizes: list[int] = []
 
     def write(self: BatchWriter, prompts: Any) -> list[str]:
-        written.append(len(prompts))
+        sizes.append(len(prompts))
         return [answers[self.tokenizer.decode(prompt.tolist(), skip_special_tokens=True)[:3]] for prompt in prompts]
 
     monkeypatch.setattr(BatchWriter, "write", write)
@@ -257,13 +257,13 @@ def test_programs_and_summaries_are_judged_and_their_batches_kept(
     monkeypatch.setattr(Sandbox, "run", lambda self, program: "passed" if "double" in program else "failed")
     tests = {"test": "def check(candidate):\n    assert candidate(2) == 4\n"}
     problems = [{**tests, "prompt": f"def {name}(x):\n", "entry_point": name} for name in ("double", "triple", "half")]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
-    (tmp_path / "sums.jsonl").write_text(json.dumps({"document": "The rain.", "summary": "rain fell"}) + "\n")
+    written(tmp_path / "problems.jsonl", *problems)
+    written(tmp_path / "sums.jsonl", {"document": "The rain.", "summary": "rain fell"})
     options: dict[str, Any] = {"code": tmp_path / "problems.jsonl", "allow_code_execution": True, "code_batch_size": 2}
     options["max_new_tokens"] = 8
     options |= {**asked, "recipes": "int4:g64:rtn", "rouge": tmp_path / "sums.jsonl"}
     found = compare(small_llama, tmp_path / "table", **options)
-    assert written == [2, 1, 1] * 2
+    assert sizes == [2, 1, 1] * 2
     for row in found.rows:
         assert (row["code:pass@1"], row["rouge:rouge1"]) == (pytest.approx(1 / 3), 1.0)
         assert row["code:pass@1:low"] < row["code:pass@1"] < row["code:pass@1:high"]
@@ -273,7 +273,7 @@ def test_programs_and_summaries_are_judged_and_their_batches_kept(
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if '"name": "code ' not in line or ": seed 0" in line))
     assert _figures(compare(small_llama, tmp_path / "table", **options).rows) == _figures(found.rows)
-    assert written == [2, 1, 1] * 2
+    assert sizes == [2, 1, 1] * 2
 
 
 @pytest.mark.parametrize(

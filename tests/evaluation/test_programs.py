@@ -18,6 +18,7 @@ from quantkit.evaluation.programs import eval_code, pass_at_k
 from quantkit.evaluation.sandbox import Sandbox
 from quantkit.inference.batches import BatchWriter
 from tests.command_line import call, refused
+from tests.evaluation.folders import written
 
 HUMANEVAL = {
     "task_id": "HumanEval/0",
@@ -61,11 +62,6 @@ def contained() -> None:
         Sandbox(20).require()
     except QuantkitError as error:
         pytest.skip(f"needs namespaces: {error.rule}")
-
-
-def written(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[BatchWriter]:

@@ -18,13 +18,9 @@ from quantkit.inference.generate import Sampling, generate
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 from tests.command_line import call, refused
+from tests.evaluation.folders import written
 
 RECORDS = [{"document": f"The {word} fell for days.", "summary": f"{word} fell"} for word in ("rain", "hail", "x")]
-
-
-def written(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_draws_follow_the_seed_and_leave_the_generators_of_others_alone(small_ll
 
 
 def test_a_long_document_is_cut_and_counted(small_llama: Path, tmp_path: Path) -> None:
-    data = written(tmp_path / "data.jsonl", [{"document": "rain " * 200, "summary": "rain"}, *RECORDS])
+    data = written(tmp_path / "data.jsonl", {"document": "rain " * 200, "summary": "rain"}, *RECORDS)
     found = eval_rouge(small_llama, data=data, max_new_tokens=4, limit=2, device="cpu")
     assert (found.records, found.truncated) == (2, 1)
     with pytest.raises(quantkit.QuantkitError, match="leaves no room for a document in 2 tokens"):
@@ -95,7 +91,7 @@ def test_a_long_document_is_cut_and_counted(small_llama: Path, tmp_path: Path) -
 def test_a_run_that_was_killed_continues_with_the_next_batch(
     small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, options = written(tmp_path / "data.jsonl", RECORDS), {"max_new_tokens": 4, "batch_size": 2, "device": "cpu"}
+    data, options = written(tmp_path / "data.jsonl", *RECORDS), {"max_new_tokens": 4, "batch_size": 2, "device": "cpu"}
     whole: Any = eval_rouge(small_llama, data=data, **options)
     own, batches = BatchWriter.write, []
 
@@ -145,12 +141,12 @@ def test_a_model_that_reads_or_writes_no_text_is_refused(
 
     folder = Path(shutil.copytree(small_llama, tmp_path / kind))
     getattr(transformers, f"{kind}Config")().save_pretrained(folder)
-    data = written(tmp_path / "data.jsonl", RECORDS)
+    data = written(tmp_path / "data.jsonl", *RECORDS)
     assert says in refused("eval", "rouge", folder, "--data", data)
 
 
 def test_the_table_and_the_json_say_the_same(small_llama: Path, tmp_path: Path) -> None:
-    data = written(tmp_path / "data.jsonl", [{**RECORDS[0], "summary": "ROUGE"}, *RECORDS])
+    data = written(tmp_path / "data.jsonl", {**RECORDS[0], "summary": "ROUGE"}, *RECORDS)
     words = ("eval", "rouge", small_llama, "--data", data, "--max-new-tokens", 4, "--device", "cpu")
     found, text = json.loads(call(*words, "--json").stdout), call(*words).stdout
     assert f"{100 * found['rouge1']:.2f}" in text and "on data.jsonl: 4 records, at most 4 new tokens" in text

@@ -20,6 +20,7 @@ from quantkit.evaluation.tasks import eval_tasks
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.command_line import call, refused
+from tests.evaluation.folders import written
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval, of which these are the tasks")
 WORDS = ["rain", "hail", "snow", "wind", "fog", "sun", "cloud", "frost", "storm", "calm"]
@@ -67,12 +68,6 @@ def int4(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "int4"
     call("quantize", small_llama, "-o", out, "--method", "rtn", "-q")
     return out
-
-
-def written(path: Path, *records: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def directly(folder: Path, data: Path, task: str, shots: int) -> dict[str, float]:

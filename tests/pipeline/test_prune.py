@@ -169,12 +169,8 @@ def test_impossible_pruning_gives_a_one_line_error_and_writes_nothing(
     for wrong in (("--asym",), ("--format", "fp6"), ("--method", "rtn", "--set", "prune=sparsegpt")):
         refused("quantize", small_llama, "--prune", "2:4", *wrong, out=out, code=2)
     assert "add --prune 2:4" in refused("quantize", small_llama, "--set", "prune=wanda", out=out, code=2)
-    dense = refused("quantize", small_llama, "--layout", "marlin24", "--method", "rtn", out=out)
-    assert "add --prune 2:4" in dense
     assert "--prune" not in refused("quantize", small_llama, "--layout", "marlin24", "--format", "fp6", out=out)
     assert "nothing to prune" in refused("prune", small_llama, "--skip", ".*", out=out, code=2)
-    call("quantize", small_llama, "-o", tmp_path / "int4", "--method", "rtn", "-q")
-    assert "quantized already" in refused("prune", tmp_path / "int4", out=out)
 
 
 def test_recipes_of_2_4_round_trip_and_mistakes_are_named() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, digest
-from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
+from quantkit.errors import CheckpointError, LayoutError, NumericError
 from quantkit.inference.load import load
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
@@ -297,17 +297,6 @@ def test_asymmetric_goes_to_gptq_and_is_refused_by_marlin(tiny_llama: Path, tmp_
     ):
         pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     assert not any(tmp_path.glob("marlin*"))
-
-
-def test_quantized_sources_are_refused_in_favour_of_pack(tiny_llama: Path, tmp_path: Path) -> None:
-    quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn"}))
-    with pytest.raises(CheckpointError, match="quantized already"):
-        quantize(tmp_path / "ct", tmp_path / "again", from_mapping({"method": "rtn"}))
-
-
-def test_skipping_everything_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="nothing to quantize"):
-        quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn", "skip": [".*"]}))
 
 
 def test_a_model_calibrated_through_its_language_model_says_so(calib: str, tmp_path: Path) -> None:

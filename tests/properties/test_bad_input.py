@@ -5,74 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from itertools import product
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from quantkit import load
 from quantkit.errors import CheckpointError
 from tests import command_line
 from tests.command_line import RTN, call, refused
-from tests.folders import TEXT
 from tests.tiny_models import write_model
 
 calib, copy, int4 = command_line.calib, command_line.copy, command_line.int4
 
 READ_A_MODEL = ["quantize {bad} --method rtn -o {out}", "plan {bad}", "inspect {bad}", "eval ppl {bad} --data {text}"]
-READ_A_QUANTIZED_ONE = ["pack {bad} --layout marlin -o {out}", "verify {bad}", "report {bad}"]
-
-
-@pytest.mark.parametrize(
-    ("args", "kind"),
-    [
-        *product(READ_A_MODEL + READ_A_QUANTIZED_ONE, ["missing", "empty", "file", "unrelated"]),
-        *product(READ_A_QUANTIZED_ONE, ["dense"]),
-    ],
-)
-def test_a_folder_without_a_model_is_refused(
-    args: str, kind: str, tiny_llama: Path, tmp_path: Path, calib: Path
-) -> None:
-    bad, out = tmp_path / "bad", tmp_path / "out"
-    if kind == "file":
-        bad.write_text("not a folder")
-    elif kind == "dense":
-        bad = tiny_llama
-    elif kind != "missing":
-        bad.mkdir()
-    if kind == "unrelated":
-        (bad / "config.json").write_text('{"name": "a web page"}')
-    refused(*args.format(bad=bad, out=out, text=calib).split())
-    assert not list(tmp_path.glob("out*"))
-
-
-def shards(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    assert len(found) > 1
-    return found
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_a_weight_that_is_not_finite_is_named(
-    value: float, method: str, copy: Path, calib: Path, tmp_path: Path
-) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    for shard in shards(copy):
-        tensors = load_file(shard)
-        if name in tensors:
-            tensors[name][3, 5] = value
-            save_file(tensors, shard, metadata={"format": "pt"})
-    options = ("--method", method, "--calib", calib, "--samples", 2)
-    assert name.removesuffix(".weight") in refused_and_gone("quantize", copy, *options, out=tmp_path / "out")
-
-
-def refused_and_gone(*args: object, out: Path) -> str:
-    """Check a failure after committed work: the partial folder may stay, OUT may not exist."""
-    result = call(*args, "-o", out, "-q", code=1)
-    assert len(result.stderr.splitlines()) == 1 and not out.exists()
-    return result.stderr
 
 
 def test_every_misfit_is_listed_with_a_remedy(tmp_path: Path) -> None:
@@ -86,40 +31,6 @@ def test_every_misfit_is_listed_with_a_remedy(tmp_path: Path) -> None:
     skips = [part for way in (".*gate_proj", ".*up_proj", ".*down_proj") for part in ("--skip", way)]
     assert "--min-share" in call("plan", model, *RTN, "--layout", "marlin", *skips, code=4).stderr
     call("plan", model, *RTN, "--layout", "marlin", *skips, "--min-share", 0)
-
-
-def test_a_group_size_that_does_not_divide_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
-    result = call("quantize", tiny_llama, *RTN, "--group-size", 96, "-o", tmp_path / "out", "-q", code=1)
-    assert "96" in result.stderr and "--group-size" in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_real_act_order_is_refused_for_marlin(int4: Path, tmp_path: Path) -> None:
-    call("pack", int4, "--layout", "gptq", "-o", tmp_path / "gptq", "-q")
-    shard = next((tmp_path / "gptq").glob("*.safetensors"))
-    tensors = load_file(shard)
-    name = next(name for name in tensors if name.endswith("down_proj.g_idx"))
-    tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, shard, metadata={"format": "pt"})
-    (tmp_path / "gptq/quantkit_report.json").unlink()
-    text = refused("convert", "gptq-to-marlin", tmp_path / "gptq", out=tmp_path / "out")
-    assert name.removesuffix(".g_idx") in text and "act-order" in text
-
-
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("", ()),
-        ("  \n\n ", ()),
-        (TEXT, ("--samples", 1000)),
-        (TEXT, ("--set", "calibration.lengths=fixed", "--samples", 1000)),
-    ],
-)
-def test_calibration_text_that_is_empty_or_too_short_is_refused(
-    text: str, options: tuple[object, ...], tiny_llama: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "short.txt").write_text(text)
-    refused("quantize", tiny_llama, "--calib", tmp_path / "short.txt", *options, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize(

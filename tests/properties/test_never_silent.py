@@ -83,15 +83,6 @@ def test_an_option_without_effect_is_reported(small_llama: Path, tmp_path: Path,
     assert "end at the model's 512 positions, --max-length is 4096" in text
 
 
-def test_a_pattern_without_effect_is_refused(small_llama: Path, tmp_path: Path) -> None:
-    wishes = {"skip": ["lm_head", "typo_proj"], "overrides": {"lm_head": "int4:g64"}}
-    with pytest.raises(RecipeError) as error:
-        quantize(small_llama, tmp_path / "out", from_mapping({**RTN, **wishes}))
-    first, second = str(error.value).splitlines()
-    assert first.startswith("skip 'typo_proj' matches no linear: ")
-    assert second.startswith("override 'lm_head' to int4:g64 matches only linears that are skipped: ")
-
-
 def test_rounding_instead_of_gptq_is_reported(tmp_path: Path, calib: dict[str, Any]) -> None:
     model = edited(tmp_path / "model", "up_proj", torch.zeros_like)  # then the inputs of down_proj are zero
     with pytest.raises(NumericError, match=r"down_proj: no input channel ever moved"):
