@@ -1,7 +1,7 @@
 """A folder that fits a size: a scheme for each linear by its harm, never worse than a uniform scheme that fits.
 
 The work is done in OUT's partial folder, whose journal has the harms. Folders are made in it: of the mix, of the
-uniform scheme of least predicted harm, and of others within REACH of the mix. They are judged on held-out text. The
+uniform scheme of least predicted harm, and of other formats within REACH of it. They are judged on held-out text. The
 best one becomes OUT, with a recipe that makes the same bytes without this search.
 """
 
@@ -49,7 +49,7 @@ from quantkit.text.sources import PACKAGED
 from quantkit.version import __version__
 
 MIXED = "mixed"
-#: More uniform schemes than the best are made up to so many times the predicted harm of the mix: docs/algorithms.md 17.
+#: Uniform schemes of other formats are made up to so many times the predicted harm of the best: docs/algorithms.md 17.
 REACH = 1.5
 #: The most sequences of held-out text, if as many calibrate, and the most tokens of each.
 HELD_OUT, LONGEST = 16, 512
@@ -95,17 +95,17 @@ class _Search:
         bits, size = self.asked.target_bits, self.asked.target_size
         return (size or 0) - overhead if bits is None else space.budget(bits)
 
-    def uniform(self, harm: Harm, reach: float = 0.0) -> list[_Found]:
-        """Find the uniform scheme of least harm that fits, and more with a harm of at most `reach`, the least first."""
+    def uniform(self, harm: Harm, reach: float = 1.0) -> list[_Found]:
+        """Find the uniform scheme of least harm that fits, and the best of other formats within `reach` times that."""
         found: dict[str, _Found] = {}
         every = [_Found(n, s, c, self.job, s.harm(c, harm)) for s in self.spaces for n, c in s.uniform.items()]
         for each in sorted(every, key=lambda each: each.harm):
-            if found and each.harm > reach:
+            if found and each.harm > reach * next(iter(found.values())).harm:
                 break
-            space = each.space
-            if each.name not in found and space.size(each.choice) <= self.budget(space, space.overhead):
+            space, kind = each.space, each.name.partition(":")[0]
+            if kind not in found and space.size(each.choice) <= self.budget(space, space.overhead):
                 job, _, excess = self.planned(space, each.choice)
-                found |= {each.name: each._replace(job=job)} if excess <= 0 else {}
+                found |= {kind: each._replace(job=job)} if excess <= 0 else {}
         return list(found.values())
 
     def mix(self, harm: Harm) -> _Found | None:
@@ -277,7 +277,7 @@ def _decide(
     with clock.phase("programme"):
         search = replace(search, spaces=[space.with_fixed(known, first.choice) for space in search.spaces])
         mix = search.mix(harm)
-        uniform = search.uniform(harm, REACH * mix.harm if mix else 0.0)
+        uniform = search.uniform(harm, REACH)
     first = first._replace(harm=first.space.harm(first.choice, harm))
     made = {each.name: each for each in (*uniform, first)}
     if mix is not None and mix.job.recipe not in [each.job.recipe for each in made.values()]:
