@@ -27,7 +27,9 @@ def tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes
     }
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def hashes(folder: Path) -> dict[str, str]:
-    return {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.name not in VOLATILE
-    }
+    return {p.name: sha256(p) for p in sorted(folder.iterdir()) if p.name not in VOLATILE}

@@ -38,8 +38,4 @@ def side_by_side(device: torch.device, tasks: Sequence[Callable[[], T]]) -> list
             return [task() for task in tasks]
         # The setting is one of each thread. A new thread takes it over from the process, unless it sets its own.
         with ThreadPoolExecutor(min(threads, len(tasks)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(_call, tasks))
-
-
-def _call(task: Callable[[], T]) -> T:
-    return task()
+            return list(pool.map(lambda task: task(), tasks))

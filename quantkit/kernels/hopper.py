@@ -23,6 +23,7 @@ from quantkit.kernels.hopper_tiles import (
     launch_sizes,
     representative,
 )
+from quantkit.kernels.portable import multiprocessors
 from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
 
@@ -163,7 +164,7 @@ class _Plan(NamedTuple):
 def _planned(
     kernel: HopperKernel, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, tile: HopperTile | None
 ) -> _Plan:
-    sms = multiprocessors(device)
+    sms, _ = multiprocessors(device)
     tile = tile or choose_tile(kernel.choice, dtype, m, n, k, sms)
     instance, together = kernel.instance(dtype, tile), kernel.instances_by_dtype[dtype]
     listed = together if instance in together else (instance,)  # a benchmark may try other tiles
@@ -181,8 +182,3 @@ def _maps(kernel: HopperKernel, tile: HopperTile, n: int, k: int) -> Callable[[t
         return kernel.tensor_maps(tile, words, scales, n, k)
 
     return maps
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

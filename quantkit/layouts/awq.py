@@ -134,11 +134,9 @@ def schemes_of(config: Mapping[str, Any]) -> Schemes:
         raise CheckpointError(f"an AWQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}")
     group_size = validation.group_size(group, "AWQ")
     dense = [part for part in validation.strings(config, "modules_to_not_convert") if part != "lm_head"]
-    head = [] if validation.entry(config, "lm_head", bool, default=False) else ["lm_head"]
+    ignore = (*validation.dense_head(config), *(f"re:.*{re.escape(part)}.*" for part in dense))
     symmetric = not validation.entry(config, "zero_point", bool, default=True)
-    return Schemes(
-        Scheme(INT4, group_size, symmetric=symmetric), ignore=(*head, *(f"re:.*{re.escape(part)}.*" for part in dense))
-    )
+    return Schemes(Scheme(INT4, group_size, symmetric=symmetric), ignore=ignore)
 
 
 def _substring(module: str) -> str | None:

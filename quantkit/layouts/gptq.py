@@ -134,7 +134,9 @@ class Gptq(Layout):
             raise CheckpointError(
                 f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read, {validation.ORIGINAL}"
             )
-        return _schemes(config)
+        head = validation.dense_head(config)
+        overrides, ignore = read_dynamic(config, _scheme)
+        return Schemes(_scheme(config), overrides, (*head, *ignore))
 
     def _zeros(self, stored: Tensor, scheme: Scheme) -> Tensor | None:
         if scheme.symmetric:
@@ -165,12 +167,6 @@ def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 def _entries(scheme: Scheme) -> dict[str, Any]:
     return {"bits": scheme.format.bits, "group_size": scheme.group_size or -1, "sym": scheme.symmetric}
-
-
-def _schemes(config: Mapping[str, Any]) -> Schemes:
-    head = () if validation.entry(config, "lm_head", bool, default=False) else ("lm_head",)
-    overrides, ignore = read_dynamic(config, _scheme)
-    return Schemes(_scheme(config), overrides, (*head, *ignore))
 
 
 def _scheme(config: Mapping[str, Any]) -> Scheme:

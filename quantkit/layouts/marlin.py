@@ -81,7 +81,7 @@ class Marlin(Layout):
         if method != "marlin" and not (method == "gptq" and marked):
             return None
         scheme = read_scheme(config, "MARLIN", "it can only be 4, 128 or -1, and true")
-        return Schemes(scheme, ignore=read_ignore(config))
+        return Schemes(scheme, ignore=validation.dense_head(config))
 
 
 def check_group_size(title: str, scheme: Scheme) -> None:
@@ -114,11 +114,6 @@ def read_scheme(config: Mapping[str, Any], title: str, rule: str) -> Scheme:
     if bits != 4 or group not in (128, -1) or not symmetric:
         raise CheckpointError(f"a {title} config with bits {bits}, group_size {group}, sym {symmetric}: {rule}")
     return Scheme(INT4, None if group == -1 else group)
-
-
-def read_ignore(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Read which linears stay dense: the output head, unless the config has it quantized."""
-    return () if validation.entry(config, "lm_head", bool, default=False) else ("lm_head",)
 
 
 def _scale_order(g: int) -> Arrangement:

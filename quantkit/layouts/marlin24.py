@@ -123,7 +123,7 @@ class Marlin24(Layout):
         if method != METHOD and not (method == "gptq" and marked):
             return None
         scheme = marlin.read_scheme(config, self.TITLE, "quantkit reads 4, 128 or -1, and true")
-        return Schemes(replace(scheme, sparsity="2:4"), ignore=marlin.read_ignore(config))
+        return Schemes(replace(scheme, sparsity="2:4"), ignore=validation.dense_head(config))
 
 
 class Marlin24CompressedTensors(Marlin24):

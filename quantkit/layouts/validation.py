@@ -111,6 +111,11 @@ def strings(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(values)
 
 
+def dense_head(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name the output head, which stays dense unless the config has it quantized."""
+    return () if entry(config, "lm_head", bool, default=False) else ("lm_head",)
+
+
 def group_size(size: int, method: str) -> int | None:
     """Convert a config's group size, where -1 stands for one scale per row; raise CheckpointError for other signs."""
     if size < 1 and size != -1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,9 @@ from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
+from tests.folders import sha256
 
 RTN = from_mapping({"method": "rtn", "clip": "none"})
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def snapshot(model: Path, tmp_path: Path) -> Path:

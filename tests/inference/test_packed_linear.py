@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -31,17 +32,9 @@ CASTS = [nn.Module.bfloat16, nn.Module.half, nn.Module.double, partial(nn.Module
 def test_every_layout_multiplies_as_its_decoded_weight(layout: str, label: str) -> None:
     q = values(label)
     layer = packed(layout, q)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        x = gauss(3, 256).to(dtype)
+    for dtype, batch in product((torch.float32, torch.float16, torch.bfloat16), BATCHES):
+        x = gauss(*batch, 256).to(dtype)
         assert same(layer(x), linear(x, q.dequantize(dtype), layer.bias.to(dtype)))
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_any_leading_dimensions_and_zero_tokens_are_accepted(batch: tuple[int, ...]) -> None:
-    q = values("int4:g128")
-    layer = packed("marlin", q)
-    x = gauss(*batch, 256)
-    assert same(layer(x), linear(x, q.dequantize(), layer.bias))
 
 
 def test_strided_and_unaligned_activations_are_accepted() -> None:
@@ -54,7 +47,6 @@ def test_strided_and_unaligned_activations_are_accepted() -> None:
         gauss(1 + 2 * 256)[1:].view(2, 256),
         gauss(256).expand(3, 256),
     ):
-        assert torch.allclose(layer(x), linear(x, weight), atol=1e-5)
         assert same(layer(x), linear(x, weight))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
+from tests.folders import sha256
 from tests.reporting.samples import write_report
 
 #: Of the published test vectors: bytes 0, 1, ... 250, 0, 1, ... of so many bytes.
@@ -27,10 +27,6 @@ PUBLISHED = {
     1024: "42214739f095a406f3fc83deb889744ac00df831c10daa55189b5d121c855af7",
     102400: "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085",
 }
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

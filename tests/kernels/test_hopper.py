@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.kernels import LAUNCHERS, hopper, marlin, proof
+from quantkit.kernels import LAUNCHERS, marlin, proof
 from quantkit.kernels.hopper_tiles import ceil
+from quantkit.kernels.portable import multiprocessors
 from tests.kernels.hopper_cases import ALL, CASES, FIRST, RARE
 from tests.kernels.operands import weight
 from tests.kernels.products import TYPES, agrees, every_count, on_gpu, product
@@ -66,7 +67,7 @@ def test_ends_of_k_that_fill_no_step(hopper_gpu: None, layout: str, label: str, 
 @pytest.mark.parametrize("layout", CASES)
 def test_rounds_of_whole_tiles_with_shared_remaining_tiles(hopper_gpu: None, layout: str, dtype: torch.dtype) -> None:
     """With more tiles than blocks, each block takes one or two whole tiles, and the remaining steps are dealt out."""
-    label, sms = CASES[layout].labels[0], hopper.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    label, (sms, _) = CASES[layout].labels[0], multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     for tile in CASES[layout].tiles(label, 256, 384, dtype):
         resident = sms * tile.resident
         for whole in () if tile.cluster else (resident + 5, 2 * resident + 1):

@@ -29,8 +29,9 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from tests.serving.inside_vllm import share
-from tests.serving.samples import PACKED, decoded, packed, record
+from tests.serving import inside_vllm
+from tests.serving.inside_vllm import fill, share
+from tests.serving.samples import PACKED, record
 
 FOLDERS = Path()
 KEPT: list[Any] = []
@@ -97,22 +98,10 @@ def layer_of(kind: str, config: Any, *sizes: Any, bias: bool = False, prefix: st
     return getattr(layers, kind)(*sizes, bias=bias, quant_config=config, prefix=prefix, params_dtype=torch.float16)
 
 
-def fill(layer: Any, layout: str, q: Any, *shard: Any) -> None:
-    """Load a packed weight into a layer, as SGLang's models do."""
-    for suffix, tensor in packed(layout, q).items():
-        parameter = layer.get_parameter(suffix)
-        parameter.weight_loader(parameter, tensor, *shard)
-
-
 def of(layer: Any) -> Tensor:
     """Finish a layer, and decode the weight that it multiplies with, float32 `[out, k]`; its product is torch's."""
-    layer.quant_method.process_weights_after_loading(layer)  # a second call does nothing
-    tensors = {name.removeprefix("quantkit_"): layer.get_parameter(name) for name in layer.quantkit_names}
-    left = {name for name, _ in layer.named_parameters(recurse=False)} - {*layer.quantkit_names, "bias"}
-    assert not left, f"left behind: {left}"
-    k = getattr(layer, "input_size_per_partition", layer.input_size)
-    weight = decoded(layer.quantkit_layout, layer.quantkit_label, tensors, layer.quantkit_out, k)
-    x = torch.randn(3, k).half()
+    weight = inside_vllm.of(layer)
+    x = torch.randn(3, weight.shape[1]).half()
     assert torch.equal(layer.quant_method.apply(layer, x), linear(x, weight.half()))
     return weight
 
@@ -170,18 +159,7 @@ def check_a_damaged_folder_is_refused() -> None:
 
 
 def check_eight_ranks_with_copied_heads_of_each_layout() -> None:
-    k, head, heads, kv_heads = 256, 64, 8, 2
-    for layout, label, target in PACKED:
-        whole = [record(label, count * head, k, seed) for seed, count in enumerate((heads, kv_heads, kv_heads))]
-        dense = [q.dequantize() for q in whole]
-        for rank in range(8):
-            with ranks(rank, 8):
-                layer = layer_of("QKVParallelLinear", config_of(layout, label), k, head, heads, kv_heads)
-                for shard, q in zip("qkv", whole, strict=True):
-                    fill(layer, layout, q, shard)
-            rows = dense[0][head * rank :][:head], *(d[head * (rank // 4) :][:head] for d in dense[1:])
-            assert torch.equal(of(layer), torch.cat(rows)), (layout, label, rank)
-            assert layer.quantkit_layout == target, layout
+    inside_vllm.compare_eight_ranks_with_copied_heads(ranks, layer_of, config_of, of)
 
 
 def check_rows_columns_and_joined_linears_are_split_over_two_ranks() -> None:

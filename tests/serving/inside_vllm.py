@@ -38,13 +38,13 @@ OTHERS = ("compressed-tensors", "compressed-tensors-asym", "gptq", "awq", "hummi
 
 
 def of(layer: Any) -> Tensor:
-    """Decode the weight that a layer multiplies with, float32 `[out, k]`."""
+    """Finish a layer, and decode the weight that it multiplies with, float32 `[out, k]`."""
+    layer.quant_method.process_weights_after_loading(layer)  # a second call does nothing
     tensors = {name.removeprefix("quantkit_"): layer.get_parameter(name) for name in layer.quantkit_names}
     left = {name for name, _ in layer.named_parameters(recurse=False)} - {*layer.quantkit_names, "bias"}
     assert not left, f"left behind: {left}"
-    return decoded(
-        layer.quantkit_layout, layer.quantkit_label, tensors, layer.quantkit_out, layer.input_size_per_partition
-    )
+    k = getattr(layer, "input_size_per_partition", layer.input_size)
+    return decoded(layer.quantkit_layout, layer.quantkit_label, tensors, layer.quantkit_out, k)
 
 
 def share(folder: Path, block: str, rank: int, size: int) -> dict[str, Tensor]:
@@ -174,20 +174,24 @@ def fill(layer: Any, layout: str, q: Any, *shard: Any) -> None:
         parameter.weight_loader(parameter, tensor, *shard)
 
 
-def check_eight_ranks_with_copied_heads_of_each_layout() -> None:
+def compare_eight_ranks_with_copied_heads(place: Any, layer_of: Any, config_of: Any, of: Any) -> None:
+    """Compare joined queries, keys and values on each rank; the functions are those of an engine."""
     k, head, heads, kv_heads = 256, 64, 8, 2
     for layout, label, target in PACKED:
         whole = [record(label, count * head, k, seed) for seed, count in enumerate((heads, kv_heads, kv_heads))]
         dense = [q.dequantize() for q in whole]
         for rank in range(8):
-            with building(rank, 8):
+            with place(rank, 8):
                 layer = layer_of("QKVParallelLinear", config_of(layout, label), k, head, heads, kv_heads)
                 for shard, q in zip("qkv", whole, strict=True):
                     fill(layer, layout, q, shard)
-                layer.quant_method.process_weights_after_loading(layer)
             rows = dense[0][head * rank :][:head], *(d[head * (rank // 4) :][:head] for d in dense[1:])
             assert torch.equal(of(layer), torch.cat(rows)), (layout, label, rank)
             assert layer.quantkit_layout == target, layout
+
+
+def check_eight_ranks_with_copied_heads_of_each_layout() -> None:
+    compare_eight_ranks_with_copied_heads(building, layer_of, config_of, of)
 
 
 def check_joined_on_disk_as_phi_3() -> None:
@@ -201,8 +205,6 @@ def check_joined_on_disk_as_phi_3() -> None:
                 gate_up = layer_of("MergedColumnParallelLinear", config_of(layout, label), k, [256, 256])
                 fill(layer, layout, q)
                 fill(gate_up, layout, mlp)
-                for each in (layer, gate_up):
-                    each.quant_method.process_weights_after_loading(each)
             assert torch.equal(of(layer), torch.cat([part.chunk(2)[rank] for part in parts])), layout
             halves = [part.chunk(2)[rank] for part in mlp.dequantize().chunk(2)]
             assert torch.equal(of(gate_up), torch.cat(halves)), layout
@@ -227,7 +229,6 @@ def check_several_parts_in_one_tensor() -> None:
         layer = layer_of("MergedColumnParallelLinear", config_of("marlin", "int4:g128"), 256, [128, 128, 128])
         fill(layer, "marlin", other, 2)
         fill(layer, "marlin", q, (0, 1))
-        layer.quant_method.process_weights_after_loading(layer)
     parts = [*q.dequantize().split(128), other.dequantize()]
     assert torch.equal(of(layer), torch.cat([part.chunk(2)[1] for part in parts]))
 
@@ -237,9 +238,7 @@ def check_a_replicated_linear_is_whole_on_each_rank() -> None:
     for rank in range(2):
         with building(rank, 2):
             layer = layer_of("ReplicatedLinear", config_of("humming", "fp6:channel"), 320, 192)
-            layer.input_size_per_partition = 320
             fill(layer, "humming", q)
-            layer.quant_method.process_weights_after_loading(layer)
         assert torch.equal(of(layer), q.dequantize())
 
 
