@@ -167,14 +167,8 @@ def test_only_data_goes_along(tmp_path: Path) -> None:
     wanted += ["added_tokens.json", "preprocessor_config.json", "additional_chat_templates/tool.jinja"]
     wanted += ["SYSTEM_PROMPT.txt", "tekken.json", "tokenizer.model.v3", "video_preprocessor_config.json", "figure.png"]
     left_out = ["tokenizer.py", "tokenization_x.py", "modeling_x.py", "tokenizer.pkl", "training_args.bin", "run.sh"]
-    left_out += [
-        "optimizer.pt",
-        "vocab.npz",
-        "model.gguf",
-        "consolidated.00.pth",
-        "params.json",
-        "consolidated.safetensors",
-    ]
+    left_out += ["optimizer.pt", "vocab.npz", "model.gguf", "params.json"]
+    left_out += ["consolidated.00.pth", "consolidated.safetensors"]
     replaced = ["README.md", ".gitattributes", "SHA256SUMS", "pytorch_model.bin.index.json", "quant_config.json"]
     folders = ["original/tokenizer.model", "onnx/model.onnx", ".cache/x.json"]
     for name in (*wanted, *left_out, *replaced, *folders):
