@@ -6,6 +6,7 @@ the wheel holds only sources. Kernels run on torch's current stream and memory, 
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
@@ -19,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -251,7 +251,8 @@ def cache_key(name: str, instances: Sequence[str], arch: str, folder: Path | Non
 
 
 def _encoded(binary: Binary) -> bytes:
-    data = msgspec.json.encode(binary)
+    content = {"cubin": base64.b64encode(binary.cubin).decode(), "names": binary.names, "log": binary.log}
+    data = json.dumps(content).encode()
     return hashlib.sha256(data).hexdigest().encode() + data
 
 
@@ -259,7 +260,8 @@ def _decoded(entry: bytes) -> Binary:
     digest, data = entry[:64], entry[64:]
     if hashlib.sha256(data).hexdigest().encode() != digest:
         raise ValueError("damaged")
-    return msgspec.json.decode(data, type=Binary)
+    content = json.loads(data)
+    return Binary(base64.b64decode(content["cubin"]), content["names"], content["log"])
 
 
 @functools.cache
