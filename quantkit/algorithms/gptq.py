@@ -28,6 +28,9 @@ from quantkit.errors import NumericError
 #: Up to this magnitude a weight's scale, and its largest code times the scale, fit in float16.
 TALLEST = 60000.0
 
+#: A scale 16 times as large leaves FP6 31 of its 63 values, and FP5 15 of 31.
+MOST_BINADES = 4
+
 #: float32 matrices `[k, k]` while rows are solved, by the dtype of factors: the sum, H, its factor, that of the sweep,
 #: and H for the losses.
 SQUARES = {torch.float32: 4, torch.float64: 7}
@@ -42,7 +45,8 @@ class Solution:
 
     `loss` is the loss of `tensor`, `rtn_loss` the loss of plain rounding with scales by the same rule, and `norm` the
     loss of a zero weight. `guard_rows` bool `[n]` marks rows for which plain rounding was better and was taken.
-    `changes` counts the changes of `coordinate_descent.refine` in the other rows, by row `[n]`. `facts` has their sums.
+    `changes` counts the changes of `coordinate_descent.refine` in the other rows, by row `[n]`, and marks raised
+    scales. `facts` has their sums.
     """
 
     tensor: QuantizedTensor
@@ -54,11 +58,19 @@ class Solution:
     changes: dict[str, Tensor] = field(default_factory=dict)
 
 
-def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor: Factor | None = None) -> Solution:
+def quantize(
+    weight: Tensor,
+    scheme: Scheme,
+    h: Tensor,
+    options: Options,
+    factor: Factor | None = None,
+    floor: Tensor | None = None,
+) -> Solution:
     """Quantize `weight` `[n, k]` so that its outputs change least on the calibration tokens behind `h` `[k, k]`.
 
     `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorisation. No row is worse than
-    plain rounding (for a 2:4 weight: under the same mask), measured with the undamped `h`.
+    plain rounding (for a 2:4 weight: under the same mask), measured with the undamped `h`. `floor`, float32 `[n]`,
+    raises the searched scales of FP6 and FP5 that are smaller, by powers of two up to 2^MOST_BINADES.
 
     Raises the errors of `rtn.quantize` and `factorize`. With `on_unsolvable="rtn"`, a Hessian that cannot be factored
     gives plain rounding, and the facts say so.
@@ -78,6 +90,11 @@ def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor
     if scheme.sparsity is not None:
         return _quantize_sparse(weight, scheme, h, options, factor, errors)
     grid = choose_scales(weight, scheme, options.clip, errors, options.signed)
+    raised = {}
+    if floor is not None:
+        binades = torch.log2(floor / grid.scales[:, 0]).ceil().nan_to_num(0.0).clamp(0, MOST_BINADES)
+        raised = {"raised_scales": binades > 0}
+        grid = grid._replace(scales=grid.scales * binades.exp2().half().unsqueeze(-1))
     if scheme.format.is_float and options.clip == "none":
         plain, _ = rtn.quantize(weight, scheme)
     else:
@@ -85,7 +102,9 @@ def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor
     scales_by_group = options.act_order == "off" and groups > 1
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
     refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
-    return _guarded(weight, refined, plain, h, factor)
+    solution = _guarded(weight, refined, plain, h, factor)
+    facts = {**solution.facts, **_sums(raised)}
+    return replace(solution, facts=facts, changes={**solution.changes, **raised})
 
 
 def step_bytes(

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantkit.calibration import resume, row_sums
+from quantkit.calibration import resume
 from quantkit.calibration.groups import tasks
 from quantkit.calibration.run import Run, Stream
-from quantkit.calibration.stages import stages_of
+from quantkit.calibration.stages import row_sums, stages_of
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item

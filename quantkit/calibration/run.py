@@ -117,21 +117,22 @@ class Stream:
         tokens = torch.stack([self.sequences[number] for number in numbers])
         return self.model.run(block, tokens, self.activations.get_batch(numbers), key)
 
-    def forward(self, block: int) -> None:
-        """Run the loaded block on every document, and replace each state by the block's output."""
+    def forward(self, block: int, keep: bool = True) -> None:
+        """Run the loaded block on every document, and `keep` its outputs in place of the states."""
         done = 0
         with self.clock.phase("forward"):
-            while (done := self._replace(block, done)) < len(self.sequences):
+            while (done := self._forward(block, done, keep)) < len(self.sequences):
                 self.run_fewer(block)
 
-    def _replace(self, block: int, done: int) -> int:
-        """Replace the states behind the first `done` until a GPU has no memory left; return the new count."""
+    def _forward(self, block: int, done: int, keep: bool) -> int:
+        """Run the documents behind the first `done` until a GPU has no memory left; return the new count."""
         try:
             for numbers in self.forwards(block, done):
                 out = self.run(block, numbers)
                 assert out is not None
-                if len(numbers) > 1 and not out.passed:
-                    self.activations.put_batch(numbers, out)
+                if not keep or (len(numbers) > 1 and not out.passed):
+                    if keep:
+                        self.activations.put_batch(numbers, out)
                     done = numbers[-1] + 1
                     continue
                 for number in numbers:  # hidden states are stored by document

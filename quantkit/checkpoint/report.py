@@ -32,7 +32,7 @@ REPORT = "quantkit_report.json"
 #: The entry that holds the hash of all others.
 SEAL = "seal"
 
-SCALES = ("floored", "subnormal", "zero")
+SCALES = ("floored", "subnormal", "zero", "raised")
 
 #: Front matter keys of a source's model card that also hold for an output.
 KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")

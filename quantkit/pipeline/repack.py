@@ -41,6 +41,7 @@ OUTDATED = (
     "rtn_loss",
     "norm",
     ROW_SUM,
+    "raised_scales",
     "guard_rows",
     "rungs",
     "reason",

@@ -25,6 +25,7 @@ EVENTS = {
     "descent_skipped": "were not refined by descent, which needs 16 tokens for each input channel",
     "few_routed": "belong to experts that see too few tokens, and were calibrated on all tokens of their layer",
     "guard_rows": "have rows where rounding was better than GPTQ and was kept",
+    "raised_scales": "have rows with larger scales, so that vLLM's Humming kernels can hold their sums in float16",
     "floored_scales": "have scales raised to 2^-20",
     "subnormal_scales": "have scales below the normal float16 range",
     "zeroed": "have weights that became 0, below 2^-20 of the largest of their group",

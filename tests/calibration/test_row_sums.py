@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.calibration.row_sums import LEAST
+from quantkit.calibration.stages.row_sums import LEAST
+from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import ROW_SUM
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -24,6 +25,9 @@ from quantkit.reporting.summary import summary
 from tests.calibration.runs import quantized, sequences
 from tests.folders import TEXT
 from tests.tiny_models import write_model
+
+#: The row and the input channel of a linear where a model has its outlier.
+LAST, ROW, CHANNEL = "model.layers.0.mlp.down_proj", 3, 5
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +50,9 @@ def fp6(layout: str, **more: Any) -> dict[str, Any]:
     return {"scheme": {"format": "fp6", "group_size": "channel"}, "layout": layout, **more}
 
 
-def test_the_largest_sum_of_all_documents_is_reported_in_the_last_block_too(outlier: Path, tmp_path: Path) -> None:
-    items, _ = quantized(outlier, from_mapping(fp6("humming")), tmp_path)
-    reference = load_dense_model(Checkpoint(outlier))
+def sums(folder: Path, items: dict[str, Item]) -> dict[str, float]:
+    """Measure the largest sum of each linear in float64, while the quantized model runs as a whole."""
+    reference = load_dense_model(Checkpoint(folder))
     records = {n.removesuffix(".weight"): i.value for n, i in items.items() if isinstance(i.value, QuantizedTensor)}
     found = dict.fromkeys(records, 0.0)
 
@@ -64,10 +68,64 @@ def test_the_largest_sum_of_all_documents_is_reported_in_the_last_block_too(outl
     with torch.no_grad():
         for tokens in sequences():
             reference(tokens[None], use_cache=False)
-    near = {linear: largest for linear, largest in found.items() if largest > LEAST}
+    return found
+
+
+def facts(items: dict[str, Item], fact: str) -> dict[str, Any]:
+    """List a fact of the linears that have it, and it is not 0."""
+    found = {name.removesuffix(".weight"): (item.facts or {}).get(fact) for name, item in items.items()}
+    return {name: value for name, value in found.items() if value}
+
+
+def test_the_largest_sum_of_all_documents_is_reported_in_the_last_block_too(outlier: Path, tmp_path: Path) -> None:
+    items, _ = quantized(outlier, from_mapping(fp6("humming")), tmp_path)
+    near = {linear: largest for linear, largest in sums(outlier, items).items() if largest > LEAST}
     assert sorted(near) == [f"model.layers.{block}.mlp.down_proj" for block in (0, 1)]
-    told = {name.removesuffix(".weight"): (item.facts or {}).get(ROW_SUM) for name, item in items.items()}
-    assert {linear: each for linear, each in told.items() if each is not None} == pytest.approx(near, rel=1e-3)
+    assert facts(items, ROW_SUM) == pytest.approx(near, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model in which one row of a `down_proj` sums to some 100,000 in steps of its scale."""
+    folder = write_model("qwen2", tmp_path_factory.mktemp("planted") / "model", torch.float32)
+    src, seen = Checkpoint(folder), list[Tensor]()
+    tensors = {name: src.get(name) for name in src.names()}
+    model = load_dense_model(src)
+    model.get_submodule(LAST).register_forward_pre_hook(lambda _m, args: seen.append(args[0][..., CHANNEL].abs().max()))
+    for tokens in sequences():
+        model(tokens[None], use_cache=False)
+    tensors[f"{LAST}.weight"][:, CHANNEL] = 0
+    tensors[f"{LAST}.weight"][ROW, CHANNEL] = tensors[f"{LAST}.weight"].abs().max()
+    tensors[LAST.replace("down", "up") + ".weight"][CHANNEL] *= 4000 / float(max(seen))
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["fp6", "fp5"])
+def test_scales_are_raised_where_sums_would_overflow_and_nowhere_else(planted: Path, tmp_path: Path, name: str) -> None:
+    """The layout tcfpx, which quantkit's own kernels read, shows the codes that no scale is raised for."""
+    recipes = [from_mapping({**fp6(layout), "scheme": {"format": name}}) for layout in ("humming", "tcfpx")]
+    items, plain = (quantized(planted, recipe, tmp_path)[0] for recipe in recipes)
+    assert sums(planted, plain)[LAST] > 65504 > 4 * max(sums(planted, items).values())
+    assert facts(items, "raised_scales") == {LAST: 1}
+    assert facts(items, ROW_SUM) == facts(plain, "raised_scales") == {}
+    for linear, item in items.items():
+        value, other = item.value, plain[linear].value
+        if not isinstance(value, QuantizedTensor) or not isinstance(other, QuantizedTensor):
+            continue
+        kept = torch.tensor([linear != f"{LAST}.weight" or row != ROW for row in range(len(value.codes))])
+        if "layers.0." in linear:  # the inputs of the next block are others
+            assert torch.equal(value.codes[kept], other.codes[kept]) and torch.equal(
+                value.scales[kept], other.scales[kept]
+            )
+            assert (value.scales[~kept] / other.scales[~kept]).tolist() in ([], [[8.0]])
+
+
+def test_scales_of_integers_are_not_raised(planted: Path, tmp_path: Path) -> None:
+    items, _ = quantized(planted, from_mapping({"scheme": {"format": "int6", "group_size": "channel"}}), tmp_path)
+    assert list(facts(items, ROW_SUM)) == [LAST] and not facts(items, "raised_scales")
 
 
 def test_who_loads_the_folder_decides_whether_the_closing_table_warns(outlier: Path, tmp_path: Path) -> None:

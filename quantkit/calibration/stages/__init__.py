@@ -5,17 +5,16 @@ from __future__ import annotations
 from quantkit.calibration.stages.base import Stage
 from quantkit.calibration.stages.gradients import Gradients
 from quantkit.calibration.stages.hessians import Hessians
+from quantkit.calibration.stages.row_sums import RowSums
 from quantkit.calibration.stages.solve import Solve
 from quantkit.calibration.stages.tune import Tune
-from quantkit.calibration.stages.unquantized import Unquantized
 from quantkit.recipes.recipe import Recipe
 
 
 def stages_of(recipe: Recipe, before_solving: Stage | None = None) -> list[Stage]:
     """Compose the stages of a recipe, in the order in which they work, and one more between Hessians and solving."""
-    solving = [Hessians(), *([before_solving] if before_solving else []), Solve()]
+    solving = [RowSums(), Hessians(), *([before_solving] if before_solving else []), Solve()]
     if not recipe.tune:
         return solving
-    unquantized, gradients = Unquantized(), Gradients() if recipe.output_aware else None
-    tune = Tune(recipe.tune, unquantized, gradients)
-    return [*([gradients] if gradients else []), unquantized, *solving, tune]
+    gradients = Gradients() if recipe.output_aware else None
+    return [*([gradients] if gradients else []), *solving, Tune(recipe.tune, gradients)]

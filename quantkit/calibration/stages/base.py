@@ -46,7 +46,8 @@ class LoadedBlock:
     """Hold a block in memory: its number, the `stream` that enters it, its goals, and solved weights by tensor name.
 
     `uncalled` gives the reason why a text-only pass never calls a linear. `starved` names the experts with too few
-    tokens; the loop then makes tasks of all tokens for them.
+    tokens; the loop then makes tasks of all tokens for them. `floors` has the least scale of each
+    row, float32 `[n]`, of some linears.
     """
 
     run: Run
@@ -56,6 +57,7 @@ class LoadedBlock:
     uncalled: Mapping[str, str]
     solved: dict[str, Item] = field(default_factory=dict)
     starved: dict[str, str] = field(default_factory=dict)
+    floors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def path(self) -> str:

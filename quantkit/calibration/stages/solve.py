@@ -96,7 +96,7 @@ class Solve(Stage):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}
-                items += solve(weights, goals, task.hessian, run.recipe, progress, ranks)
+                items += solve(weights, goals, task.hessian, run.recipe, progress, ranks, block.floors)
         return items
 
 
@@ -107,10 +107,11 @@ def _detail(item: Item) -> str:
 
 
 class _System(NamedTuple):
-    """Hold a Hessian `[width, width]` and, if the method needs it, its factor."""
+    """Hold a Hessian `[width, width]`, its factor if the method needs it, and the `floors` of the block."""
 
     h: Tensor
     factor: Factor | None
+    floors: Mapping[str, Tensor] | None
 
 
 def solve(
@@ -120,10 +121,12 @@ def solve(
     recipe: Recipe,
     progress: Progress,
     ranks: Ranks = ALONE,
+    floors: Mapping[str, Tensor] | None = None,
 ) -> list[Item]:
     """Quantize or prune linears `[n, k]`, by name, that share an input and its `hessian`.
 
-    With several ranks, all call this with the same arguments; each solves some rows, and all return the same.
+    With several ranks, all call this with the same arguments; each solves some rows, and all return the same. `floors`
+    is that of a LoadedBlock.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
     tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says that there were too few tokens for
@@ -147,16 +150,20 @@ def solve(
         hessian.check_size(k)
     h = hessian.matrix()
     sums = {"tokens": hessian.tokens, **_channel_peak(h)}
-    systems = _systems(names, h, goals.values(), recipe, progress)
+    systems: dict[tuple[bool, int], _System] = {}
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
         alike.setdefault((goals[name], weight.dtype), {})[name] = weight
     items: list[Item] = []
     for (goal, _), chosen in alike.items():
         progress.check()
+        sparse, width = is_sparse(goal), solved_width(goal, k, recipe)
+        if (sparse, width) not in systems:
+            wide_h = _widened_hessian(h, width)
+            factor = _factor(names, wide_h, recipe, sparse, progress) if recipe.factored else None
+            systems[sparse, width] = _System(wide_h, factor, floors)
+        system = systems[sparse, width]
         started = time.perf_counter()
-        width = solved_width(goal, k, recipe)
-        system = systems[is_sparse(goal), width]
         wide = {name: widened(w, width) for name, w in chosen.items()}
         solved = _solve_alike(wide, goal, system, recipe.solving(goal), ranks)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
@@ -202,19 +209,6 @@ def _channel_peak(h: Tensor) -> dict[str, float]:
     return {"channel_peak": peak} if math.isfinite(peak) else {}
 
 
-def _systems(
-    names: str, h: Tensor, goals: Iterable[Goal], recipe: Recipe, progress: Progress
-) -> dict[tuple[bool, int], _System]:
-    """Factor `h`, `[k, k]`, for each kind of goal, by sparsity and width."""
-    kinds = sorted({(is_sparse(goal), solved_width(goal, len(h), recipe)) for goal in goals})
-    hessians = {width: _widened_hessian(h, width) for _, width in kinds}
-    factors = {
-        (sparse, width): _factor(names, hessians[width], recipe, sparse, progress) if recipe.factored else None
-        for sparse, width in kinds
-    }
-    return {kind: _System(hessians[kind[1]], factors[kind]) for kind in kinds}
-
-
 def _widened_hessian(h: Tensor, width: int) -> Tensor:
     """Add uncorrelated channels to a Hessian, with the mean diagonal, so that none is dead and damping stays.
 
@@ -249,10 +243,12 @@ def _solve_alike(weights: Mapping[str, Tensor], goal: Goal, system: _System, rec
 
 
 def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
-    def solve_rows(weight: Tensor) -> gptq.Solution:
-        return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor)
+    floors = [system.floors] if system.floors and system.floors.keys() >= weights.keys() else []
 
-    parts = gptq.split(gptq.join(_as_one(weights, solve_rows, ranks)), [len(w) for w in weights.values()])
+    def solve_rows(weight: Tensor, floor: Tensor | None = None) -> gptq.Solution:
+        return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor, floor)
+
+    parts = gptq.split(gptq.join(_as_one(weights, solve_rows, ranks, *floors)), [len(w) for w in weights.values()])
     return [
         (
             part.tensor,
@@ -269,7 +265,7 @@ def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe
 
 
 def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
-    h, factor = system
+    h, factor, _ = system
     tall = torch.cat(_as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks))
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
     found: Solved = []
@@ -305,14 +301,20 @@ def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recip
     return found
 
 
-def _as_one(weights: Mapping[str, Tensor], solve_rows: Callable[[Tensor], _Part], ranks: Ranks) -> list[_Part]:
-    """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in order."""
-    mine = torch.cat(list(weights.values()))[ranks.rows(sum(map(len, weights.values())))]
+def _as_one(
+    weights: Mapping[str, Tensor], solve_rows: Callable[..., _Part], ranks: Ranks, *beside: Mapping[str, Tensor]
+) -> list[_Part]:
+    """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in order.
+
+    `beside` has more arguments by row.
+    """
+    rows = ranks.rows(sum(map(len, weights.values())))
+    mine = [torch.cat([each[name] for name in weights])[rows] for each in (weights, *beside)]
     try:
-        part = solve_rows(mine) if len(mine) else None
+        part = solve_rows(*mine) if len(mine[0]) else None
     except NumericError:
-        for name, weight in weights.items():  # the row must be named within its own linear
+        for name in weights:  # the row must be named within its own linear
             with about(name):
-                solve_rows(weight)
+                solve_rows(*(each[name] for each in (weights, *beside)))
         raise
     return [found for found in ranks.gather(part) if found is not None]

@@ -24,9 +24,9 @@ from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import backward, explaining, in_fixed_order, parts, run_part, stacked
 from quantkit.calibration.budget import split_documents
+from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.stages.gradients import Gradients
-from quantkit.calibration.stages.unquantized import Unquantized
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.report import untuned
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -48,10 +48,15 @@ INSTEAD = Words("drop", Setting("tune"))
 
 
 class Tune(Stage):
-    """Tune the solved linears of each block in so many `steps`; `gradients` weigh the errors, if there are any."""
+    """Tune the solved linears of each block in so many `steps`; `gradients` weigh the errors, if there are any.
 
-    def __init__(self, steps: int, unquantized: Unquantized, gradients: Gradients | None) -> None:
-        self._steps, self._unquantized, self._gradients = steps, unquantized, gradients
+    `_targets` has the activations of the unquantized model: the inputs of a block, and then its outputs.
+    """
+
+    _targets: Activations
+
+    def __init__(self, steps: int, gradients: Gradients | None) -> None:
+        self._steps, self._gradients = steps, gradients
 
     def check(self, sequences: Sequence[Tensor]) -> None:
         """Raise RecipeError if there are too few calibration sequences to hold one out."""
@@ -62,6 +67,21 @@ class Tune(Stage):
                 Words("use", Setting("samples", HELD_OUT), "or more"),
                 INSTEAD,
             )
+
+    def start(self, run: Run, finished: int) -> None:
+        """Run the documents through the finished blocks of the unquantized model."""
+        stream = embedded(run, kind="unquantized-")
+        for index in range(finished):
+            with run.clock.phase("load"):
+                run.model.load_block(index)
+            stream.forward(index)
+            run.model.unload_block(index)
+        self._targets = stream.activations
+
+    def enter(self, block: LoadedBlock) -> None:
+        """Run the documents through a block before its called weights are quantized."""
+        # A GPU without memory for a block may have it for the next, so each block has a new stream.
+        Stream(block.run, self._targets).forward(block.index)
 
     def leave(self, block: LoadedBlock) -> None:
         """Tune the block and put the tuned linears back."""
@@ -84,7 +104,7 @@ class Tune(Stage):
         sources = {name: block.run.src.get(f"{name}.weight").to(model.device) for name in solved}
         starts = {name: value for name, value in values.items() if isinstance(value, QuantizedTensor)}
         root = None if self._gradients is None else self._gradients.found.root(block.index)
-        found, common = BlockTuning(block, self._unquantized.activations, root, starts, sources).run(self._steps)
+        found, common = BlockTuning(block, self._targets, root, starts, sources).run(self._steps)
         block.run.progress.detail(
             f"{block.path}: error on held-out sequences {common['untuned_error']:.4g}, tuned "
             f"{common['tuned_error']:.4g} after {common['tuned_step']} of {self._steps} steps"
