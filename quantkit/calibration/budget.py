@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -32,12 +33,8 @@ BESIDE = {"cpu": False, "cuda": True}
 
 def gradient_documents(lengths: Iterable[int]) -> int:
     """Count the first documents, of `lengths` tokens, that output gradients come from."""
-    count = total = 0
-    for length in lengths:
-        if total >= GRADIENT_TOKENS:
-            break
-        count, total = count + 1, total + length
-    return count
+    totals = list(accumulate(lengths))
+    return min(len(totals), bisect_left(totals, GRADIENT_TOKENS) + 1)
 
 
 def split_documents(lengths: Sequence[int], count: int) -> list[range]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -71,39 +71,37 @@ def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
 
 def _seen_here(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
     """Group the `targets` that the documents of this rank call."""
-    groups: list[Group] = []
-    waiting, model = set(targets), block.run.model
-    for _, tokens, state in block.stream.documents():
-        inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
-        others = set[str]()  # linears whose input is not what a norm returned, with a row for each token
-
-        with model.watching_norms(block.index) as is_normalised:
-
-            def see(
-                linear: str,
-                x: Tensor,
-                inputs: dict[str, list[Tensor]] = inputs,
-                others: set[str] = others,
-                is_normalised: Callable[[Tensor], bool] = is_normalised,
-                rows: int = len(tokens),
-            ) -> bool:
-                inputs.setdefault(linear, []).append(x)
-                if x.numel() != rows * x.shape[-1] or not is_normalised(x):
-                    others.add(linear)
-                return False
-
-            with model.watching(sorted(waiting), see):
-                model.run(block.index, tokens, state)
-        shared: dict[tuple[int, ...], list[str]] = {}
-        for linear, seen in inputs.items():
-            shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
-        for linears in shared.values():
-            once = len(inputs[linears[0]]) == 1
-            groups.append(Group(tuple(linears), once, others.isdisjoint(linears)))
-        waiting.difference_update(inputs)
-        if waiting <= model.experts.keys():
+    groups, waiting = list[Group](), set(targets)
+    for number in range(len(block.stream.sequences)):
+        block.run.progress.check()
+        found = _seen_in(block, number, sorted(waiting))
+        groups += found
+        waiting.difference_update(linear for group in found for linear in group.linears)
+        if waiting <= block.run.model.experts.keys():
             break
     return groups
+
+
+def _seen_in(block: LoadedBlock, number: int, targets: Sequence[str]) -> list[Group]:
+    """Group the `targets` that one document calls."""
+    model, tokens = block.run.model, block.stream.sequences[number]
+    inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
+    others = set[str]()  # linears whose input is not what a norm returned, with a row for each token
+
+    def see(linear: str, x: Tensor) -> bool:
+        inputs.setdefault(linear, []).append(x)
+        if x.numel() != len(tokens) * x.shape[-1] or not is_normalised(x):
+            others.add(linear)
+        return False
+
+    with model.watching_norms(block.index) as is_normalised, model.watching(targets, see):
+        model.run(block.index, tokens, block.stream.activations.get(number))
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for linear, seen in inputs.items():
+        shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
+    return [
+        Group(tuple(linears), len(inputs[linears[0]]) == 1, others.isdisjoint(linears)) for linears in shared.values()
+    ]
 
 
 def find_steps(run: Run, groups: Sequence[Group]) -> list[list[Group]]:

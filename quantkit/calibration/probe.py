@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,18 @@ def _calibrating(
 ) -> float:
     lengths = [len(tokens) for tokens in sequences]
     some = _typical(sequences, HELD_OUT if recipe.tune else ceil(TOKENS * len(lengths) / sum(lengths)))
-    times = sum(lengths) / sum(map(len, some))
+    here = list(map(len, some))
+    times = sum(lengths) / sum(here)
     with tempfile.TemporaryDirectory() as work:
         run = new_run(src, replace(recipe, tune=min(recipe.tune, 1)), model, some, Path(work), progress=watch)
-        steps = calibrated(run, [], _Enlarge(times))
-        commits: list[dict[str, float]] = [item.facts["phases"] for item in _until(steps, min(2, len(model.blocks)))]
+        found = (step for step in calibrated(run, [], _Enlarge(times)) if isinstance(step, Commit))
+        commits: list[dict[str, float]] = [step.facts["phases"] for step in islice(found, min(2, len(model.blocks)))]
     first, each = commits[0], commits[-1]
     grows = times * sum(each.get(phase, 0.0) for phase in ("forward", "hessian", "save"))
-    tuned = each.get("tune", 0.0) * _passes(lengths, recipe.tune) / _passes(list(map(len, some)), 1)
+    tuned = each.get("tune", 0.0) * _passes(lengths, recipe.tune) / _passes(here, 1)
     of_blocks = blocks * (each.get("load", 0.0) + each.get("solve", 0.0) + grows + tuned)
-    return of_blocks + _gradients(blocks, first, watch) * _share(lengths, list(map(len, some)))
+    share = sum(lengths[: gradient_documents(lengths)]) / sum(here[: gradient_documents(here)])
+    return of_blocks + _gradients(blocks, first, watch) * share
 
 
 def _gradients(blocks: int, first: Mapping[str, float], watch: _Watch) -> float:
@@ -130,11 +133,6 @@ def _gradients(blocks: int, first: Mapping[str, float], watch: _Watch) -> float:
     forward, back = watch.mean("gradients, forward"), watch.mean("gradients, backward")
     sampling = first.get("gradients", 0.0) - watch.total("gradients, backward")
     return blocks * (forward + back) + max(0.0, sampling)
-
-
-def _share(lengths: Sequence[int], some: Sequence[int]) -> float:
-    """Divide the tokens of all gradients by those of the probe."""
-    return sum(lengths[: gradient_documents(lengths)]) / sum(some[: gradient_documents(some)])
 
 
 def _passes(lengths: Sequence[int], steps: int) -> float:
@@ -150,16 +148,6 @@ def _typical(sequences: Sequence[Tensor], count: int) -> list[Tensor]:
     by_length = sorted(sequences, key=len)
     count = min(count, len(by_length))
     return [by_length[(2 * i + 1) * len(by_length) // (2 * count)] for i in range(count)]
-
-
-def _until(items: Iterable[Any], commits: int) -> Iterator[Commit]:
-    """Yield the first commits; the tensors between them are dropped."""
-    for item in items:
-        if isinstance(item, Commit):
-            yield item
-            commits -= 1
-            if not commits:
-                return
 
 
 class _Enlarge(Stage):

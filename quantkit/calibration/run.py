@@ -78,12 +78,6 @@ class Stream:
         """Compute the bytes of the documents that run together: about two copies of a block's `outputs`."""
         return 2 * itemsize * max(longest, TOKENS_AT_ONCE[device]) * outputs
 
-    def documents(self) -> Iterator[tuple[int, Tensor, State]]:
-        """Yield number, tokens `[t]` and the stored state of every document."""
-        for number, tokens in enumerate(self.sequences):
-            self.progress.check()
-            yield number, tokens, self.activations.get(number)
-
     def batches(
         self, block: int, numbers: Sequence[int], at_once: int, padded: bool = False
     ) -> Iterator[Sequence[int]]:

@@ -89,7 +89,9 @@ class OutputGradients:
         same.
         """
         passed_on = self.of(block).flatten(0, -2)
-        own, fisher = (_empty(passed_on.shape[-1], self.model) for _ in range(2))
+        chunk = LONG_CHUNK if self.model.device.type == "cuda" else CHUNK
+        # They check each call: numbers stored for a later check would fragment the heap.
+        own, fisher = (Hessian(passed_on.shape[-1], self.model.device, chunk=chunk) for _ in range(2))
         own.add(passed_on)
         for part in self.ranks.gather(own.part()):
             fisher.absorb(part)
@@ -276,12 +278,6 @@ def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Activat
     with watch(block) if watch else nullcontext():
         out = run_part(stream, block, part, {}, hidden)
         return gradient(stream.model, out, hidden, behind.view_as(out).to(out.dtype))
-
-
-def _empty(size: int, model: BlockRunner) -> Hessian:
-    chunk = LONG_CHUNK if model.device.type == "cuda" else CHUNK
-    # It checks each call: numbers stored for a later check would fragment the heap.
-    return Hessian(size, model.device, chunk=chunk)
 
 
 def _file(work: Path, ranks: Ranks, block: int | None) -> Path:
