@@ -24,18 +24,13 @@ def required() -> dict[str, str]:
     return dict((found[1], found[2]) for each in stated if (found := re.fullmatch(r"([\w.-]+)>=([\d.]+)", each)))
 
 
-def required_package(name: str, lowest: str) -> Check:
-    """Check a package that quantkit needs."""
+def package(name: str, lowest: str, why: str = "") -> Check:
+    """Check a package that quantkit needs, or only the uses that `why` names."""
     found = installed_version(name)
-    ok = found is not None and at_least(found, lowest)
-    return Check(name, found, f">={lowest}", ok, None if ok else f"pip install --upgrade '{name}>={lowest}'")
-
-
-def optional_package(name: str, lowest: str, why: str) -> Check:
-    """Check a package that some uses need; `why` names them."""
-    found = installed_version(name)
-    ok = None if found is None else at_least(found, lowest)
-    return Check(name, found, f">={lowest} {why}", ok, None if ok else f"pip install --upgrade '{name}>={lowest}'")
+    ok = at_least(found, lowest) if found is not None else None if why else False
+    return Check(
+        name, found, f">={lowest} {why}".rstrip(), ok, None if ok else f"pip install --upgrade '{name}>={lowest}'"
+    )
 
 
 def at_least(version: str, lowest: str) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,9 +18,6 @@ from quantkit.cli.push import pushed, pushing_options
 from quantkit.keys import OPTIONS, keys_of
 from quantkit.progress import Progress
 from quantkit.recipes.schema import RecipeKeys
-
-if TYPE_CHECKING:
-    from quantkit.layouts.compatibility import Conversion
 
 #: The options for a checkpoint that does not fit the other layout, and for the files of the output.
 repacking_options = combined(
@@ -81,7 +78,9 @@ def convert(
 
     if listing:
         found = compatibility.conversions()
-        emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else format_matrix(found))
+        rows = [(f"{c.source}-to-{c.target}", c.verdict) for c in found]
+        told = {"conversions": [asdict(c) for c in found]}
+        emit(show.as_json(told) if as_json else show.table(("conversion", "verdict"), rows))
         return
     _use_one_thread_an_operation(asked)
     with pushed(out, asked, progress):
@@ -135,8 +134,3 @@ def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:
 
     if not asked["requantize"]:
         torch.set_num_threads(1)
-
-
-def format_matrix(found: Iterable[Conversion]) -> str:
-    """Format the table of `convert --list`."""
-    return show.table(("conversion", "verdict"), [(f"{c.source}-to-{c.target}", c.verdict) for c in found])

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quantkit.cli import show
-from quantkit.cli.checks import Check, optional_package, required, required_package
+from quantkit.cli.checks import Check, package, required
 from quantkit.cli.exits import FAILED, emit, leave
 from quantkit.cli.options import command
 from quantkit.core.units import format_bytes
@@ -73,7 +73,7 @@ def diagnose() -> dict[str, Any]:
     `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk space, in bytes, is
     that of the current folder.
     """
-    checks = [_python(), *(required_package(name, lowest) for name, lowest in required().items())]
+    checks = [_python(), *(package(name, lowest) for name, lowest in required().items())]
     gpus: list[dict[str, Any]] = []
     machine: dict[str, Any] = {"threads": None, "free_memory": None}
     try:
@@ -86,8 +86,8 @@ def diagnose() -> dict[str, Any]:
         gpus, kernels, machine = gpu_diagnosis.gpus(), gpu_diagnosis.kernels(), gpu_diagnosis.machine()
         checks += [gpu_diagnosis.cuda_build(), gpu_diagnosis.cupy()]
     checks += [
-        optional_package("compressed-tensors", "0.15", "for transformers to load our default INT4 output"),
-        optional_package("gguf", "0.18", "to quantize GGUF files"),
+        package("compressed-tensors", "0.15", "for transformers to load our default INT4 output"),
+        package("gguf", "0.18", "to quantize GGUF files"),
     ]
     return {
         "quantkit": __version__,

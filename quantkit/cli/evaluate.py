@@ -81,22 +81,14 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
 )
 @protocol_options
 @section("Output", text("--max-kld", "X", "Leave with exit code 4 if the divergence is above X nats.", type=float))
-def divergence(
-    checkpoint: str,
-    against: str,
-    versus: str | None,
-    max_kld: float | None,
-    as_json: bool,
-    progress: Progress,
-    **protocol: Any,
-) -> None:
+def divergence(checkpoint: str, max_kld: float | None, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Measure KL divergence.
 
     How far CHECKPOINT's next-token distributions are from MODEL's: the mean with a 95 % interval by bootstrap over
     windows, the tails, and how often both prefer the same token."""
     from quantkit import api
 
-    found = api.eval_kld(checkpoint, against, versus=versus, progress=progress, **protocol)
+    found = api.eval_kld(checkpoint, progress=progress, **asked)
     emit(show.as_json(asdict(found)) if as_json else format_divergence(found, checkpoint, progress))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")

@@ -40,14 +40,7 @@ MOST_ROWS = 40
     help='Further arguments of the engine: \'{"quantization": "quantkit"}\'.',
 )
 def verify(
-    checkpoint: Path,
-    against: Path | None,
-    device: str,
-    unsealed: bool,
-    engine: str | None,
-    engine_args: dict[str, Any] | None,
-    as_json: bool,
-    progress: Progress,
+    checkpoint: Path, engine_args: dict[str, Any] | None, as_json: bool, progress: Progress, **asked: Any
 ) -> None:
     """Prove the bits of CHECKPOINT.
 
@@ -58,7 +51,7 @@ def verify(
     from quantkit.evaluation import verification
     from quantkit.evaluation.engine_check import verify_in_engine
 
-    found = verify_in_engine(checkpoint, engine, engine_args or {}, against, progress, device, unsealed)
+    found = verify_in_engine(checkpoint, arguments=engine_args or {}, progress=progress, **asked)
     emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:

@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli import completers
 from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, JsonObject, Override, choice
-from quantkit.cli.parsing import Function, combined
+from quantkit.cli.parsing import Function, combined, section
 from quantkit.errors import Option
 from quantkit.keys import OPTIONS, Key, keys_of
 from quantkit.recipes.fit_options import FitOptions
@@ -58,7 +58,7 @@ def recipe_options(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callabl
         shell_complete=completers.settings(keys),
         help=f"Any key of a recipe, like {like}; --help-all lists them; repeatable.",
     )
-    return combined(*(_option(key) for key in keys if key.level in OPTIONS), in_section("Basic", setting))
+    return combined(*(_option(key) for key in keys if key.level in OPTIONS), section("Basic", setting))
 
 
 def run_options() -> Callable[[Function], Function]:
@@ -70,19 +70,6 @@ def fit_options(*without: str) -> Callable[[Function], Function]:
     """Make the options of a target size; of a command that declares some itself, none but `--help-all` lists them."""
     keys = [replace(key, level="all") if without else key for key in keys_of(FitOptions) if key.keyword not in without]
     return combined(*(_option(key, default=key.default) for key in keys))
-
-
-def in_section(
-    name: str, option: Callable[[Function], Function], level: str = "shown"
-) -> Callable[[Function], Function]:
-    """Let help list an option under the heading `name`, in `--help-all` alone if its level is `all`."""
-
-    def decorate(function: Function) -> Function:
-        function = option(function)
-        vars(vars(function)["__click_params__"][-1]).update(section=name, level=level)
-        return function
-
-    return decorate
 
 
 def _option(key: Key, default: Any = None) -> Callable[[Function], Function]:
@@ -99,4 +86,4 @@ def _option(key: Key, default: Any = None) -> Callable[[Function], Function]:
         settings["type"] = key.number
     settings |= _MORE.get(key.keyword, {})
     flags = [flag, *settings.pop("also", [])]
-    return in_section(key.section, click.option(*flags, key.keyword, **settings), key.level)
+    return section(key.section, click.option(*flags, key.keyword, **settings), level=key.level)

@@ -11,7 +11,7 @@ import click
 
 from quantkit.errors import Option, Setting, Words
 from quantkit.io.paths import at_home
-from quantkit.keys import OPTIONS, Key
+from quantkit.keys import OPTIONS, Key, Level
 
 Function = Callable[..., Any]
 
@@ -153,8 +153,10 @@ def combined(*options: Callable[[Function], Function]) -> Callable[[Function], F
     return decorate
 
 
-def section(name: str, *options: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Make one decorator of several options that help lists under the heading `name`."""
+def section(
+    name: str, *options: Callable[[Function], Function], level: Level = "shown"
+) -> Callable[[Function], Function]:
+    """Make one decorator of several options that help lists under the heading `name`, `--help-all` alone at `all`."""
     assert name in SECTIONS
 
     def decorate(function: Function) -> Function:
@@ -162,6 +164,7 @@ def section(name: str, *options: Callable[[Function], Function]) -> Callable[[Fu
         function = combined(*options)(function)
         for param in vars(function)["__click_params__"][before:]:
             vars(param).setdefault("section", name)
+            vars(param).setdefault("level", level)
         return function
 
     return decorate

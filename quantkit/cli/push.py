@@ -12,7 +12,6 @@ import click
 
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.keys import in_section
 from quantkit.cli.options import command
 from quantkit.cli.parsing import section
 from quantkit.core.units import format_bytes
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 pushing_options = section(
     "Output",
     options.text("--push-to", "ORG/NAME", "Verify OUT and upload it to the hub, into a private repository."),
-    in_section("Output", options.flag("--public", "Let everybody see the repository."), level="all"),
+    section("Output", options.flag("--public", "Let everybody see the repository."), level="all"),
 )
 
 

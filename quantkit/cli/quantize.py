@@ -9,7 +9,7 @@ import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.keys import fit_options, in_section, recipe_options, run_options
+from quantkit.cli.keys import fit_options, recipe_options, run_options
 from quantkit.cli.options import choice, command, text
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.plan_table import format_plan
@@ -25,7 +25,7 @@ from quantkit.recipes.schema import RecipeKeys, pruning_keys
 if TYPE_CHECKING:
     from quantkit.recipes.recipe import Recipe
 
-_recipe = in_section(
+_recipe = section(
     "Basic",
     text(
         "--recipe",
@@ -51,7 +51,7 @@ PUBLISHING = ("eval", "push_to", "public")
 @section("Basic", options.out(unless=("print_recipe",)))
 @_recipe
 @recipe_options(keys_of(RecipeKeys))
-@in_section(
+@section(
     "Output",
     options.flag("--print-recipe", "Print the recipe that these options make, and stop.", is_eager=True),
     level="all",
@@ -107,7 +107,7 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
         "--gpu-memory", type=options.Bytes(), help="Memory of the GPU that will quantize, if it is not here, like 80GB."
     ),
 )
-@in_section(
+@section(
     "Advanced",
     click.option(
         "--probe/--no-probe", default=True, help="Measure a part of a long run to estimate its duration [probe]."
@@ -116,27 +116,17 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
 )
 @fit_options("target")
 @run_options()
-def plan(
-    model: str,
-    out: Path | None,
-    probe: bool,
-    gpu_memory: int | None,
-    target: str | None,
-    gpu: str | None,
-    as_json: bool,
-    progress: Progress,
-    **given: Any,
-) -> None:
+def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **given: Any) -> None:
     """Say what quantize would do, and end with its exit code.
 
     Exact bytes of the output, memory, duration, and everything that quantize would refuse before it computes."""
     from quantkit.pipeline import fit
 
-    fitted = FitOptions(target=target, **{name: given.pop(name) for name in FITTING if name != "target"})
+    fitted = FitOptions(**{name: given.pop(name) for name in FITTING})
+    asked: Any = {name: given.pop(name) for name in ("gpu_memory", "gpu", "probe")}
     running, recipe = _split(given)
-    asked: Any = {**running, "gpu_memory": gpu_memory, "fitted": fitted, "gpu": gpu, "probe": probe}
     told = progress if progress.quiet else None  # the table lists all warnings, one line does not
-    found = fit.plan(model, recipe, out=out, progress=told, **asked)
+    found = fit.plan(model, recipe, out=out, progress=told, fitted=fitted, **asked, **running)
     if as_json or found.refusal is None:
         emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
     if found.refusal is not None:

@@ -58,7 +58,7 @@ def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tupl
             q = src.record(module, tensors)
             if layer is not None:
                 digest = job.pool.submit(q.matches, layer.get("digest"))
-            row = replace(row, shape=_true_shape(src, module, q), scheme=q.scheme.label)
+            row = replace(row, shape=src.true_size(module) if src.is_padded(module) else q.shape, scheme=q.scheme.label)
             changed = _changed_by_repacking(src, tensors, q, notices)
         differences = _compare(job, module, q)
         notices += _notices(src, module, q)
@@ -79,10 +79,6 @@ def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tupl
     if row.digest is False:
         problems.append(f"codes or scales are not those that {REPORT} recorded")
     return replace(row, problem="; ".join([*problems, *(differences or []), *wrong_products]) or None), notices
-
-
-def _true_shape(src: Checkpoint, module: str, q: QuantizedTensor) -> tuple[int, ...]:
-    return src.true_size(module) if src.is_padded(module) else q.shape
 
 
 def _notices(src: Checkpoint, module: str, q: QuantizedTensor) -> list[str]:

@@ -154,15 +154,11 @@ def _require_same_model(src: Checkpoint, model: BlockRunner) -> None:
             same = src.shape(name) == theirs.shape(name)
         else:
             own = src.get(name)  # its dtype may be that of `dense_dtype`
-            same = name in names and _equal(own, theirs.as_stored(name, theirs.get(name)).to(own.dtype))
+            same = name in names and torch.equal(own, theirs.as_stored(name, theirs.get(name)).to(own.dtype))
         if not same:
             raise CheckpointError(
                 f"differs from that of {theirs.path.name}", "give the model that was quantized", subject=name
             )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a == b).all())
 
 
 def _require_usable(text: Calibration, model: BlockRunner) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.core.units import format_bytes
 from quantkit.reporting import facts
+from quantkit.reporting.templates import printable
 
 
 def summary(report: Mapping[str, Any]) -> str:
@@ -38,7 +39,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("memory", ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items())),
         *(("note", line) for line in facts.events(report)),
     ]
-    return "\n".join(f"{label:<13} {_line(text)}" for label, text in rows if text)
+    return "\n".join(f"{label:<13} {printable(text)}" for label, text in rows if text)
 
 
 def line(report: Mapping[str, Any]) -> str:
@@ -52,7 +53,7 @@ def line(report: Mapping[str, Any]) -> str:
         f"weight error {error}" if error else "",
         f"{notes} note{'s' if notes > 1 else ''}, which quantkit report prints" if notes else "",
     ]
-    return _line("; ".join(filter(None, parts)))
+    return printable("; ".join(filter(None, parts)))
 
 
 def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -63,7 +64,7 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ratio = loss / rounded if loss is not None and rounded else None
         numbers = [layer.get("relative_error"), ratio, layer.get("seconds")]
         cells = [layer.get("name"), layer.get("shape"), layer.get("scheme")]
-        found.append((*(_line(str(cell)) for cell in cells), *("-" if x is None else f"{x:.4g}" for x in numbers)))
+        found.append((*(printable(str(cell)) for cell in cells), *("-" if x is None else f"{x:.4g}" for x in numbers)))
     return found
 
 
@@ -72,8 +73,3 @@ def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found if seconds >= 0.05)
     total = totals.get("seconds")
     return "" if total is None else f"{total:.1f} s" + (f" ({phases})" if phases else "")
-
-
-def _line(text: str) -> str:
-    """Join untrusted text into one line without the control characters that a terminal would obey."""
-    return "".join(letter for letter in " ".join(str(text).split()) if letter.isprintable())

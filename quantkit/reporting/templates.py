@@ -26,8 +26,7 @@ def raw(file: str) -> str:
 
 def printable(text: str) -> str:
     """Join untrusted text into one line without control characters, which would hide or reorder what follows."""
-    spaced = "".join(" " if letter.isspace() else letter for letter in text)
-    return "".join(letter for letter in spaced if letter.isprintable())
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
 
 
 @cache

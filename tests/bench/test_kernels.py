@@ -200,12 +200,9 @@ def test_shapes_and_schemes_are_checked_before_anything_is_timed(args: str, said
     [
         "--shape 4096",
         "--scheme int9",
-        "--layout gptq",
         "--model gpt2",
-        "--m 0",
         "--dtype float32",
         "--csv {tmp}/no-folder/k.csv",
-        "--csv {tmp}/k.png",
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_timed(args: str, tmp_path: Path) -> None:

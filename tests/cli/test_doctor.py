@@ -14,7 +14,7 @@ import torch
 
 from quantkit import kernels
 from quantkit.cli import doctor, gpu_diagnosis
-from quantkit.cli.checks import at_least, optional_package, required_package
+from quantkit.cli.checks import at_least, package
 from quantkit.kernels import toolchain
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -42,12 +42,12 @@ def test_this_environment_is_complete() -> None:
 
 
 def test_a_missing_or_old_package_has_a_fix() -> None:
-    missing = required_package("no-such-package-here", "1.2")
+    missing = package("no-such-package-here", "1.2")
     assert (missing.ok, missing.found) == (False, None)
     assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
-    old = required_package("torch", "999.0")
+    old = package("torch", "999.0")
     assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
-    assert optional_package("no-such-package-here", "1", "for x").ok is None
+    assert package("no-such-package-here", "1", "for x").ok is None
 
 
 @pytest.mark.parametrize(

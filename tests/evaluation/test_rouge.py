@@ -119,7 +119,6 @@ def test_a_run_that_was_killed_continues_with_the_next_batch(
         ('{"document": ', (), "line 1: is not JSON"),
         ("[1]", (), "it is no object with keys"),
         ("", (), "has no records"),
-        (json.dumps(RECORDS[0]), ("--prompt", "Summary:"), "has no {document}"),
         (json.dumps(RECORDS[0]), ("--max-new-tokens", 512), "the model has 512 positions"),
     ],
 )

@@ -204,7 +204,6 @@ PIQA = piqa(random.Random(0))
 @pytest.mark.parametrize(
     ("tasks", "records", "options", "says"),
     [
-        ("piqqa", [PIQA], "", "unknown task 'piqqa': lm-eval has piqa"),
         ("arc_easy", [PIQA], "", "arc_easy: has no validation.jsonl and no test.jsonl: fill it with"),
         ("piqa", [{"goal": "a", "label": 0}], "", "lm-eval cannot read the questions of piqa ("),
         ("piqa", [PIQA, {**PIQA, "label": "x"}], "", "lm-eval cannot read the questions of piqa ("),
