@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class Solution:
 
     `loss` is the loss of `tensor`, `rtn_loss` the loss of plain rounding with scales by the same rule, and `norm` the
     loss of a zero weight. `guard_rows` bool `[n]` marks rows for which plain rounding was better and was taken.
-    `changes` counts the changes of `coordinate_descent.refine` in the other rows, by row `[n]`, and marks raised
-    scales. `facts` has their sums.
+    `solver` describes the factorisation. `changes` counts the changes of `coordinate_descent.refine` in the other rows,
+    by row `[n]`, and marks raised scales.
     """
 
     tensor: QuantizedTensor
@@ -54,8 +55,14 @@ class Solution:
     rtn_loss: Tensor
     norm: Tensor
     guard_rows: Tensor
-    facts: dict[str, Any]
+    solver: dict[str, Any]
     changes: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The facts for the report: those of the solver, counts of scales, and sums over rows."""
+        sums = {name: int(rows.sum()) for name, rows in {"guard_rows": self.guard_rows, **self.changes}.items()}
+        return {**self.solver, **rtn.scale_facts(self.tensor), **sums}
 
 
 def quantize(
@@ -103,8 +110,7 @@ def quantize(
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
     refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
     solution = _guarded(weight, refined, plain, h, factor)
-    facts = {**solution.facts, **_sums(raised)}
-    return replace(solution, facts=facts, changes={**solution.changes, **raised})
+    return replace(solution, changes={**solution.changes, **raised})
 
 
 def step_bytes(
@@ -131,8 +137,7 @@ def join(parts: Sequence[Solution]) -> Solution:
     )
     changes = {name: torch.cat([part.changes[name] for part in parts]) for name in parts[0].changes}
     tensor = concatenated([part.tensor for part in parts])
-    facts = {**parts[0].facts, **rtn.scale_facts(tensor), **_sums({"guard_rows": guard, **changes})}
-    return Solution(tensor, loss, rtn_loss, norm, guard, facts, changes)
+    return Solution(tensor, loss, rtn_loss, norm, guard, parts[0].solver, changes)
 
 
 def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
@@ -141,12 +146,9 @@ def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
     first = 0
     for count in rows:
         part = slice(first, first + count)
-        tensor = solution.tensor.rows(part)
-        guard = solution.guard_rows[part]
         changes = {name: changed[part] for name, changed in solution.changes.items()}
-        facts = {**solution.facts, **rtn.scale_facts(tensor), **_sums({"guard_rows": guard, **changes})}
-        losses = (solution.loss[part], solution.rtn_loss[part], solution.norm[part])
-        parts.append(Solution(tensor, *losses, guard, facts, changes))
+        own = solution.loss[part], solution.rtn_loss[part], solution.norm[part], solution.guard_rows[part]
+        parts.append(Solution(solution.tensor.rows(part), *own, solution.solver, changes))
         first += count
     if first != len(solution.loss):
         raise ValueError(f"the parts have {first} rows, the solution {len(solution.loss)}")
@@ -174,7 +176,7 @@ def _quantize_sparse(
     own = choose_scales(masked, scheme, options.clip, errors, options.signed)
     plain = QuantizedTensor(scheme, encode(masked, scheme, own), *own)
     solution = _guarded(weight, refined, plain, h, factor)
-    return replace(solution, facts={"prune": options.prune, **solution.facts})
+    return replace(solution, solver={"prune": options.prune, **solution.solver})
 
 
 def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reason: str) -> Solution:
@@ -183,8 +185,8 @@ def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reaso
     loss = row_losses(weight, tensor, h)
     guard = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
     dead = int((h.diagonal() == 0).sum())
-    facts = {"fallback": "rtn", "reason": reason, "rungs": [], "dead_columns": dead, **facts, "guard_rows": 0}
-    return Solution(tensor, loss, loss.clone(), row_losses(weight, None, h), guard, facts)
+    solver = {"fallback": "rtn", "reason": reason, "rungs": [], "dead_columns": dead, **facts}
+    return Solution(tensor, loss, loss.clone(), row_losses(weight, None, h), guard, solver)
 
 
 def _guarded(
@@ -203,16 +205,6 @@ def _guarded(
     codes = torch.where(take_plain, plain.codes, swept.codes)
     scales = torch.where(take_plain, plain.scales, swept.scales)
     tensor = QuantizedTensor(swept.scheme, codes, scales, zeros)
-    facts = {
-        "damp": factor.damp,
-        "rungs": list(factor.rungs),
-        "dead_columns": int(factor.dead.sum()),
-        **rtn.scale_facts(tensor),
-        **_sums({"guard_rows": worse, **changes}),
-    }
+    solver = {"damp": factor.damp, "rungs": list(factor.rungs), "dead_columns": int(factor.dead.sum())}
     norm = row_losses(weight, None, h)
-    return Solution(tensor, torch.minimum(loss, rtn_loss), rtn_loss, norm, worse, facts, changes)
-
-
-def _sums(rows: dict[str, Tensor]) -> dict[str, int]:
-    return {name: int(counts.sum()) for name, counts in rows.items()}
+    return Solution(tensor, torch.minimum(loss, rtn_loss), rtn_loss, norm, worse, solver, changes)
