@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, arrangement
@@ -170,16 +169,6 @@ def test_every_changed_nibble_is_refused_or_changes_the_record(layout: str, labe
             assert noticed, f"{name} nibble {place}"
             stored[place // 2] ^= change
     assert LAYOUTS[layout].unpack(packed, q.scheme).equal(q)
-
-
-def test_marlin_tensors_of_stacked_weights_are_joined_side_by_side() -> None:
-    q = record(Scheme.parse("int4:g128"), 192, 256)
-    whole = LAYOUTS["marlin"].pack(q)
-    parts = [
-        LAYOUTS["marlin"].pack(QuantizedTensor(q.scheme, q.codes[a:b], q.scales[a:b])) for a, b in ((0, 64), (64, 192))
-    ]
-    for name in ("B", "s"):
-        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
 
 
 def test_arrangements_pack_codes_in_the_order_of_their_permutation() -> None:
