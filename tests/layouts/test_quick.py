@@ -69,15 +69,6 @@ def test_both_copies_changed_alike_give_another_record() -> None:
     assert int((changed.zeros != q.zeros).sum()) == 1 and changed.zeros[0, 0] == q.zeros[0, 0] ^ 1
 
 
-def test_fused_projections_are_not_the_parts_side_by_side() -> None:
-    q = record(Scheme.parse("int4:g128"), 256, 128)
-    parts = [QUICK.pack(QuantizedTensor(q.scheme, q.codes[a:b], q.scales[a:b])) for a, b in ((0, 128), (128, 256))]
-    whole = QUICK.pack(q)
-    for dim in (0, 1):
-        side_by_side = torch.cat([part["qweight"] for part in parts], dim=dim)
-        assert not torch.equal(side_by_side.flatten(), whole["qweight"].flatten())
-
-
 def test_the_side_file_has_exactly_the_keys_of_the_loader() -> None:
     config = QUICK.write_config(Schemes(Scheme.parse("int4:g64"), ignore=("lm_head", "model.layers.0.mlp.up_proj")))
     assert config["version"] == "quick" and config["quant_method"] == "awq"
