@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 from torch.nn.functional import kl_div
 
 from quantkit.calibration.run import Run, embedded
 from quantkit.checkpoint.reader import Checkpoint
+
+#: Tokens that are compared at a time.
+ROWS = 64
 
 
 @torch.no_grad()
 def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]:
     """Measure the mean divergence of each folder on the run's sequences, in nats for each token.
 
-    The logits of one sequence are in memory together.
+    The logits of one sequence by two models are in memory together.
     """
     model = run.model
     streams = {name: embedded(run, kind=f"{name}-") for name in ("source", *folders)}
@@ -30,14 +34,17 @@ def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]
             model.unload_block(block)
     model.weights.load_head()
     sums = dict.fromkeys(folders, 0.0)
-    for number, tokens in enumerate(run.sequences):
+
+    def logs(name: str, number: int) -> Tensor:
+        hidden = streams[name].activations.get(number).hidden
+        return model.logits_of(run.sequences[number], hidden).float().log_softmax(-1)
+
+    for number in range(len(run.sequences)):
         run.progress.check()
-        logs = {
-            name: model.logits_of(tokens, stream.activations.get(number).hidden).float().log_softmax(-1)
-            for name, stream in streams.items()
-        }
+        source = logs("source", number).split(ROWS)
         for name in folders:
-            found = kl_div(logs[name], logs["source"], reduction="none", log_target=True)
-            sums[name] += float(found.sum(dtype=torch.float64))
+            for one, other in zip(logs(name, number).split(ROWS), source, strict=True):
+                found = kl_div(one, other, reduction="none", log_target=True)
+                sums[name] += float(found.sum(dtype=torch.float64))
     model.weights.drop_head()
     return {name: total / sum(map(len, run.sequences)) for name, total in sums.items()}
