@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from quantkit.core.units import format_bytes, format_seconds
-from quantkit.reporting.layer_errors import Point, Series, bits, number, weights
+from quantkit.reporting.layer_errors import Point, Series, bits, weights
 
 #: Colours of series on a light and on a dark page, after Okabe and Ito, who chose them for colour-blind readers. They
 #: are darkened or lightened to a contrast of 3 to 1; marks differ too, so that no reader needs the colours.
@@ -142,8 +142,8 @@ def ticks(top: float) -> list[float]:
 
 def times(report: Mapping[str, Any]) -> list[Bar]:
     """List the time of each phase, and the rest of the run."""
-    phases = [(str(name), number(value) or 0.0) for name, value in report.get("phases", {}).items()]
-    total = number(report.get("totals", {}).get("seconds"))
+    phases = list(report.get("phases", {}).items())
+    total = report.get("totals", {}).get("seconds")
     rest = 0.0 if total is None else total - sum(seconds for _, seconds in phases)
     phases += [("everything else", rest)] if phases and rest > 0 else []
     return [Bar(name, seconds, format_seconds(seconds)) for name, seconds in phases]
@@ -151,16 +151,15 @@ def times(report: Mapping[str, Any]) -> list[Bar]:
 
 def sizes(report: Mapping[str, Any]) -> list[Bar]:
     """List the bytes of the weights before and after."""
-    found = [
-        (name, report.get("totals", {}).get(key)) for name, key in (("before", "source_bytes"), ("after", "bytes"))
-    ]
-    return [Bar(name, float(count), format_bytes(count)) for name, count in found if number(count)]
+    totals = report.get("totals", {})
+    found = {"before": totals.get("source_bytes"), "after": totals.get("bytes")}
+    return [Bar(name, float(count), format_bytes(count)) for name, count in found.items() if count]
 
 
 def memory(report: Mapping[str, Any]) -> list[Bar]:
     """List the peak of each kind of memory."""
     peak = report.get("totals", {}).get("peak_memory", {})
-    return [Bar(str(kind).upper(), float(count), format_bytes(count)) for kind, count in peak.items() if number(count)]
+    return [Bar(str(kind).upper(), float(count), format_bytes(count)) for kind, count in peak.items() if count]
 
 
 def widths(report: Mapping[str, Any]) -> list[Bar]:

@@ -88,7 +88,7 @@ def methods(layers: Iterable[Mapping[str, Any]]) -> str:
 
 def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
     """List (value, name) of each layer that has a number under `key`."""
-    return [(float(layer[key]), str(layer.get("name"))) for layer in layers if isinstance(layer.get(key), (int, float))]
+    return [(float(layer[key]), str(layer.get("name"))) for layer in layers if layer.get(key) is not None]
 
 
 def statistics(layers: Iterable[Mapping[str, Any]], key: str) -> str:
@@ -203,18 +203,16 @@ def evaluation(report: Mapping[str, Any]) -> str:
 
 def tails(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List the interval and the tails of a KL divergence in nats, each with its label. Older reports have none."""
-    shown = [("95 % interval", interval(found.get("kld_low"), found.get("kld_high")))]
-    for label, key in (("median", "kld_median"), ("p99", "kld_p99"), ("p99.9", "kld_p999")):
-        value = number(found.get(key))
-        shown.append((label, "" if value is None else f"{value:.6f}"))
-    above = number(found.get("kld_above"))
-    shown.append(("above 0.1 nat", "" if above is None else f"{100 * above:.3f} %"))
-    return [(label, value) for label, value in shown if value]
+    quantiles = {"median": "kld_median", "p99": "kld_p99", "p99.9": "kld_p999"}
+    shown = {"95 % interval": interval(found.get("kld_low"), found.get("kld_high"))}
+    shown |= {label: f"{found[key]:.6f}" for label, key in quantiles.items() if found.get(key) is not None}
+    if found.get("kld_above") is not None:
+        shown["above 0.1 nat"] = f"{100 * found['kld_above']:.3f} %"
+    return [(label, value) for label, value in shown.items() if value]
 
 
-def interval(low: Any, high: Any) -> str:
+def interval(low: float | None, high: float | None) -> str:
     """Format an interval in nats, empty if there is none."""
-    low, high = number(low), number(high)
     return "" if low is None or high is None else f"{low:.6f} to {high:.6f}"
 
 

@@ -96,12 +96,10 @@ def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
         found.append(f"few tokens: {tokens:.0f} for {columns} input channels")
     if peak and peak >= OUTLIER:
         found.append(f"outlier channel: {peak:.0f} times the median input channel")
-    rungs = layer.get("rungs")
-    if isinstance(rungs, list) and len(rungs) > 1:
+    if len(rungs := layer.get("rungs", [])) > 1:
         found.append(f"damping raised from {rungs[0]} to {rungs[-1]}")
-    counts = {words: number(layer.get(key)) for key, words in _COUNTED.items()}
-    found += [words.format(f"{count:.0f}") for words, count in counts.items() if count]
-    kept, zeros = number(layer.get("kept")), number(layer.get("zeros"))
+    found += [words.format(f"{layer[key]:.0f}") for key, words in _COUNTED.items() if layer.get(key)]
+    kept, zeros = layer.get("kept"), layer.get("zeros")
     if kept is not None and zeros and kept + zeros > 0:
         found.append(f"2:4 pruning: {100 * zeros / (kept + zeros):.1f} % of the weights are zero")
     own = bits(layer)

@@ -23,7 +23,7 @@ from quantkit.errors import RecipeError
 from quantkit.recipes.named import shipped_recipes
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from tests import command_line
-from tests.command_line import ROOT, RTN, call, commands, refused
+from tests.command_line import ROOT, call, commands, refused
 
 calib, int4 = command_line.calib, command_line.int4
 
@@ -39,12 +39,6 @@ def test_every_help_ends_with_an_example() -> None:
         assert last[-1].strip().startswith(" ".join(("quantkit", *path))), path
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, f"{path} {option.name} has no help"
-
-
-def test_a_plan_states_the_bytes_of_its_run(tiny_llama: Path, int4: Path) -> None:
-    planned = json.loads(call("plan", tiny_llama, *RTN, "--json").stdout)
-    written = json.loads(call("inspect", int4, "--json").stdout)
-    assert planned["bytes"] == written["bytes"]["total"]
 
 
 def test_the_perplexity_is_printed_with_its_protocol(int4: Path, calib: Path) -> None:
