@@ -26,8 +26,9 @@ from quantkit.bench.kernels import random_record
 from quantkit.bench.workloads import MODELS
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, proof
-from quantkit.kernels.hopper import MAX_TOKENS, HopperKernel, multiprocessors
+from quantkit.kernels.hopper import MAX_TOKENS, HopperKernel
 from quantkit.kernels.hopper_tiles import choose_tile, representative
+from quantkit.kernels.portable import multiprocessors
 from quantkit.layouts import LAYOUTS
 
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -80,7 +81,7 @@ def timed(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of tokens, all with one random weight, on a Hopper GPU."""
     where, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype_name)
-    launcher, sms = LAUNCHERS[layout], multiprocessors(where)
+    launcher, (sms, _) = LAUNCHERS[layout], multiprocessors(where)
     l2 = torch.cuda.get_device_properties(where).L2_cache_size
     with torch.inference_mode(False):  # kernels begin early only if torch counts writes to the weights
         q = random_record(scheme, n, k, where)
