@@ -49,7 +49,7 @@ class Generated:
 class Sampling:
     """How tokens are chosen: the likeliest, or drawn if `temperature` or `top_p` is given.
 
-    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens on one machine.
+    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens on a CPU.
     RecipeError for a value out of range, and for a seed without a draw.
     """
 
