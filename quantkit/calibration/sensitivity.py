@@ -1,8 +1,7 @@
 """How much the model's likelihood suffers from the error of each linear in a folder (ALGORITHMS 17).
 
-The unquantized model runs forward and back once, on some calibration documents (`stages.gradients`). A linear's harm is
-the squared error of its weights, times their squared inputs and the squared gradients by outputs, token by token. One
-block is in memory at a time.
+The unquantized model runs forward and back once, on documents that did not calibrate (`stages.gradients`). A linear's
+harm is the squared change of the likelihood to first order, token by token. One block is in memory at a time.
 """
 
 from __future__ import annotations
@@ -32,30 +31,39 @@ def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
     while count < len(run.sequences) and total < TOKENS:
         count, total = count + 1, total + len(run.sequences[count])
     packed = set(folder.modules())
-    #: Sums over tokens of the squared gradient by each output times each squared input, float32 `[n, k]`.
-    sums: dict[str, Tensor] = {}
+    #: Of the block's linears: the error of the weight, float32 `[n, k]`, and the sum of squares, a float64 scalar.
+    errors, sums = dict[str, Tensor](), dict[str, Tensor]()
+
+    def error(linear: str) -> Tensor:
+        weight = run.model.weights.source(linear)
+        decoded = folder.unpadded(linear).dequantize(torch.float32)[:, : weight.shape[1]]
+        return decoded.to(weight.device).sub_(weight).to(run.model.device)
 
     @contextmanager
     def watch(block: int) -> Iterator[None]:
-        seen: list[tuple[str, Tensor, Tensor]] = []
+        seen: list[tuple[str, Tensor]] = []
 
         def see(linear: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            x = args[0].detach().flatten(0, -2).float().square()  # code may overwrite the input
-            if len(x):
-                output.register_hook(lambda g: seen.append((linear, x, g.flatten(0, -2).float().square().T)))
+            changed = args[0].detach().flatten(0, -2).float() @ errors[linear].T
+
+            def square(g: Tensor) -> None:
+                each = (changed * g.flatten(0, -2)).sum(-1)
+                seen.append((linear, each.square().sum(dtype=torch.float64)))
+
+            if len(changed):
+                output.register_hook(square)
 
         with ExitStack() as stack:
             for linear in packed.intersection(run.model.targets(block)):
+                errors[linear] = errors[linear] if linear in errors else error(linear)
                 module = run.model.module.get_submodule(run.model.paths[linear])
                 stack.callback(module.register_forward_hook(partial(see, linear)).remove)
             yield
-        for linear, x, g in seen:  # behind a pass that did not fail
-            sums[linear] = sums[linear].addmm_(g, x) if linear in sums else g @ x
+        for linear, each in seen:  # behind a pass that did not fail
+            sums[linear] = each + sums.get(linear, 0.0)
 
     for _ in gradients.carried_back(run, embedded(run, count, "unquantized-"), watch):
-        for linear in list(sums):
-            weight = run.model.weights.source(linear)
-            decoded = folder.unpadded(linear).dequantize(torch.float32)[:, : weight.shape[1]]
-            squares = decoded.to(weight.device).sub_(weight).square_()
-            found[linear] = float(squares.mul_(sums.pop(linear)).sum(dtype=torch.float64)) / (2 * total)
+        found |= {linear: float(each) / (2 * total) for linear, each in sums.items()}
+        errors.clear()
+        sums.clear()
     return found

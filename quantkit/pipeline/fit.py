@@ -51,7 +51,8 @@ from quantkit.version import __version__
 MIXED = "mixed"
 #: Uniform schemes of other formats are made up to so many times the predicted harm of the best: docs/algorithms.md 17.
 REACH = 1.5
-#: The most sequences of held-out text, if as many calibrate, and the most tokens of each.
+#: The most sequences of held-out text that judge, and that harms are measured on, if as many calibrate, and the most
+#: tokens of each.
 HELD_OUT, LONGEST = 16, 512
 #: The most bytes that the search adds to the report: of any model, and of each group.
 ADDED, ADDED_BY_GROUP = 32 * 2**10, 256
@@ -261,9 +262,12 @@ def _decide(
     expected = partial(expected_harm, job.recipe)
     first = next(iter(search.uniform(expected)), None) or search.some(expected)._replace(name="expected")
     folders = {first.name: make(first)}
+    with clock.phase("held-out text"), progress.loop():
+        held, source = _held_out(search, text, progress)
+        judging, others = held[::2], held[1::2] or held
     with clock.phase("sensitivities"), progress.loop():
         if known is None:
-            found = sensitivity.measure(begin(model=job.model, sequences=text.sequences), folders[first.name])
+            found = sensitivity.measure(begin(model=job.model, sequences=others), folders[first.name])
             reached = {name: [found[m] for m in group.linears if m in found] for name, group in free.items()}
             known = {name: sum(each) for name, each in reached.items() if each}
             append_journal(work / JOURNAL, {"harms": known})
@@ -284,8 +288,7 @@ def _decide(
         made[MIXED] = mix
     folders |= {name: make(each) for name, each in made.items() if name not in folders}
     with clock.phase("divergence"), progress.loop():
-        held, source = _held_out(search, text, progress)
-        judged = divergences(begin(model=job.model, sequences=held), folders)
+        judged = divergences(begin(model=job.model, sequences=judging), folders)
     best = min(made.values(), key=lambda each: judged[each.name])
     report = load_report(work / best.folder)
     report["fit"] = {
@@ -294,7 +297,7 @@ def _decide(
         "best_uniform": uniform[0].name if uniform else None,
         "kld": judged,
         "predicted": {name: each.harm for name, each in made.items()},
-        "held_out": {"source": source, "sequences": len(held), "tokens": sum(map(len, held))},
+        "held_out": {"source": source, "sequences": len(judging), "tokens": sum(map(len, judging))},
         "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group.name in free},
         "curve": search.curve(harm, mixes=True),
         "seconds": clock.take(),
@@ -392,13 +395,13 @@ def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[l
     job, trusted = search.job, search.run.trust_remote_code
     calib, used = job.recipe.calibration, {tuple(s.tolist()) for s in text.sequences}
     try:
-        asked = replace(calib, samples=calib.samples + HELD_OUT)
+        asked = replace(calib, samples=calib.samples + 2 * HELD_OUT)
         found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
     except CheckpointError:
         if calib.data == PACKAGED:
             raise
         progress.note("the calibration text holds no more documents: the text that comes with quantkit judges")
-        asked = replace(calib, data=PACKAGED, samples=HELD_OUT, lengths="own", text_column=None, split=None)
+        asked = replace(calib, data=PACKAGED, samples=2 * HELD_OUT, lengths="own", text_column=None, split=None)
         found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
-    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][: min(HELD_OUT, len(used))]
+    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][: 2 * min(HELD_OUT, len(used))]
     return held, str(found.facts["source"])
