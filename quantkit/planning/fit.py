@@ -34,9 +34,6 @@ from quantkit.recipes.recipe import Recipe, from_mapping, matches, written
 Harm = Callable[["Group", str], float]
 #: The label of the scheme of each group, by the group's name.
 Choice = dict[str, str]
-#: The parts that a budget is counted in. HiGHS holds a row to 1e-6, and writes to stdout when it mends a solution: of
-#: whole budgets it did, of smaller parts it has not.
-PARTS = 1e4
 #: Sizes between the least and the largest at which the curve has a mix.
 POINTS = 9
 
@@ -114,7 +111,7 @@ class Space:
         costs = np.array([harm(*each) for each in found])
         most = dense_share * sum(group.weights for group in self.groups)
         limits = [
-            [PARTS * group.bytes[label] / max(1, budget) for group, label in found],
+            [group.bytes[label] / max(1, budget) for group, label in found],
             [group.weights / max(1.0, most) * (label == DENSE and not group.is_fixed) for group, label in found],
         ]
         solved = milp(
@@ -123,7 +120,7 @@ class Space:
             bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint([[float(one is group) for one, _ in found] for group in self.groups], 1, 1),
-                LinearConstraint(limits, -np.inf, [PARTS, most >= 1]),
+                LinearConstraint(limits, -np.inf, [1, most >= 1]),
             ],
             options={"mip_rel_gap": 1e-4},
         )
