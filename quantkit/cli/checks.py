@@ -21,7 +21,8 @@ class Check:
 def required() -> dict[str, str]:
     """Read the packages that quantkit needs, each with its lowest version; none if quantkit is not installed."""
     stated = metadata.requires("quantkit") or [] if installed_version("quantkit") else []
-    return dict((found[1], found[2]) for each in stated if (found := re.fullmatch(r"([\w.-]+)>=([\d.]+)", each)))
+    rule = re.compile(r"([\w.-]+)[^;]*>=([\d.]+)[^;]*")  # other releases may be left out; behind a `;` stands an extra
+    return dict((found[1], found[2]) for each in stated if (found := rule.fullmatch(each)))
 
 
 def package(name: str, lowest: str, why: str = "") -> Check:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit import kernels
-from quantkit.cli import doctor, gpu_diagnosis
+from quantkit.cli import checks, doctor, gpu_diagnosis
 from quantkit.cli.checks import at_least, package
 from quantkit.kernels import toolchain
 
@@ -39,6 +39,13 @@ def test_this_environment_is_complete() -> None:
     assert found["kernels"]["here"] == (["marlin", "marlin24", "marlin24-ct", "quick", "tcfpx"] if able else [])
     assert found["kernels"]["note"].startswith("for marlin, " if able else "none run here: ")
     assert bool(found["gpus"]) == torch.cuda.is_available()
+
+
+def test_a_needed_package_of_which_a_release_is_left_out_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = ["scipy!=1.17.1,>=1.11", "torch>=2.10", 'gguf>=0.18; extra == "gguf"', 'scipy!=2,>=1; extra == "x"']
+    monkeypatch.setattr(checks.metadata, "requires", lambda name: stated)
+    monkeypatch.setattr(checks, "installed_version", lambda name: "1")
+    assert checks.required() == {"scipy": "1.11", "torch": "2.10"}
 
 
 def test_a_missing_or_old_package_has_a_fix() -> None:
