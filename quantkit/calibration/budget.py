@@ -31,10 +31,10 @@ SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 BESIDE = {"cpu": False, "cuda": True}
 
 
-def gradient_documents(lengths: Iterable[int]) -> int:
-    """Count the first documents, of `lengths` tokens, that output gradients come from."""
+def gradient_documents(lengths: Iterable[int], tokens: int = GRADIENT_TOKENS) -> int:
+    """Count the first documents, of `lengths` tokens, that have this many `tokens` together, or all."""
     totals = list(accumulate(lengths))
-    return min(len(totals), bisect_left(totals, GRADIENT_TOKENS) + 1)
+    return min(len(totals), bisect_left(totals, tokens) + 1)
 
 
 def split_documents(lengths: Sequence[int], count: int) -> list[range]:
@@ -57,9 +57,9 @@ def split_documents(lengths: Sequence[int], count: int) -> list[range]:
     return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
 
 
-def gradient_tokens(total: int, longest: int) -> int:
+def gradient_tokens(total: int, longest: int, tokens: int = GRADIENT_TOKENS) -> int:
     """Bound the tokens of `gradient_documents`, of `total` tokens in documents of at most `longest`."""
-    return min(total, GRADIENT_TOKENS + longest)
+    return min(total, tokens + longest)
 
 
 def stays_on_gpu(size: int, free: int | None) -> bool:

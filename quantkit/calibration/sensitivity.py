@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibration.budget import gradient_documents
 from quantkit.calibration.run import Run, embedded
 from quantkit.calibration.stages import gradients
 from quantkit.checkpoint.reader import Checkpoint
@@ -27,9 +28,9 @@ def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
 
     A linear that no token reaches has no entry. Raises as `gradients.measure`.
     """
-    count, total, found = 0, 0, dict[str, float]()
-    while count < len(run.sequences) and total < TOKENS:
-        count, total = count + 1, total + len(run.sequences[count])
+    lengths, found = list(map(len, run.sequences)), dict[str, float]()
+    count = gradient_documents(lengths, TOKENS)
+    total = sum(lengths[:count])
     packed = set(folder.modules())
     #: Of the block's linears: the error of the weight, float32 `[n, k]`, and the sum of squares, a float64 scalar.
     errors, sums = dict[str, Tensor](), dict[str, Tensor]()

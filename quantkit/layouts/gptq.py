@@ -7,7 +7,7 @@ where it is static (`g_idx` is `k // g`), because no other layout can hold a shu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,13 +19,11 @@ from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking, static_groups
-from quantkit.layouts.expressions import check_amount, literal
+from quantkit.layouts.dynamic import read_dynamic, write_dynamic
 from quantkit.layouts.schemes import Schemes
 
 CODES = Arrangement("N", "K i:8", "K N i")
 ZEROS = Arrangement("N i:8", "G", "G N i")
-
-Overrides = tuple[tuple[str, Scheme], ...]
 
 
 class Gptq(Layout):
@@ -175,41 +173,3 @@ def _scheme(config: Mapping[str, Any]) -> Scheme:
         raise CheckpointError(f"a GPTQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}")
     group_size = validation.group_size(group, "GPTQ")
     return Scheme(INT4, group_size, symmetric=validation.entry(config, "sym", bool))
-
-
-def write_dynamic(overrides: Overrides, settings: Callable[[Scheme], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Make `dynamic`, the exceptions in a config; LayoutError for a pattern that cannot be embedded.
-
-    A key is `+:pattern` for other settings, or `-:pattern` for dense linears. A pattern is matched from the start of a
-    name, and the first that matches wins. Source: the documentation of GPTQModel; vLLM 0.26.0 reads humming's so too.
-    """
-    dynamic: dict[str, dict[str, Any]] = {}
-    for pattern, scheme in overrides:
-        dynamic.setdefault(f"+:^{validation.anchored(pattern)}", settings(scheme))
-    return dynamic
-
-
-def read_dynamic(
-    config: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], Scheme]
-) -> tuple[Overrides, tuple[str, ...]]:
-    """Read overrides and the entries for `ignore`; `scheme_of` reads a config with an exception's settings laid over.
-
-    CheckpointError for a malformed entry.
-    """
-    overrides: list[tuple[str, Scheme]] = []
-    ignore: list[str] = []
-    dynamic = validation.entry(config, "dynamic", dict, type(None), default=None) or {}
-    starts = {key: key.removeprefix("+:").removeprefix("-:") for key in dynamic}
-    ours = {key: it[1] for key, start in starts.items() if (it := re.fullmatch(r"\^\(\?:(.*)\)\$", start))}
-    check_amount((starts | ours).values())
-    for key, changes in dynamic.items():
-        own = ours.get(key)
-        if own is None or not validation.is_pattern(own):
-            own = validation.pattern(f"(?:{starts[key]}).*")
-        if key.startswith("-:"):
-            ignore.append(literal(own) or f"re:{own}")
-        elif type(changes) is not dict:
-            raise CheckpointError(f"{key!r:.80} in 'dynamic' must be an object")
-        else:
-            overrides.append((own, scheme_of({**config, **changes})))
-    return tuple(overrides), tuple(ignore)

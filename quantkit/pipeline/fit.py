@@ -394,14 +394,15 @@ def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[l
     """Draw text that does not calibrate: more of the same source, or the packaged text if that has no more."""
     job, trusted = search.job, search.run.trust_remote_code
     calib, used = job.recipe.calibration, {tuple(s.tolist()) for s in text.sequences}
+    most = 2 * min(HELD_OUT, len(used))
     try:
-        asked = replace(calib, samples=calib.samples + 2 * HELD_OUT)
+        asked = replace(calib, samples=calib.samples + most)
         found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
     except CheckpointError:
         if calib.data == PACKAGED:
             raise
         progress.note("the calibration text holds no more documents: the text that comes with quantkit judges")
-        asked = replace(calib, data=PACKAGED, samples=2 * HELD_OUT, lengths="own", text_column=None, split=None)
+        asked = replace(calib, data=PACKAGED, samples=most, lengths="own", text_column=None, split=None)
         found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
-    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][: 2 * min(HELD_OUT, len(used))]
+    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][:most]
     return held, str(found.facts["source"])

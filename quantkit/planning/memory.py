@@ -265,7 +265,7 @@ def calibrated_memory(
         others = (*others, writing_memory(src, recipe.calibration, sizes.kind))
     found = replace(stage(stores, _of_solving(sizes, recipe)), others=others)
     if sensitivities:
-        tokens = min(recipe.calibration.samples * sizes.longest, TOKENS + sizes.longest)
+        tokens = gradient_tokens(recipe.calibration.samples * sizes.longest, sizes.longest, TOKENS)
         sizes.gradients = Activations.bytes(tokens, sizes.hidden, sizes.width)
         head, (held, block) = _of_gradients(sizes)
         once = max(sizes.longest, TUNED_AT_ONCE[sizes.kind])

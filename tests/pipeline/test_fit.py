@@ -90,6 +90,11 @@ def test_the_recipe_of_a_folder_makes_the_same_bytes_without_a_search(
     assert ours.pop("README.md") != theirs.pop("README.md") and ours == theirs
 
 
+def test_a_text_that_holds_as_many_documents_as_are_needed_judges(whole: Path, calib: Path) -> None:
+    """Four documents calibrate, and eight are left."""
+    assert load_report(whole)["fit"]["held_out"]["source"] == calib.name
+
+
 def test_the_predicted_harm_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:
     """The written weights are those of the prediction: rounded to nearest, without a search."""
     text = str(shared / "data" / "wikitext2" / "valid.txt")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ from quantkit.recipes.goals import Goal, is_sparse
 from quantkit.recipes.recipe import Recipe
 
 Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
+#: Weights `[n, k]`, or values of their rows, by the name of the linear.
+ByLinear = Mapping[str, Tensor]
 
 _Part = TypeVar("_Part")
 
@@ -107,21 +110,20 @@ def _detail(item: Item) -> str:
 
 
 class _System(NamedTuple):
-    """Hold a Hessian `[width, width]`, its factor if the method needs it, and the `floors` of the block."""
+    """Hold a Hessian `[width, width]`, and its factor if the method needs it."""
 
     h: Tensor
     factor: Factor | None
-    floors: Mapping[str, Tensor] | None
 
 
 def solve(
-    weights: Mapping[str, Tensor],
+    weights: ByLinear,
     goals: Mapping[str, Goal],
     hessian: Hessian,
     recipe: Recipe,
     progress: Progress,
     ranks: Ranks = ALONE,
-    floors: Mapping[str, Tensor] | None = None,
+    floors: ByLinear = MappingProxyType({}),
 ) -> list[Item]:
     """Quantize or prune linears `[n, k]`, by name, that share an input and its `hessian`.
 
@@ -161,11 +163,12 @@ def solve(
         if (sparse, width) not in systems:
             wide_h = _widened_hessian(h, width)
             factor = _factor(names, wide_h, recipe, sparse, progress) if recipe.factored else None
-            systems[sparse, width] = _System(wide_h, factor, floors)
+            systems[sparse, width] = _System(wide_h, factor)
         system = systems[sparse, width]
         started = time.perf_counter()
         wide = {name: widened(w, width) for name, w in chosen.items()}
-        solved = _solve_alike(wide, goal, system, recipe.solving(goal), ranks)
+        least = [floors] if floors.keys() >= chosen.keys() else []
+        solved = _solve_alike(wide, goal, system, recipe.solving(goal), ranks, *least)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
             common = {**sums, **skipped, "seconds": seconds * len(weight)}
@@ -174,7 +177,7 @@ def solve(
 
 
 def _unreached(
-    names: str, weights: Mapping[str, Tensor], goals: Mapping[str, Goal], recipe: Recipe, progress: Progress
+    names: str, weights: ByLinear, goals: Mapping[str, Goal], recipe: Recipe, progress: Progress
 ) -> list[Item]:
     """Round to nearest the linears that no token reached, if the recipe allows it."""
     reason = "no calibration token came here"
@@ -233,18 +236,20 @@ def _factor(names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progr
     return factor
 
 
-def _solve_alike(weights: Mapping[str, Tensor], goal: Goal, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
+def _solve_alike(
+    weights: ByLinear, goal: Goal, system: _System, recipe: Recipe, ranks: Ranks, *floors: ByLinear
+) -> Solved:
     """Solve weights of one dtype with one goal, by the method of the recipe."""
     if not isinstance(goal, Scheme):
         return _prune(weights, system, recipe, ranks)
     if recipe.factored:
-        return _gptq(weights, goal, system, recipe, ranks)
+        return _gptq(weights, goal, system, recipe, ranks, *floors)
     return _rtn(weights, goal, system.h, recipe, ranks)
 
 
-def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
-    floors = [system.floors] if system.floors and system.floors.keys() >= weights.keys() else []
-
+def _gptq(
+    weights: ByLinear, scheme: Scheme, system: _System, recipe: Recipe, ranks: Ranks, *floors: ByLinear
+) -> Solved:
     def solve_rows(weight: Tensor, floor: Tensor | None = None) -> gptq.Solution:
         return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor, floor)
 
@@ -264,8 +269,8 @@ def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe
     ]
 
 
-def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
-    h, factor, _ = system
+def _prune(weights: ByLinear, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
+    h, factor = system
     tall = torch.cat(_as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks))
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
     found: Solved = []
@@ -279,7 +284,7 @@ def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe, ranks
     return found
 
 
-def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe, ranks: Ranks) -> Solved:
+def _rtn(weights: ByLinear, scheme: Scheme, h: Tensor, recipe: Recipe, ranks: Ranks) -> Solved:
     def solve_rows(weight: Tensor) -> tuple[QuantizedTensor, dict[str, Any]]:
         return rtn.quantize(
             weight,
@@ -301,9 +306,7 @@ def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recip
     return found
 
 
-def _as_one(
-    weights: Mapping[str, Tensor], solve_rows: Callable[..., _Part], ranks: Ranks, *beside: Mapping[str, Tensor]
-) -> list[_Part]:
+def _as_one(weights: ByLinear, solve_rows: Callable[..., _Part], ranks: Ranks, *beside: ByLinear) -> list[_Part]:
     """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in order.
 
     `beside` has more arguments by row.
