@@ -11,6 +11,7 @@ from quantkit.calibration.budget import split_documents
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages import stages_of
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.memory_limits import release_heap
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
@@ -60,6 +61,7 @@ def new_run(
     the current ones. Raises as `check_sequences` and `split_documents`.
     """
     check_sequences(recipe, model, sequences)
+    release_heap()  # of tokenizing, and of an earlier run in this process
     mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
     # A copy of tokens in each forward would wait for a GPU.
     here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]

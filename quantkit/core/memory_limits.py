@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -62,6 +64,12 @@ def free_memory(proc: Path = Path("/proc"), *, swap: bool = False) -> int | None
         if "SC_AVPHYS_PAGES" not in names_:
             return None
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def release_heap() -> None:
+    """Return free memory of the C heap to the system, where glibc has it: else the next stage's peak is on top."""
+    with suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def require_address_space(*, computes: bool) -> None:

@@ -195,9 +195,7 @@ def quantize(
     search = _search(model, recipe, asked, run)
     smallest = search.some(lambda group, label: group.bytes[label])
     job = smallest.job._replace(plan=_with_sensitivities(smallest.job.plan, search))
-    job, text = pipeline.require_runnable(job, None, run)
-    if not job.recipe.calibrated:
-        text = pipeline.calibration_text(recipe.calibration, job.src, job.model, run.progress, run.trust_remote_code)
+    job, text = pipeline.require_runnable(job, None, run, more=2 * min(HELD_OUT, recipe.calibration.samples))
     notice = (run.progress or Progress(quiet=True)).note
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home, notice=notice) as work:
         if not is_complete(work):
@@ -256,7 +254,8 @@ def _decide(
         if not (work / each.folder).exists():
             with clock.phase(each.name):  # resume: there is nothing to go on with, or this run's own
                 given = {**vars(options), "overwrite": False, "resume": True}
-                pipeline.quantize(model, work / each.folder, each.job.recipe, **given)
+                drawn = text if each.job.recipe.calibrated else None
+                pipeline.quantize(model, work / each.folder, each.job.recipe, text=drawn, **given)
         return Checkpoint(work / each.folder, options.trust_remote_code)
 
     expected = partial(expected_harm, job.recipe)
@@ -391,18 +390,13 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
 
 
 def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[list[Tensor], str]:
-    """Draw text that does not calibrate: more of the same source, or the packaged text if that has no more."""
-    job, trusted = search.job, search.run.trust_remote_code
-    calib, used = job.recipe.calibration, {tuple(s.tolist()) for s in text.sequences}
-    most = 2 * min(HELD_OUT, len(used))
-    try:
-        asked = replace(calib, samples=calib.samples + most)
-        found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
-    except CheckpointError:
-        if calib.data == PACKAGED:
-            raise
-        progress.note("the calibration text holds no more documents: the text that comes with quantkit judges")
-        asked = replace(calib, data=PACKAGED, samples=most, lengths="own", text_column=None, split=None)
-        found = pipeline.calibration_text(asked, job.src, job.model, None, trusted)
-    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][:most]
-    return held, str(found.facts["source"])
+    """Cut text that does not calibrate, of the same source, or of the packaged text if that has too little."""
+    job, calib, most = search.job, search.job.recipe.calibration, 2 * min(HELD_OUT, len(text.sequences))
+    held, used, source = text.more, {tuple(s.tolist()) for s in text.sequences}, text.facts["source"]
+    if len(held) < most // 2:
+        progress.note("the calibration text holds too few other documents: the text that comes with quantkit judges")
+        count = most + (calib.samples if calib.data == PACKAGED else 0)
+        asked = replace(calib, data=PACKAGED, samples=count, lengths="own", text_column=None, split=None)
+        found = pipeline.calibration_text(asked, job.src, job.model, None, search.run.trust_remote_code)
+        held, source = found.sequences, found.facts["source"]
+    return [s[:LONGEST] for s in held if tuple(s.tolist()) not in used][:most], source

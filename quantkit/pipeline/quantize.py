@@ -238,11 +238,13 @@ def _units(job: Job) -> Iterator[list[str]]:
     yield job.model.stored(None)
 
 
-def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool = False) -> tuple[Job, Calibration]:
+def require_runnable(
+    job: Job, out: Path | None, run: RunOptions, is_plan: bool = False, text: Calibration | None = None, more: int = 0
+) -> tuple[Job, Calibration]:
     """Raise the first error that needs no computation; return the job and the calibration sequences.
 
-    `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. The recipe of the job then
-    names the text that was used. Text that the model writes itself is only bounded in a plan.
+    `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. Text that the model writes
+    itself is only bounded in a plan. Without `text` it is drawn, with up to `more` sequences that do not calibrate.
     """
     recipe = job.recipe
     job.plan.require()
@@ -270,12 +272,12 @@ def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool 
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
     if before is not None and run.resume and is_complete(before):
         return job, Calibration([], {})  # only the last step is left
-    text = Calibration([], {})
-    if recipe.calibrated:
+    if text is None and (recipe.calibrated or more):
         saved = before / WRITTEN if before is not None and run.resume else None
         text = calibration_text(
-            recipe.calibration, job.src, job.model, run.progress, run.trust_remote_code, saved=saved, is_plan=is_plan
+            recipe.calibration, job.src, job.model, run.progress, run.trust_remote_code, saved, is_plan, more
         )
+    text = text or Calibration([], {})
     if recipe.calibrated:
         check_sequences(recipe, job.model, text.sequences)
     lengths = [len(sequence) for sequence in text.sequences]
@@ -304,12 +306,17 @@ def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool 
 
 
 def quantize(
-    model: str | Path, out: str | Path, recipe: Recipe, measure: Measure | None = None, **options: Unpack[RunKeywords]
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe,
+    measure: Measure | None = None,
+    text: Calibration | None = None,
+    **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Quantize or prune (ALGORITHMS 9) a causal LM (folder or hub id) into a new folder `out`; return its report.
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
-    continues. `measure` evaluates the finished folder before it is published.
+    continues. `measure` evaluates the finished folder before it is published. `text` is the recipe's, if it is drawn.
 
     If the caller has joined a process group, its ranks share a calibrated run. All of them call this alike, and the
     first one reads, writes and prints. All return the same report or raise the same error.
@@ -322,7 +329,7 @@ def quantize(
         if not here.first:
             _assist(model, run, here)
             return here.broadcast(None)
-        return here.broadcast(_quantize(model, Path(out), recipe, measure, run, progress))
+        return here.broadcast(_quantize(model, Path(out), recipe, measure, text, run, progress))
 
 
 def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
@@ -370,7 +377,13 @@ def require_devices(device: torch.device, here: Ranks) -> None:
 
 
 def _quantize(
-    model: str | Path, out: Path, recipe: Recipe, measure: Measure | None, run: RunOptions, progress: Progress
+    model: str | Path,
+    out: Path,
+    recipe: Recipe,
+    measure: Measure | None,
+    text: Calibration | None,
+    run: RunOptions,
+    progress: Progress,
 ) -> dict[str, Any]:
     clock, here = Clock(torch.device("cpu")), ranks()
     command = "prune" if recipe.only_prunes else "quantize"
@@ -379,7 +392,7 @@ def _quantize(
         asked = job.recipe
         layout = f", in the layout {asked.layout}" if asked.layout else ""
         progress.note(f"{label(asked.scheme)} by {asked.method}{layout}")
-        job, text = require_runnable(job, out, run)
+        job, text = require_runnable(job, out, run, text=text)
         recipe = job.recipe
         require_tied(job.model.module, job.src, job.model.states.stored)
         require_devices(job.model.device, here)
@@ -556,9 +569,9 @@ def calibration_text(
     model: BlockRunner,
     progress: Progress | None,
     trust_remote_code: bool = False,
-    *,
     saved: Path | None = None,
     is_plan: bool = False,
+    more: int = 0,
 ) -> Calibration:
     """Draw the calibration sequences for a model by the tokenizer of `src`, with notes for the user.
 
@@ -585,6 +598,7 @@ def calibration_text(
         template_args=calib.template_args,
         skip_bad_records=calib.skip_bad_records,
         write=write,
+        more=more,
     )
     if progress is not None:
         progress.note(*text.notices)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,12 +38,13 @@ MOST_NAMES = 8
 class Calibration:
     """Hold calibration sequences, int64 `[t]` each, and the facts about them for report and journal.
 
-    `notices` are lines about the data for the user.
+    `notices` are lines about the data for the user. `more` are sequences that do not calibrate.
     """
 
     sequences: list[Tensor]
     facts: dict[str, Any]
     notices: tuple[str, ...] = ()
+    more: Sequence[Tensor] = ()
 
 
 def draw_calibration(
@@ -58,6 +60,7 @@ def draw_calibration(
     template_args: Mapping[str, Any] | None = None,
     skip_bad_records: int = 0,
     write: Write | None = None,
+    more: int = 0,
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
 
@@ -72,7 +75,8 @@ def draw_calibration(
 
     CheckpointError if a source holds too little.
 
-    `write` is called for the sequences of the source `self`, once all others are drawn.
+    `write` is called for the sequences of the source `self`, once all others are drawn. From the others up to `more`
+    sequences are drawn behind the samples.
     """
     if samples < 1 or max_length < 2:
         raise RecipeError(f"{samples} samples of at most {max_length} tokens", "use at least 1 sample and 2 tokens")
@@ -86,6 +90,7 @@ def draw_calibration(
         )
     notices: list[str] = []
     every: list[Tensor] = []
+    further: list[Tensor] = []
     each: list[dict[str, Any]] = []
     plain: list[str] = []
     for source, share in sorted(shares.items(), key=lambda item: item[0] == SELF):
@@ -98,7 +103,9 @@ def draw_calibration(
         found = load_documents(source, text_column=text_column, split=split, skip_bad_records=skip_bad_records)
         name = name_of_text(found.source)
         tokens = _Tokens(found, tokenizer, template_args or {})
-        sequences, facts = _draw(tokens, counts[source], max_length, seed, lengths, notices)
+        drawn, facts = _draw(tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share))
+        sequences = drawn[: counts[source]]
+        further += drawn[counts[source] :]
         notices += [f"{name}: {line}" for line in _remarks(tokens)]
         each.append({"source": name, "share": float(share), **facts, **_digest(sequences)})
         every += sequences
@@ -131,7 +138,7 @@ def draw_calibration(
         **_digest(every),
         "sources": each,
     }
-    return Calibration(every, facts, tuple(notices))
+    return Calibration(every, facts, tuple(notices), further)
 
 
 def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:
@@ -235,25 +242,26 @@ def _remarks(tokens: _Tokens) -> Iterator[str]:
 
 
 def _draw(
-    tokens: _Tokens, samples: int, max_length: int, seed: int, lengths: Lengths, notices: list[str]
+    tokens: _Tokens, samples: int, max_length: int, seed: int, lengths: Lengths, notices: list[str], more: int
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Draw the samples of one source; return them and their facts, and add to `notices`."""
+    """Draw the samples of one source, and up to `more`; return all, the facts of the samples, and add to `notices`."""
     generator, found = torch.Generator().manual_seed(seed), tokens.found
     name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed
     if found.undivided and samples > 1 and lengths == "own":
         rule, draw = f"no blank lines, windows of {max_length} tokens", _fixed
         notices.append(f"{name}: has no blank line between documents: windows of {max_length} tokens were cut")
-    sequences, facts = draw(tokens, samples, max_length, generator)
-    total = sum(len(sequence) for sequence in sequences)
+    sequences, facts = draw(tokens, samples, max_length, generator, more)
+    total = sum(map(len, sequences[:samples]))
     left_out = {"left_out": len(found.left_out)} if found.left_out else {}
-    return sequences, {"rule": rule, "sequences": len(sequences), "tokens": total, **facts, **left_out}
+    return sequences, {"rule": rule, "sequences": samples, "tokens": total, **facts, **left_out}
 
 
 def _own(
-    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator
+    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator, more: int
 ) -> tuple[list[Tensor], dict[str, Any]]:
     found = tokens.found
     sequences: list[Tensor] = []
+    facts: dict[str, Any] = {}
     cut = skipped = 0
     for each in tokens.of(torch.randperm(len(found.texts), generator=generator).tolist()):
         if len(each) < 2:
@@ -266,7 +274,11 @@ def _own(
             cut += 1
         sequences.append(each)
         if len(sequences) == samples:
-            return sequences, {"documents": len(found.texts), "cut": cut, "skipped": skipped}
+            facts = {"documents": len(found.texts), "cut": cut, "skipped": skipped}
+        if len(sequences) == samples + more:
+            break
+    if facts:
+        return sequences, facts
     left_out = f"; {len(found.left_out)} records left out: {found.left_out.why}" if found.left_out else ""
     raise CheckpointError(
         f"holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}{left_out})",
@@ -277,7 +289,7 @@ def _own(
 
 
 def _fixed(
-    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator
+    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator, more: int
 ) -> tuple[list[Tensor], dict[str, Any]]:
     found = tokens.found
     stream = torch.cat([torch.empty(0, dtype=torch.int64), *tokens.of(range(len(found.texts)))])
@@ -289,6 +301,6 @@ def _fixed(
             Words("a longer", Setting("calib"), "file"),
             subject=found.source,
         )
-    chosen = torch.randperm(windows, generator=generator)[:samples].tolist()
+    chosen = torch.randperm(windows, generator=generator)[: samples + more].tolist()
     sequences = [stream[i * max_length : (i + 1) * max_length].clone() for i in chosen]
     return sequences, {"documents": len(found.texts), "cut": 0, "skipped": 0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,17 @@ def test_the_seconds_of_phases_are_each_counted_once() -> None:
     whole, found = time.perf_counter() - started, clock.take()
     assert found["forward"] >= 0.04 and found["hessian"] >= 0.03 and sum(found.values()) <= whole
     assert clock.take() == {}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides itself what it gives back")
+def test_a_run_does_not_begin_on_top_of_memory_that_earlier_work_has_freed(three: Path, tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    model = BlockRunner(Checkpoint(three), device="cpu")
+    small = [torch.ones(2**14) for _ in range(2000)]  # 131 MB, each below the size that is mapped on its own
+    last = small[-1]  # which keeps all below it in the heap
+    del small
+    before = resident()
+    new_run(model.src, from_mapping(COARSE), model, sequences(), tmp_path)
+    assert before - resident() > 100e6 and len(last)

@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
 from quantkit.engines.joined import fused_groups
 from quantkit.io.json_files import load_json
-from quantkit.pipeline import fit
+from quantkit.pipeline import fit, quantize as pipeline
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.fit_options import FitOptions
 from quantkit.recipes.recipe import Recipe, from_mapping, load
@@ -90,9 +90,24 @@ def test_the_recipe_of_a_folder_makes_the_same_bytes_without_a_search(
     assert ours.pop("README.md") != theirs.pop("README.md") and ours == theirs
 
 
-def test_a_text_that_holds_as_many_documents_as_are_needed_judges(whole: Path, calib: Path) -> None:
-    """Four documents calibrate, and eight are left."""
-    assert load_report(whole)["fit"]["held_out"]["source"] == calib.name
+@pytest.mark.parametrize(("samples", "source", "sequences"), [(6, "calib.txt", 3), (7, "packaged", 7)])
+def test_a_text_is_drawn_once_and_its_other_documents_judge_unless_they_are_few(
+    samples: int,
+    source: str,
+    sequences: int,
+    small: Path,
+    calib: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw, drawn = pipeline.draw_calibration, list[object]()
+    monkeypatch.setattr(
+        pipeline, "draw_calibration", lambda data, *args, **o: drawn.append(data) or draw(data, *args, **o)
+    )
+    text = {"data": str(calib), "samples": samples, "max_length": 32}
+    found = fit.quantize(small, tmp_path / "out", from_mapping({"calibration": text}), ASKED)["fit"]["held_out"]
+    assert drawn == [str(calib), "packaged"][: 1 + (source == "packaged")]
+    assert (found["source"], found["sequences"]) == (source, sequences)
 
 
 def test_the_predicted_harm_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:

@@ -71,6 +71,21 @@ def test_fixed_windows_are_exact_and_never_overlap(tmp_path: Path, tokenizer: An
 
 
 @pytest.mark.parametrize("lengths", ["own", "fixed"])
+def test_sequences_beyond_the_samples_change_none_and_are_as_many_as_there_are(
+    lengths: Any, tmp_path: Path, tokenizer: Any
+) -> None:
+    options: Any = {"max_length": 16, "seed": 0, "lengths": lengths}
+    sources = [paragraphs(tmp_path, [10, 30, 1, 25, 60])]
+    alone, both = (draw_calibration(sources, tokenizer, samples=n, **options) for n in (2, 4))
+    for more in (2, 99):
+        found = draw_calibration(sources, tokenizer, samples=2, more=more, **options)
+        assert found.facts == alone.facts and not alone.more
+        assert [s.tolist() for s in found.sequences] == [s.tolist() for s in both.sequences[:2]]
+        assert [s.tolist() for s in found.more[:2]] == [s.tolist() for s in both.sequences[2:]]
+    assert len(found.more) == (2 if lengths == "own" else 126 // 16 - 2)
+
+
+@pytest.mark.parametrize("lengths", ["own", "fixed"])
 def test_too_little_text_is_refused_with_both_numbers(lengths: Any, tmp_path: Path, tokenizer: Any) -> None:
     source = paragraphs(tmp_path, [30, 1, 30])
     with pytest.raises(CheckpointError, match=r"(?s)holds (2|61) .*(9|288).*--samples (2|1),"):
