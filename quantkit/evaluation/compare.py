@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.checkpoint.origin import name_of
 from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Words, about
 from quantkit.evaluation.programs import CodeExam
-from quantkit.evaluation.recipe_rows import ROWS, WORK, Entry, Judges, Rows
+from quantkit.evaluation.recipe_rows import ROWS, Entry, Judges, Rows
 from quantkit.evaluation.rouge import SummaryExam
 from quantkit.evaluation.tasks import Exam
 from quantkit.io import files
@@ -142,7 +142,7 @@ def compare(
         write()
     unfinished = [entry.title for entry in entries if rows.lacks(entry)]
     if not unfinished:
-        files.remove(out / WORK)
+        rows.clear(entries)
     return Comparison(out, write(), unfinished, failed)
 
 

@@ -39,7 +39,7 @@ from quantkit.reporting.recipe_table import UNSTORED, Row
 from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text
 from quantkit.version import __version__
 
-#: The folder of the journals, and that of models and locks, which goes when all rows are finished.
+#: The folder of the journals, and that of models and locks, of which a finished row leaves nothing.
 ROWS, WORK = "rows", "work"
 #: Calibration sequences of a plan whose text was read already: it must hold those of every stage's least.
 FEW = 16
@@ -181,7 +181,7 @@ class Rows:
         """Quantize and judge what a row lacks; False if another process does."""
         if not self.lacks(entry):  # a neighbour was quicker
             return True
-        work = self._out / WORK / self._slug(entry, self._identity(entry))
+        work = self._work(entry)
         files.make_folder(work, parents=True)
         files.make_folder(self._out / ROWS, parents=True)
         with claimed(work) as is_ours:
@@ -202,6 +202,12 @@ class Rows:
             files.remove(folder)
             return True
 
+    def clear(self, entries: Sequence[Entry]) -> None:
+        """Remove the locks and models of finished rows; those of rows that other processes make stay."""
+        for entry in entries:
+            files.remove(self._work(entry))
+        files.remove_empty(self._out / WORK)
+
     def row(self, entry: Entry, base: Finished) -> Row | None:
         """Return a row as columns, None if it is not finished."""
         finished = base if entry.recipe is None else self.finished(entry)
@@ -221,6 +227,9 @@ class Rows:
             "recipe": None if recipe is None else without_paths(recipe).to_mapping(),
             "calibration": [_digest_of_source(source) for source in sources],
         }
+
+    def _work(self, entry: Entry) -> Path:
+        return self._out / WORK / self._slug(entry, self._identity(entry))
 
     def _slug(self, entry: Entry, run: Mapping[str, Any]) -> str:
         words = re.sub(r"[^\w.]+", "-", entry.title).strip("-")[:60]

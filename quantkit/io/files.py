@@ -218,6 +218,12 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_empty(folder: Path) -> None:
+    """Remove a folder unless it holds anything."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
 @contextmanager
 def _replacing(path: Path, needed: int) -> Iterator[BinaryIO]:
     """Yield a new file that takes the place of `path`, durably, when the block ends well."""

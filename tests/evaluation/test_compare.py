@@ -162,6 +162,9 @@ def test_a_row_of_a_neighbour_is_left_to_it(small_llama: Path, asked: dict[str, 
         left = compare(small_llama, tmp_path / "table", **one)
     assert is_ours and left.unfinished == ["int4:g64:rtn"] and not left.failed
     assert _figures(compare(small_llama, tmp_path / "table", **one).rows) == _figures(found.rows)
+    kept = [path.name for path in (tmp_path / "table" / "work").iterdir()]
+    assert kept == ["neighbour"], "a process that asks for other rows may still make one"
+    assert not (tmp_path / "other" / "work").exists()
 
 
 def test_a_row_that_fails_is_told_and_the_others_are_made(
