@@ -159,10 +159,9 @@ def draw_text(
 ) -> Text:
     """Let the unquantized model write `count` sequences, int64 `[t]`; return them and their facts.
 
-    Equal seeds give equal tokens on a CPU. On a GPU runs differ, and the text's hash in the report tells them apart.
-    torch's own generators are left alone. Loops are dropped and drawn again. CheckpointError for a model or a chat
-    template that does not allow it, QuantkitError if nearly all texts are loops, NumericError for logits that are not
-    finite.
+    Equal seeds give equal tokens, on another device other ones. torch's own generators are left alone. Loops are
+    dropped and drawn again. CheckpointError for a model or a chat template that does not allow it, QuantkitError if
+    nearly all texts are loops, NumericError for logits that are not finite.
     """
     require_generation(model)
     tokenizer, device = load_tokenizer(model.src.path), model.device

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.errors import Option, RecipeError, Words
-from quantkit.inference.generate import Sampling
+from quantkit.inference.generate import Sampling, writing
 from quantkit.text.tokenizer import check_tokens
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class BatchWriter:
             **self.sampling.options(),
         )
         try:
-            with torch.inference_mode(), self.sampling.seeded():
+            with writing(), self.sampling.seeded():
                 output: Any = model.generate(  # type: ignore[operator]
                     ids.to(model.device),
                     attention_mask=mask.to(model.device),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 Listener = Callable[[str], None]
 #: Stands at the end of a text whose last character is not complete.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+#: cuDNN's kernel is left out: after some 128 tokens it sums over the keys of a single query in no fixed order.
+_REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _WITHOUT_CHAT = Words("use quantkit generate without", Option("chat", True))
 
 
@@ -49,7 +52,7 @@ class Generated:
 class Sampling:
     """How tokens are chosen: the likeliest, or drawn if `temperature` or `top_p` is given.
 
-    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens on a CPU.
+    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens on one device.
     RecipeError for a value out of range, and for a seed without a draw.
     """
 
@@ -164,6 +167,13 @@ def chat(
             yield found
 
 
+@contextmanager
+def writing() -> Iterator[None]:
+    """Let a model write text without gradients, in attention kernels that repeat their results on a GPU."""
+    with torch.inference_mode(), sdpa_kernel(_REPEATABLE):
+        yield
+
+
 def write_rows(
     model: PreTrainedModel,
     first: Tensor,
@@ -182,7 +192,7 @@ def write_rows(
     model.generation_config = GenerationConfig()  # the model's own would change or end the draw
     generated: Any = model.generate
     try:
-        with torch.inference_mode():
+        with writing():
             generated(
                 first,
                 attention_mask=torch.ones_like(first),
@@ -237,7 +247,7 @@ def _write(
     if apart and listener is not None:
         listener("\n")
     start = time.perf_counter()
-    with torch.inference_mode():
+    with writing():
         output: Any = model.generate(  # type: ignore[operator]
             batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
         )

@@ -16,6 +16,7 @@ from quantkit.calibration import self_generated
 from quantkit.calibration.self_generated import Row, Turns, draw_text, first_token, repeats, turns_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, QuantkitError
+from quantkit.inference.generate import write_rows
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.whole_model import load_dense_model
 from quantkit.progress import Progress
@@ -58,6 +59,21 @@ def test_the_seed_alone_decides_the_tokens(chatty: BlockRunner) -> None:
     assert written(chatty) == first
     assert written(chatty, seed=1) != first
     assert len({tuple(s) for s in first}) == 4
+
+
+def test_a_model_writes_without_an_attention_kernel_whose_results_vary(
+    plain: BlockRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set[bool]()
+
+    def generate(*_: Any, **__: Any) -> None:
+        seen.add(torch.backends.cuda.cudnn_sdp_enabled())
+
+    monkeypatch.setattr(type(plain.module), "generate", generate)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    write_rows(plain.module, torch.zeros(1, 1, dtype=torch.int64), 4, torch.add, torch.add, "")
+    assert seen == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before, "the caller's setting"
 
 
 def test_texts_without_a_template_begin_with_the_first_token_and_end_where_the_model_ends_them(

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.demo import MODEL
 from quantkit.errors import RecipeError
-from quantkit.inference.generate import chat, generate
+from quantkit.inference.generate import chat, generate, writing
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import Folders
@@ -27,6 +28,16 @@ def test_generate_is_greedy_and_checks_the_positions(folder: Folders) -> None:
     assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # an empty prompt becomes BOS
     with pytest.raises(RecipeError, match="--max-new-tokens 509"):
         generate(path, "abc", max_new_tokens=510, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [129, 500, 1000])
+def test_attention_of_one_query_to_many_keys_repeats_on_a_gpu(keys: int) -> None:
+    shapes = [(68, 8, length, 64) for length in (1, keys, keys)]
+    operands = [torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes]
+    with writing():
+        found = [functional.scaled_dot_product_attention(*operands) for _ in range(30)]
+    assert all(torch.equal(each, found[0]) for each in found)  # cuDNN's kernel gave up to six results
 
 
 def test_pieces_make_the_text_one_token_at_a_time(tiny_llama: Path) -> None:
