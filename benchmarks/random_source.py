@@ -57,7 +57,7 @@ def write_model(folder: Path, model: Outline, device: torch.device) -> None:
     built = skeleton(model, torch.bfloat16, False)
     words = min(WORDS, built.get_input_embeddings().get_parameter("weight").shape[0])
     _write(folder, CONFIG, model.config)
-    _write(folder, "tokenizer.json", _tokenizer(words))
+    _write(folder, "tokenizer.json", word_tokenizer(words))
     _write(folder, "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend", "eos_token": "w0"})
     if token_ids(load_tokenizer(folder), "w1 w2", special=False).tolist() != [1, 2]:
         family = model.config.get("model_type")
@@ -75,7 +75,7 @@ def write_model(folder: Path, model: Outline, device: torch.device) -> None:
         random = torch.Generator(device).manual_seed(sorted(shards).index(file))
         shard = SafetensorsWriter(folder / file, header_bytes(shards[file]))
         for name in shards[file]:
-            shard.add(name, _random(built.get_parameter(name), random).to("cpu"))
+            shard.add(name, random_weight(built.get_parameter(name), random).to("cpu"))
         shard.close()
 
     with ThreadPoolExecutor(WRITERS, "quantkit-source") as pool:
@@ -91,7 +91,7 @@ def draw_text(path: Path, samples: int, length: int, words: int) -> None:
     files.write_atomic(path, text.encode())
 
 
-def _random(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+def random_weight(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """Draw weights whose products are about as large as their inputs; vectors are ones."""
     made = torch.ones(like.shape, dtype=torch.bfloat16, device=random.device)
     if like.ndim > 1:
@@ -100,7 +100,7 @@ def _random(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     return made
 
 
-def _tokenizer(words: int) -> dict[str, Any]:
+def word_tokenizer(words: int) -> dict[str, Any]:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))

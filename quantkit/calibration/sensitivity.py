@@ -20,7 +20,7 @@ from quantkit.calibration.stages import gradients
 from quantkit.checkpoint.reader import Checkpoint
 
 #: The documents that are run have at least this many tokens together, if there are so many.
-TOKENS = 2**13
+TOKENS = 2**12
 
 
 def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
