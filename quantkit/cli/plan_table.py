@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.cli import show
 from quantkit.core.units import format_bytes, format_range
 from quantkit.progress import Progress
+from quantkit.reporting import facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,11 +24,15 @@ def format_plan(found: Plan, progress: Progress) -> str:
     dense = sum(row.scheme is None for row in found.rows)
     bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
     line = (
-        f"plan: {len(found.quantized)} linears quantized, {dense} left dense, {found.scheme}, {found.layout}; "
+        f"plan: {len(found.quantized)} linears quantized, {dense} left dense, {_schemes(found)}, {found.layout}; "
         f"{format_bytes(found.source_bytes)} before, {format_bytes(found.total)} after{bits}"
     )
     rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in found.rows]
     return show.of_level(progress, line, _plan(found), show.table(("linear", "shape", "scheme", "bytes"), rows))
+
+
+def _schemes(found: Plan) -> str:
+    return facts.schemes({"scheme": found.scheme, "layers": [{"scheme": row.scheme} for row in found.quantized]})
 
 
 def _plan(found: Plan) -> str:
@@ -39,7 +44,7 @@ def _plan(found: Plan) -> str:
     calibration = found.calibration
     lines = show.facts(
         [
-            ("scheme", found.scheme),
+            ("scheme", _schemes(found)),
             ("layout", found.layout),
             ("linears", f"{len(found.quantized)} quantized, {len(dense)} left dense"),
             (

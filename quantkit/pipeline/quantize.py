@@ -614,7 +614,7 @@ def _known(job: Job) -> dict[str, Any]:
         "device": job.model.device_name,
         "compute_dtype": dtype_name(job.model.dtype),
         "layout": job.plan.layout,
-        "scheme": label(recipe.scheme),
+        "scheme": job.plan.scheme,
         "dense": [*(module for module, goal in job.chosen.items() if goal is None), *job.model.outside.modules],
         **job.model.outside.counted(),
         "notices": list(job.plan.remarks),

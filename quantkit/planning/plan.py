@@ -294,10 +294,8 @@ def plan_pack(
         padded = None if shape == (n, k) else shape
         rows.append(Row(module, (n, k), now.label, stored_bytes(layout, now, *shape), padded))
     assert src.schemes is not None
-    labels = Counter(row.scheme for row in rows if row.scheme is not None)
-    default = Scheme.parse(labels.most_common(1)[0][0]) if labels else src.schemes.default
     plan = replace(
-        _assemble(src, layout, default, rows, misfits, streamed_memory(src, sizes), out, outside),
+        _assemble(src, layout, src.schemes.default, rows, misfits, streamed_memory(src, sizes), out, outside),
         decoder=decoder_weights(src),
     )
     remarks = (f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
@@ -365,14 +363,15 @@ def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | Non
 def _assemble(
     src: Checkpoint,
     layout: Layout | None,
-    scheme: Goal,
+    default: Goal,
     rows: list[Row],
     misfits: list[Misfit],
     memory: Memory,
     out: Path | None,
     outside: Collection[str],
 ) -> Plan:
-    """Add the other tensors of the output, the remarks and the free disk space."""
+    """Add the other tensors of the output, the remarks and the free disk space. `default` is for no linear at all."""
+    labels = Counter(row.scheme for row in rows if row.scheme is not None)
     linears = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
     others = sum(src.bytes_written(name) for name in src.names() if name not in linears)
     total = others + sum(row.bytes for row in rows)
@@ -380,7 +379,7 @@ def _assemble(
     folder = replace(_folder(src, layout, rows), outside=outside) if layout else None
     return Plan(
         layout=layout.NAME if layout else DENSE,
-        scheme=label(scheme),
+        scheme=labels.most_common(1)[0][0] if labels else label(default),
         rows=tuple(rows),
         bytes=total,
         source_bytes=src.source_bytes,

@@ -117,7 +117,7 @@ def _facts(
 ) -> list[tuple[str, Any]]:
     return [
         ("Model", " ".join(str(source[key]) for key in ("name", "revision") if source.get(key))),
-        ("Scheme", report.get("scheme")),
+        ("Scheme", report.get("scheme") and facts.schemes(report)),
         ("Layout", report.get("layout")),
         ("Method", facts.methods(layers)),
         ("2:4 sparsity", facts.sparsity(layers)),

@@ -19,7 +19,7 @@ from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_r
 #: A top-level WikiText heading: ` = Title = ` between blank lines (formulas look alike but stand inside paragraphs);
 #: deeper headings have more equals signs.
 HEADING = re.compile(r"(?:\A|^ *\n)( = [^=\s](?:[^\n]*[^=\s])? = ?\n)(?= *$)", re.MULTILINE)
-BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
+BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 #: A data set on the hub, and one of its configurations.
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -141,8 +141,9 @@ def load_documents(
         texts = [json.loads(line)["text"] for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()]
         rule = "quantkit's own text: articles, small talk and documentation in pieces"
     elif kind == "plain text":
-        found, rule = _split(decoded(Path(source)))
-        texts, undivided = [*found], len(found) == 1
+        text, ends = _plain(Path(source))
+        found, rule = _split(text)
+        texts, undivided, rule = [*found], len(found) == 1, rule + ends
     elif kind == "hub":
         table, rule = _hub_rows(source, split)
         texts, what = documents(table, text_column, left_out)
@@ -162,7 +163,7 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
     """Return the text for an evaluation and one line that describes it.
 
     Data sets give their test split, rows joined as in the published figures (`c4`: the first 1100 documents of its
-    first validation file). A .txt file is used unchanged; the texts of records are joined by blank lines.
+    first validation file). A .txt file is used unchanged but for CRLF; the texts of records are joined by blank lines.
     `ptb-new` and `c4-new` are the names of papers for `ptb` and `c4`. CheckpointError as for `load_documents`.
     """
     source = AS_IN_PAPERS.get(source, source)
@@ -174,13 +175,20 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
     else:
         path = _file(source)
         if path.suffix.lower() == ".txt":
-            text, what = decoded(path), f"{path.name} (as it is)"
+            text, ends = _plain(path)
+            what = f"{path.name} (as it is{ends})"
         else:
             rows = [evaluated(where, row) for where, row in file_rows(path)]
             text, what = "\n\n".join(rows), f"{path.name} ({len(rows)} records joined by '\\n\\n')"
     if not text.strip():
         raise CheckpointError("holds no text", Words("give another file with", Option("data")), subject=source)
     return text, what
+
+
+def _plain(path: Path) -> tuple[str, str]:
+    """Return the text of a file with LF for CRLF, which few models were trained on, and words if there was any."""
+    text = decoded(path)
+    return text.replace("\r\n", "\n"), ", CRLF read as LF" if "\r\n" in text else ""
 
 
 def _split(text: str) -> tuple[list[str], str]:

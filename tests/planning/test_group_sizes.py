@@ -79,6 +79,16 @@ def test_a_model_of_odd_widths_is_quantized_by_default_and_its_recipe_makes_it_a
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
+def test_a_model_of_which_no_linear_has_the_default_scheme_is_not_called_by_it(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "odd", hidden_size=200, intermediate_size=136)
+    assert "int4:g128" not in call("plan", model, *RTN).stdout
+    made = call("quantize", model, "-o", tmp_path / "out", *RTN)
+    assert "7 linears, int4:channel" in made.stdout and "int4:g128" not in made.stdout
+    assert "int4:g128" not in (tmp_path / "out" / "README.md").read_text()
+    mixed = call("plan", model, *RTN, "--override", ".*mlp.*=int6:channel")
+    assert "int4:channel (4) + int6:channel (3)" in mixed.stdout
+
+
 def test_a_plan_that_will_not_be_is_not_printed(tmp_path: Path) -> None:
     model = write_model(tmp_path / "odd", hidden_size=96)
     for recipe in (("--recipe", "int4-rtn"), ("--group-size", 128, *RTN)):

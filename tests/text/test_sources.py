@@ -61,8 +61,17 @@ def test_records_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_text_is_unchanged(tmp_path: Path) -> None:
-    raw = " \n = One = \r\n\n  tail  "
+    raw = " \n = One = \n\n  tail \r "
     assert load_evaluation_text(write(tmp_path / "raw.txt", raw))[0] == raw
+
+
+def test_line_ends_of_windows_change_neither_documents_nor_perplexity(tmp_path: Path) -> None:
+    lines = WIKI.replace("\n", "\r\n")
+    (tmp_path / "windows.txt").write_bytes(lines.encode())
+    unix, windows = write(tmp_path / "unix.txt", WIKI), str(tmp_path / "windows.txt")
+    assert load_documents(windows).texts == load_documents(unix).texts
+    assert load_documents(windows).rule == load_documents(unix).rule + ", CRLF read as LF"
+    assert load_evaluation_text(windows) == (WIKI, "windows.txt (as it is, CRLF read as LF)")
 
 
 @pytest.mark.parametrize(
