@@ -123,9 +123,11 @@ class _Search:
         raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
 
     def _mix_of(self, space: Space, harm: Harm) -> Iterator[_Found]:
-        budget = self.budget(space, space.overhead)
+        budget, planned = self.budget(space, space.overhead), self.job.plan
+        share = 1.0 if planned.share is None else planned.share
+        most_dense = (share - self.run.min_share) * sum(planned.decoder.values())
         for _ in range(ATTEMPTS):
-            if (choice := space.choose(harm, budget, 1 - self.run.min_share)) is None:
+            if (choice := space.choose(harm, budget, most_dense)) is None:
                 return
             job, _, excess = self.planned(space, choice)
             if excess <= 0:

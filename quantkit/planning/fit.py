@@ -99,20 +99,19 @@ class Space:
     def _dense(self) -> int:
         return sum(group.bytes[DENSE] for group in self.groups if group.is_dense)
 
-    def choose(self, harm: Harm, budget: int, dense_share: float = 0.0) -> Choice | None:
+    def choose(self, harm: Harm, budget: int, most_dense: float = 0.0) -> Choice | None:
         """Choose a scheme for each group: least harm, linears in at most `budget` bytes; None if there is no choice.
 
-        At most `dense_share` of the weights stay dense by choice. The result is the same each time. Its harm may be
+        At most `most_dense` weights stay dense by choice. The result is the same each time. Its harm may be
         above the least by a part of 1e-4.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
         found = [(group, label) for group in self.groups for label in sorted(group.bytes)]
         costs = np.array([harm(*each) for each in found])
-        most = dense_share * sum(group.weights for group in self.groups)
         limits = [
             [group.bytes[label] / max(1, budget) for group, label in found],
-            [group.weights / max(1.0, most) * (label == DENSE and not group.is_fixed) for group, label in found],
+            [group.weights / max(1.0, most_dense) * (label == DENSE and not group.is_fixed) for group, label in found],
         ]
         solved = milp(
             costs / max(costs.max(initial=0.0), 1e-300),
@@ -120,7 +119,7 @@ class Space:
             bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint([[float(one is group) for one, _ in found] for group in self.groups], 1, 1),
-                LinearConstraint(limits, -np.inf, [1, most >= 1]),
+                LinearConstraint(limits, -np.inf, [1, most_dense >= 1]),
             ],
             options={"mip_rel_gap": 1e-4},
         )

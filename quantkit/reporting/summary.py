@@ -45,7 +45,7 @@ def summary(report: Mapping[str, Any]) -> str:
 def line(report: Mapping[str, Any]) -> str:
     """Format a report as one line: what was done, its size, its mean error, and how many notes the report has."""
     layers, notes = report.get("layers", []), len(list(facts.events(report)))
-    head = f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}"
+    head = f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, {report.get('layout')}"
     error = facts.statistics(layers, "relative_error").partition(", worst")[0]
     parts = [
         head,

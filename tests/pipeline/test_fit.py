@@ -47,6 +47,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("llama", tmp_path_factory.mktemp("model") / "model", **shape, num_key_value_heads=2)
 
 
+def test_a_size_above_the_sources_is_not_refused_for_what_the_search_left_dense(calib: Path, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    model = write_model("llama", tmp_path / "model", **shape, num_key_value_heads=2, vocab_size=2048)
+    fit.quantize(model, tmp_path / "out", recipe(calib, method="rtn"), FitOptions(10**12, allowed="int8:g64,dense"))
+    assert 0.9 <= load_report(tmp_path / "out")["totals"]["share"] < 1
+
+
 @pytest.fixture(scope="module")
 def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of an undisturbed run."""
