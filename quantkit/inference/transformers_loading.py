@@ -71,7 +71,7 @@ def refusal_by_transformers(
             raise CheckpointError(
                 f"transformers {__version__} would open the output and {what} {name} ({len(found[key])} in all), "
                 "without an error",
-                Words("use another", Setting("layout")),
+                Words("use", Setting("layout", "humming"), "or another"),
                 subject=src.path,
             )
     return None
