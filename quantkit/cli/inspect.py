@@ -50,10 +50,14 @@ def verify(
     those of the decoded model, up to rounding."""
     from quantkit.evaluation import verification
     from quantkit.evaluation.engine_check import verify_in_engine
+    from quantkit.io.files import is_writable
 
     found = verify_in_engine(checkpoint, arguments=engine_args or {}, progress=progress, **asked)
     emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
-    verification.write(found, checkpoint)
+    if is_writable(checkpoint):
+        verification.write(found, checkpoint)
+    else:
+        progress.warn(f"{checkpoint} is not writable: {verification.VERIFICATION} is not written")
     if not found.ok:
         leave(UNVERIFIED, _failed(checkpoint, found.failures))
 

@@ -129,6 +129,8 @@ def eval_tasks(
     folder = opened[""].src.path
     if record and not load_report(folder):
         raise CheckpointError("has no report, as quantkit writes one", Words("drop", Option("record")), subject=folder)
+    if record and not files.is_writable(folder):
+        raise CheckpointError("is not writable", Words("make it so, or drop", Option("record")), subject=folder)
     models = {which or "model": each.digest() for which, each in opened.items()}
     finished = Finished(journal, {**models, **exam.about, "tasks": exam.asked, "device": device})
     answers: dict[str, dict[str, Any]] = {}

@@ -43,6 +43,11 @@ def write_atomic(path: Path, data: bytes) -> None:
         write(file, memoryview(data), path)
 
 
+def is_writable(folder: Path) -> bool:
+    """Return True if files can be made in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
 def copy_atomic(src: Path, dst: Path) -> None:
     """Copy the bytes of a regular file as `write_atomic` does, making the folder of `dst` if it is missing."""
     if not dst.parent.exists():

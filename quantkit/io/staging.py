@@ -148,9 +148,9 @@ def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
         raise CheckpointError(f"{out} cannot be an output folder", "name a new one")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out} is a {'link' if out.is_symlink() else 'file'}", "name a new folder")
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
-        what = "not writable" if out.parent.is_dir() else "not a folder"
-        raise CheckpointError(f"{out.parent} is {what}", "make it so first, the output goes inside", "name another")
+    if not out.parent.is_dir() or not files.is_writable(out.parent):
+        what, way = ("not writable", "make it so") if out.parent.is_dir() else ("no folder", "make it")
+        raise CheckpointError(f"{out.parent} is {what}", f"{way} first, the output goes inside", "name another")
     if source is not None:
         real, from_ = out.resolve(), source.resolve()
         if real == from_ or from_ in real.parents or real in from_.parents:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -196,6 +197,13 @@ def test_scores_are_recorded_in_the_folder_its_card_and_its_page(
     assert "ok" in call("verify", folder, "--device", "cpu").stdout
     said = refused("eval", "tasks", small_llama, "--tasks", "piqa", "--data", data, "--record", code=None)
     assert said.endswith("has no report, as quantkit writes one: drop --record\n")
+
+
+def test_scores_that_could_not_be_recorded_are_not_first_computed(int4: Path, data: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("os.access", lambda _, mode, **__: not mode & os.W_OK)
+    monkeypatch.setattr("quantkit.evaluation.opened.load_for_evaluation", lambda *_, **__: pytest.fail("read"))
+    said = refused("eval", "tasks", int4, "--tasks", "piqa", "--data", data, "--record", code=None)
+    assert said.endswith("is not writable: make it so, or drop --record\n")
 
 
 PIQA = piqa(random.Random(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline import convert, quantize
 from quantkit.recipes.recipe import from_mapping
+from tests.command_line import call
 from tests.evaluation.folders import edit, recorded
 from tests.reporting.samples import write_report
 from tests.tiny_models import write_model
@@ -48,6 +50,13 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         recipe = from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", "layout": layout})
         quantize.quantize(model, folder / name, recipe, device="cpu")
     return {path.name: path for path in folder.iterdir()}
+
+
+def test_a_proof_of_a_folder_that_is_read_only_is_no_failure(outputs: dict[str, Path], monkeypatch: Any) -> None:
+    monkeypatch.setattr("os.access", lambda _, mode, **__: not mode & os.W_OK)
+    done = call("verify", outputs["humming"])
+    assert "verified: 7 linears" in done.stdout and "is not writable: verify.json is not written" in done.stderr
+    assert not (outputs["humming"] / VERIFICATION).exists()
 
 
 @pytest.fixture
