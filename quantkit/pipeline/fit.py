@@ -45,7 +45,7 @@ from quantkit.recipes.goals import is_sparse
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from quantkit.text.sequences import Calibration
-from quantkit.text.sources import PACKAGED
+from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.version import __version__
 
 MIXED = "mixed"
@@ -77,11 +77,12 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
-    """Hold a source, as `job` plans it with the recipe, the options, and the spaces of all layouts that fit."""
+    """Hold a source, as `job` plans it with the recipe, the options, `notices`, and the spaces of all layouts that fit."""
 
     job: pipeline.Job
     asked: FitOptions
     run: RunOptions
+    notices: Sequence[str]
     spaces: Sequence[Space] = ()
 
     def planned(self, space: Space, choice: Choice) -> tuple[pipeline.Job, int, int]:
@@ -170,7 +171,8 @@ def plan(
     best = found[0] if found else search.some(expected)
     curve = [{**row, "harm": row["harm"] / best.space.weights} for row in search.curve(expected, mixes=False)]
     facts = {"best_uniform": found[0].name if found else None, "curve": curve}
-    return replace(_with_sensitivities(pipeline.plan(model, best.job.recipe, out=out, **options), search), fit=facts)
+    planned = _with_sensitivities(pipeline.plan(model, best.job.recipe, out=out, **options), search)
+    return replace(planned, fit=facts, remarks=(*planned.remarks, *search.notices))
 
 
 def quantize(
@@ -197,8 +199,9 @@ def quantize(
     search = _search(model, recipe, asked, run)
     smallest = search.some(lambda group, label: group.bytes[label])
     job = smallest.job._replace(plan=_with_sensitivities(smallest.job.plan, search))
-    job, text = pipeline.require_runnable(job, None, run, more=2 * min(HELD_OUT, recipe.calibration.samples))
+    job, text = pipeline.require_runnable(job, None, run, more=2 * min(HELD_OUT, job.recipe.calibration.samples))
     notice = (run.progress or Progress(quiet=True)).note
+    notice(*search.notices)
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home, notice=notice) as work:
         if not is_complete(work):
             _make(search, text, work, model, measure)
@@ -254,8 +257,9 @@ def _decide(
     def make(each: _Found) -> Checkpoint:
         progress.note(f"{each.name}: {each.space.bits(each.space.size(each.choice))} bits/weight")
         if not (work / each.folder).exists():
-            with clock.phase(each.name):  # resume: there is nothing to go on with, or this run's own
-                given = {**vars(options), "overwrite": False, "resume": True}
+            with clock.phase(each.name):
+                begun = any(work.glob(f"{each.folder}.partial-*"))
+                given = {**vars(options), "overwrite": False, "resume": begun}
                 drawn = text if each.job.recipe.calibrated else None
                 pipeline.quantize(model, work / each.folder, each.job.recipe, text=drawn, **given)
         return Checkpoint(work / each.folder, options.trust_remote_code)
@@ -303,6 +307,7 @@ def _decide(
         "curve": search.curve(harm, mixes=True),
         "seconds": clock.take(),
     }
+    report["notices"] += search.notices
     if unknown := sorted(free.keys() - known):
         report["notices"].append(f"{unknown[0]} has the usual scheme: no text reaches it ({len(unknown)} such groups)")
     if measure is not None:
@@ -318,7 +323,8 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     if recipe.calibration.is_written:
         raise RecipeError("a size is fitted on a text that is there", Words("name one with", Option("calib")))
     schemes = schemes_of(asked.allowed, recipe)
-    search = _Search(pipeline.survey(pipeline.dense_source(model, run, recipe), recipe, None, run), asked, run)
+    recipe, notices = _with_rest(recipe)
+    search = _Search(pipeline.survey(pipeline.dense_source(model, run, recipe), recipe, None, run), asked, run, notices)
     usual = [] if recipe.layout_stated else [scheme.format.layout for scheme in schemes if scheme is not None]
     refused: list[QuantkitError] = []
     smallest: list[tuple[int, float]] = []
@@ -339,6 +345,15 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     if not spaces:
         raise _too_small(asked, min(smallest), recipe)
     return replace(search, spaces=spaces)
+
+
+def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Leave documents of the packaged text to judge by, if it calibrates, with a notice: no other text is here."""
+    calib, most = recipe.calibration, len(load_documents(PACKAGED).texts) - 2 * HELD_OUT
+    if calib.data != PACKAGED or calib.lengths != "own" or calib.samples <= most:
+        return recipe, []
+    notice = f"{most} of {calib.samples} sequences calibrate, and the rest of the text that comes with quantkit judges"
+    return replace(recipe, calibration=replace(calib, samples=most)), [notice]
 
 
 def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
@@ -397,7 +412,7 @@ def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[l
     held, used, source = text.more, {tuple(s.tolist()) for s in text.sequences}, text.facts["source"]
     if len(held) < most // 2:
         progress.note("the calibration text holds too few other documents: the text that comes with quantkit judges")
-        count = most + (calib.samples if calib.data == PACKAGED else 0)
+        count = len(load_documents(PACKAGED).texts)
         asked = replace(calib, data=PACKAGED, samples=count, lengths="own", text_column=None, split=None)
         found = pipeline.calibration_text(asked, job.src, job.model, None, search.run.trust_remote_code)
         held, source = found.sequences, found.facts["source"]

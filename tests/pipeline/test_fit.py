@@ -117,6 +117,14 @@ def test_a_text_is_drawn_once_and_its_other_documents_judge_unless_they_are_few(
     assert (found["source"], found["sequences"]) == (source, sequences)
 
 
+def test_the_defaults_leave_documents_of_the_packaged_text_to_judge_by(small: Path, tmp_path: Path) -> None:
+    options = ("--target-bits", 4.4, "--allowed", ALLOWED, "--method", "rtn", "--max-length", 16)
+    done = call("quantize", small, "-o", tmp_path / "out", *options)
+    rest = "228 of 256 sequences calibrate, and the rest of the text that comes with quantkit judges"
+    assert rest in done.stdout and rest in call("plan", small, *options).stdout and "resume" not in done.stderr
+    assert load_report(tmp_path / "out")["fit"]["held_out"]["sequences"] == 16
+
+
 def test_the_predicted_harm_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:
     """The written weights are those of the prediction: rounded to nearest, without a search."""
     text = str(shared / "data" / "wikitext2" / "valid.txt")
