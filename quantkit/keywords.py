@@ -13,9 +13,11 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, RecipeError
 from quantkit.io.paths import at_home
 
+#: The least values of counts, in every function that has them; those of recipes are in their schema.
+LEAST = {"limit": 1, "shots": 0, "tokens": 2, "batch_size": 1, "code_batch_size": 1, "max_new_tokens": 1}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -44,6 +46,8 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
                     raise TypeError(_unexpected(function.__name__, name, list(signature.parameters)))
                 if not isinstance(value, kinds[name]):
                     raise TypeError(_mistyped(function.__name__, name, kinds[name], value))
+                if isinstance(value, int) and value < LEAST.get(name, value):
+                    raise RecipeError(f"{name} is {value}", f"use an integer from {LEAST[name]}")
             values: Any = [at_home(value) if name in paths else value for name, value in zip(named, args, strict=False)]
             values += args[len(named) :]
             options: Any = {name: at_home(value) if name in paths else value for name, value in kwargs.items()}

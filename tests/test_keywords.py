@@ -13,7 +13,7 @@ import pytest
 
 import quantkit
 from quantkit.api import build_recipe
-from quantkit.errors import CheckpointError, Option, Words, about
+from quantkit.errors import CheckpointError, Option, RecipeError, Words, about
 from quantkit.keywords import api_function
 from quantkit.recipes.run_options import RunOptions
 
@@ -150,3 +150,21 @@ def test_a_string_is_one_pattern() -> None:
     assert build_recipe(skip="lm_head").skip == build_recipe(skip=["lm_head"]).skip == ("lm_head", "lm_head")
     assert build_recipe(skip=None) == build_recipe(skip=()) == build_recipe()
     assert build_recipe(calib="a.txt") == build_recipe(calib=["a.txt"])
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("eval_ppl", {"data": "a.txt", "tokens": -5}),  # a slice would leave the last five out
+        ("eval_kld", {"against": "model", "data": "a.txt", "tokens": 0}),
+        ("eval_tasks", {"tasks": "piqa", "limit": 0}),
+        ("eval_tasks", {"tasks": "piqa", "shots": -1}),
+        ("eval_rouge", {"data": "a.jsonl", "limit": -1}),
+        ("eval_code", {"data": "a.jsonl", "allow_code_execution": True, "batch_size": 0}),
+        ("compare", {"out": "out", "recipes": "int4:g64:rtn", "max_new_tokens": 0}),
+    ],
+)
+def test_a_count_below_its_least_is_refused_as_on_the_command_line(function: str, options: dict[str, Any]) -> None:
+    name, value = list(options.items())[-1]
+    with pytest.raises(RecipeError, match=rf"^{name} is {value}: use an integer from \d$"):
+        getattr(quantkit, function)("no such model", **options)
