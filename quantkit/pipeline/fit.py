@@ -77,7 +77,7 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
-    """Hold a source, as `job` plans it with the recipe, the options, `notices`, and the spaces of all layouts that fit."""
+    """Hold a source, as `job` plans it with the recipe, options, `notices`, and the spaces of all layouts that fit."""
 
     job: pipeline.Job
     asked: FitOptions

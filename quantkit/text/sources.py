@@ -114,7 +114,7 @@ def kind_of(source: str) -> Kind:
     path = Path(source)
     if path.is_dir() or (not path.exists() and ON_HUB.fullmatch(source) and path.suffix.lower() not in SUFFIXES):
         return "hub"
-    return "plain text" if _file(source).suffix.lower() == ".txt" else "records"
+    return "plain text" if _file(source, Setting("calib", FILE)).suffix.lower() == ".txt" else "records"
 
 
 def load_documents(
@@ -173,7 +173,7 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
         text = named.join.join(rows)
         what = f"{source} ({named.repository}, {named.test['split']}, {len(rows)} rows joined by {named.join!r})"
     else:
-        path = _file(source)
+        path = _file(source, Option("data", FILE))
         if path.suffix.lower() == ".txt":
             text, ends = _plain(path)
             what = f"{path.name} (as it is{ends})"
@@ -201,10 +201,11 @@ def _split(text: str) -> tuple[list[str], str]:
     return (parts, "one document between blank lines") if len(parts) > 1 else ([text], "the whole text is one document")
 
 
-def _file(source: str) -> Path:
+def _file(source: str, option: Setting | Option) -> Path:
     path = Path(source)
     if not path.is_file():
-        raise CheckpointError("no such text", f"use {', '.join(NAMED)} or a {', '.join(SUFFIXES)} file", subject=source)
+        ways = Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"
+        raise CheckpointError("no such text", *ways, subject=source)
     if path.suffix.lower() not in SUFFIXES:
         raise CheckpointError(
             "unknown kind of text file", f"rename or convert it to {', '.join(SUFFIXES)}", subject=source
