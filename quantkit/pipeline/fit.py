@@ -318,12 +318,12 @@ def _decide(
 
 def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOptions) -> _Search:
     """Find what can be chosen in each layout; RecipeError if nothing fits the target."""
+    recipe, notices = _with_rest(recipe)
     if recipe.layout is None or any(map(is_sparse, recipe.schemes)):
         raise RecipeError("a size is fitted by dense schemes", Words("drop", Setting("prune")))
     if recipe.calibration.is_written:
         raise RecipeError("a size is fitted on a text that is there", Words("name one with", Option("calib")))
     schemes = schemes_of(asked.allowed, recipe)
-    recipe, notices = _with_rest(recipe)
     search = _Search(pipeline.survey(pipeline.dense_source(model, run, recipe), recipe, None, run), asked, run, notices)
     usual = [] if recipe.layout_stated else [scheme.format.layout for scheme in schemes if scheme is not None]
     refused: list[QuantkitError] = []
