@@ -19,8 +19,7 @@ from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking, static_groups
-from quantkit.layouts.dynamic import read_dynamic, write_dynamic
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import Schemes, read_dynamic, write_dynamic
 
 CODES = Arrangement("N", "K i:8", "K N i")
 ZEROS = Arrangement("N i:8", "G", "G N i")

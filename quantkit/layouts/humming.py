@@ -14,9 +14,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import bit_streams, validation
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
-from quantkit.layouts.dynamic import read_dynamic, write_dynamic
 from quantkit.layouts.expressions import literal
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import Schemes, read_dynamic, write_dynamic
 
 #: A config's name for each format. Codes of integers are unsigned there, and half of their number is zero.
 DTYPES = {f"float{fmt.bits}{fmt.split}": fmt for fmt in (FP6, FP5)}

@@ -329,7 +329,7 @@ def quantize(
         if not here.first:
             _assist(model, run, here)
             return here.broadcast(None)
-        return here.broadcast(_quantize(model, Path(out), recipe, measure, text, run, progress))
+        return here.broadcast(_quantize(model, Path(out), recipe, measure, text, run))
 
 
 def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
@@ -377,15 +377,9 @@ def require_devices(device: torch.device, here: Ranks) -> None:
 
 
 def _quantize(
-    model: str | Path,
-    out: Path,
-    recipe: Recipe,
-    measure: Measure | None,
-    text: Calibration | None,
-    run: RunOptions,
-    progress: Progress,
+    model: str | Path, out: Path, recipe: Recipe, measure: Measure | None, text: Calibration | None, run: RunOptions
 ) -> dict[str, Any]:
-    clock, here = Clock(torch.device("cpu")), ranks()
+    clock, here, progress = Clock(torch.device("cpu")), ranks(), run.progress or Progress(quiet=True)
     command = "prune" if recipe.only_prunes else "quantize"
     with clock.phase("prepare"):
         job = survey(dense_source(model, run, recipe), recipe, out, run)
