@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io.json_files import decode_floats
@@ -116,20 +117,27 @@ def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> Pr
     transformers chooses the attention implementation: sdpa, except for models that need another. CheckpointError if
     it cannot build the model.
     """
-    from accelerate import init_empty_weights
-
     config = config_of(src, trust_remote_code)
     for each in (config, config.get_text_config()):
         each.use_cache = False
     auto = auto_class(src, config, trust_remote_code)
     remote = trust_remote_code and "auto_map" in src.config
+    hook = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # it may return another
     try:
-        with init_empty_weights(include_buffers=False):
-            module: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=remote)
+        module: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=remote)
     except Exception as error:  # as above
         raise unbuildable(src, error) from error
+    finally:
+        hook.remove()
     module.eval()
     return module
+
+
+def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Give a module a meta parameter for which transformers draws no first values."""
+    made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    made._is_hf_initialized = True  # type: ignore[attr-defined]
+    return made
 
 
 def float32_states(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
