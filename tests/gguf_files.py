@@ -27,7 +27,8 @@ def write_gguf(
     Matrices have the number format `kind`, vectors are float32. `stated` adds metadata or replaces it; None drops it.
     """
     # transformers does not read the width of an expert.
-    dense = write_model(family, folder / "dense", **({"moe_intermediate_size": 768} if "moe" in family else {}))
+    wide = {"hidden_size": 256, "intermediate_size": 512}  # K-quants have blocks of 256
+    dense = write_model(family, folder / "dense", **({"moe_intermediate_size": 768} if "moe" in family else wide))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257}
-GATED = {**SMALL, "intermediate_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
+SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257}
+GATED = {**SMALL, "intermediate_size": 256, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 #: Of mixtures of four experts, two for a token.
 EXPERTS = {
-    **{**GATED, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64},
+    **{**GATED, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64},
     **{"moe_intermediate_size": 64, "num_experts_per_tok": 2},
 }
 
@@ -21,15 +21,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**GATED, "num_key_value_heads": 4}),
     "mistral": ("MistralConfig", {**GATED, "sliding_window": 64}),
     "qwen2": ("Qwen2Config", {**GATED, "tie_word_embeddings": True}),
-    "opt": ("OPTConfig", {**SMALL, "ffn_dim": 512, "word_embed_proj_dim": 256, "max_position_embeddings": 512}),
-    "gpt_neox": ("GPTNeoXConfig", {**SMALL, "intermediate_size": 512, "max_position_embeddings": 512}),
-    "gemma": ("GemmaConfig", {**GATED, "head_dim": 64}),
-    "gemma2": ("Gemma2Config", {**GATED, "head_dim": 64, "sliding_window": 64}),
+    "opt": ("OPTConfig", {**SMALL, "ffn_dim": 256, "word_embed_proj_dim": 128, "max_position_embeddings": 512}),
+    "gpt_neox": ("GPTNeoXConfig", {**SMALL, "intermediate_size": 256, "max_position_embeddings": 512}),
+    "gemma": ("GemmaConfig", {**GATED, "head_dim": 32}),
+    "gemma2": ("Gemma2Config", {**GATED, "head_dim": 32, "sliding_window": 64}),
 }
 #: Families that only some tests use.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 257}),
-    "falcon": ("FalconConfig", {**SMALL, "hidden_size": 128, "num_attention_heads": 2}),
+    "falcon": ("FalconConfig", {**SMALL, "num_attention_heads": 2}),
     "bart": (
         "BartConfig",
         {
@@ -103,7 +103,7 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float16, *
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases start as ones and zeros; make them matter
                 parameter.data += 0.1 * torch.randn_like(parameter)
-    model.to(dtype).save_pretrained(folder, max_shard_size="1MB")
+    model.to(dtype).save_pretrained(folder, max_shard_size="300KB")
     byte_tokenizer().save_pretrained(folder)
     return folder
 

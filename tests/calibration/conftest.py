@@ -15,8 +15,7 @@ from tests.tiny_models import write_model
 @pytest.fixture(scope="package")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a Llama of three small blocks."""
-    changes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
-    return write_model("llama", tmp_path_factory.mktemp("three") / "model", **changes)
+    return write_model("llama", tmp_path_factory.mktemp("three") / "model", num_hidden_layers=3)
 
 
 @pytest.fixture(scope="package")

@@ -87,7 +87,8 @@ def test_the_largest_sum_of_all_documents_is_reported_in_the_last_block_too(outl
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model in which one row of a `down_proj` sums to some 100,000 in steps of its scale."""
-    folder = write_model("qwen2", tmp_path_factory.mktemp("planted") / "model", torch.float32)
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    folder = write_model("qwen2", tmp_path_factory.mktemp("planted") / "model", torch.float32, **sizes)
     src, seen = Checkpoint(folder), list[Tensor]()
     tensors = {name: src.get(name) for name in src.names()}
     model = load_dense_model(src)

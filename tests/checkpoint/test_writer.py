@@ -143,7 +143,7 @@ def test_a_folder_that_only_the_side_file_describes(tmp_path: Path) -> None:
 def test_a_copied_model_is_the_same_model(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = write_model(family, tmp_path / "m", torch.bfloat16)
+    folder = write_model(family, tmp_path / "m", torch.bfloat16, hidden_size=256, intermediate_size=512)
     source = Checkpoint(folder)
     hashes = copy_all(source, tmp_path / "out", every=3)
     copy = Checkpoint(tmp_path / "out")

@@ -109,8 +109,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, 
     for i, (name, (dtype, family, how, schemes, layout)) in enumerate(cases.items()):
         if (dtype, family) not in sources:
             folder = root / f"{family}-{dtype}"
-            small = {"hidden_size": 128, "intermediate_size": 256}
-            sources[dtype, family] = write_model(family, folder, getattr(torch, dtype), **small)
+            sources[dtype, family] = write_model(family, folder, getattr(torch, dtype))
         out = root / str(i)
         folders[name] = (out, write_folder(sources[dtype, family], out, layout, schemes))
         arguments[name] = f"{how}{out}"

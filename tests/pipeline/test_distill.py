@@ -190,7 +190,7 @@ def test_what_cannot_learn_is_refused_in_one_line(
     out = tmp_path / "out"
     refused(CheckpointError, "no quantized weights", small_llama, out, small_llama, calib)
     refused(CheckpointError, "is quantized itself", plain, out, plain, calib)
-    other = write_model("llama", tmp_path / "other")
+    other = write_model("llama", tmp_path / "other", intermediate_size=128)
     refused(CheckpointError, "give the model that was quantized", plain, out, other, calib)
     refused(CheckpointError, "lie in each other", plain, plain, small_llama, calib)
     refused(RecipeError, "use 50 to 200", plain, out, small_llama, calib, 0)

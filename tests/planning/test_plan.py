@@ -280,8 +280,8 @@ def test_files_of_calibrated_committed_and_pruned_runs(
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"This is paragraph {i} of a text for calibration." for i in range(20)))
     calibration = {"data": str(text), "samples": 2, "max_length": 32}
-    monkeypatch.setattr(quantize, "COMMIT_BYTES", 200_000)  # several commits without activations too
-    monkeypatch.setattr(shards, "LEAST_BYTES", 100_000)  # some of their files are joined
+    monkeypatch.setattr(quantize, "COMMIT_BYTES", 50_000)  # several commits without activations too
+    monkeypatch.setattr(shards, "LEAST_BYTES", 25_000)  # some of their files are joined
     wanted = {
         "gptq": from_mapping({"calibration": calibration}),
         "padded": recipe("marlin", pad=True, overrides={"k_proj": "int4:channel"}),

@@ -25,14 +25,14 @@ def kinds(model: Path, target: str, gpu: str, *options: object) -> dict[str, dic
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of one block with four heads, two of keys, and 7 x 128 intermediate channels."""
-    changes = {"num_hidden_layers": 1, "num_key_value_heads": 2, "intermediate_size": 896}
+    changes = {"num_hidden_layers": 1, "hidden_size": 256, "num_key_value_heads": 2, "intermediate_size": 896}
     return write_model("llama", tmp_path_factory.mktemp("grouped") / "model", **changes)
 
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose joined gate and up have 704 rows, no multiple of 128."""
-    changes = {"num_hidden_layers": 1, "intermediate_size": 352}
+    changes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 352}
     return write_model("llama", tmp_path_factory.mktemp("odd") / "model", **changes)
 
 
