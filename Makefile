@@ -15,6 +15,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
+# Without compiled files each process would compile the tests again, which takes as long as 300 of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo fast test lint docs census check real gpu reliability reliability-nightly
 
 setup: $(STAMP)

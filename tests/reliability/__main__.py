@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -19,9 +20,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.campaign import COLUMNS, Family, Run, entry, families, problems, run
+from tests.reliability.campaign import COLUMNS, Family, Run, alone, entry, families, problems
 
 MEMORY = Path("/dev/shm")
+#: Each family is a fork of a server that has these imports, which would take it five seconds.
+PROCESSES = multiprocessing.get_context("forkserver")
+PRELOADED = ["tests.reliability.campaign", "tests.reliability.samples", "datasets", "transformers.generation"]
+PRELOADED += ["transformers.models.llama.modeling_llama", "quantkit.calibration.loop", "quantkit.inference.load"]
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 #: Seconds after which a family is stopped.
 LIMIT = {"pr": 900, "nightly": 4 * 3600, "release": 24 * 3600}
 
@@ -52,19 +58,17 @@ def versions() -> dict[str, str]:
 def attempt(family: Family, column: str, seed: int, folder: str) -> dict[str, Any]:
     """Run a family in a process of its own, so that a crash or a hang ends this family alone."""
     result = Path(folder) / f"{family.id}.json"
-    command = [sys.executable, "-m", "tests.reliability", "--column", column, "--seed", f"{seed}"]
-    command += ["--one", family.id, "-o", str(result)]
-    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    # As the command line sets them before its imports, which the forks here have done already.
-    environment |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    said = ""
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=LIMIT[column]
-        )
-        said = f"exit {done.returncode}: {done.stderr[-2000:]}"
-    except subprocess.TimeoutExpired:
+    said_in = result.with_suffix(".txt")
+    said_in.touch()
+    process = PROCESSES.Process(target=alone, args=(family.id, column, seed, result, said_in, scratch()))
+    process.start()
+    process.join(LIMIT[column])
+    if process.is_alive():
+        process.kill()
+        process.join()
         said = f"did not end within {LIMIT[column]} seconds"
+    else:
+        said = f"exit {process.exitcode}: {said_in.read_text(errors='replace')[-2000:]}"
     if result.exists():
         found: dict[str, Any] = json.loads(result.read_text())
         return found
@@ -79,7 +83,6 @@ def main() -> int:
     parser.add_argument("--only", help="comma-separated families [all]")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers [0]")
     parser.add_argument("--jobs", type=int, default=2, help="families at a time [2]")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument(
         "-o",
         "--out",
@@ -89,11 +92,6 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     known, column, seed = families(), arguments.column, arguments.seed
-    if arguments.one:
-        with tempfile.TemporaryDirectory(dir=scratch()) as folder:
-            found = run(known[arguments.one], column, seed, Path(folder))
-        arguments.out.write_text(json.dumps(found))
-        return 0
     chosen = arguments.only.split(",") if arguments.only else [name for name in known if known[name].least(column)]
     if unknown := set(chosen) - {*known}:
         parser.error(f"no such family: {', '.join(sorted(unknown))}")
@@ -103,6 +101,10 @@ def main() -> int:
         if all(before[key] == result[key] for key in ("column", "seed")):
             result["families"] = before["families"]
     here = versions()
+    # As the command line sets them before its imports, which the forks here have done already.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {name: os.environ.get(name, word) for name, word in THREADS.items()}
+    PROCESSES.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         running = {pool.submit(attempt, known[name], column, seed, folder): name for name in chosen}
         for done in as_completed(running):

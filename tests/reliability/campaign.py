@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import random
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -109,6 +112,16 @@ def run(family: Family, column: str, seed: int, folder: Path) -> dict[str, Any]:
     except Exception as error:  # the family itself is broken: nothing after it was tried
         found.fail(family.id, f"ended early: {type(error).__name__}: {error}", traceback.format_exc())
     return entry(family, found, time.monotonic() - began)
+
+
+def alone(name: str, column: str, seed: int, result: Path, said: Path, scratch: str | None) -> None:
+    """Run one family in a process that is its own: its entry goes into `result`, what it prints into `said`."""
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        found = run(families()[name], column, seed, Path(folder))
+    result.write_text(json.dumps(found))
 
 
 def entry(family: Family, found: Run, seconds: float) -> dict[str, Any]:

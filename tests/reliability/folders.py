@@ -270,7 +270,7 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
 def attack_folders(found: Run) -> None:
     words = samples.text(found.folder / "text.txt")
     plain = samples.model(found.folder / "plain", 1)
-    warm("eval", "ppl", plain, "--data", words, "--window", 64, "-q")
+    warm("eval", "ppl", plain, "--data", words, "--window", 64, "--tokens", 256, "-q")
     warm("quantize", plain, "--method", "rtn", "-o", found.folder / "warm", "-q")
     for name, (change, refused) in FOLDERS.items():
         place = found.folder / f"{found.cases}"
@@ -282,7 +282,7 @@ def attack_folders(found: Run) -> None:
                 ("inspect", model),
                 ("plan", model, "--method", "rtn"),
                 ("quantize", model, "--method", "rtn", "-o", out),
-                ("eval", "ppl", model, "--data", words, "--window", 64),
+                ("eval", "ppl", model, "--data", words, "--window", 64, "--tokens", 256),
             ):
                 places = (model, words, out.parent, *((place / "blobs",) if name == "the hub's cache" else ()))
                 ended = run(watched(command(*line, "-q"), model, places), found.folder, limit=60)
@@ -395,7 +395,7 @@ def attack_with_code(found: Run) -> None:
                 ("inspect", model, "-q"),
                 ("plan", model, "--method", "rtn", "-q"),
                 samples.calibrated(model, words, target),
-                ("eval", "ppl", model, "--data", words, "--window", 64, "-q"),
+                ("eval", "ppl", model, "--data", words, "--window", 64, "--tokens", 256, "-q"),
                 ("generate", model, "Hi", "--chat", "--max-new-tokens", 2, "-q"),
             ):
                 work = watched(command(*line), model, (model, words, out), where=model)

@@ -6,34 +6,31 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.layouts import arrangement
 from quantkit.pipeline import convert
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import command, run
+from tests.reliability.forks import command, run, warm
+from tests.reliability.stopping import at_operation
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Runs several command lines in one new process: `umask threads operation [[arguments], ...]`, and kills itself before
-#: that operation on the disk. OMP_NUM_THREADS above the number of cores has no effect, so torch is told.
+#: Runs several command lines in one new process: `umask threads [[arguments], ...]`. OMP_NUM_THREADS above the number
+#: of cores has no effect, so torch is told.
 SCRIPT = """
-import json, os, signal, sys, torch
+import json, os, sys, torch
 from quantkit.cli import main
-from quantkit.io import files
 os.umask(int(sys.argv[1], 8))
 torch.set_num_threads(int(sys.argv[2]))
-seen = []
-def hook(operation, path):
-    seen.append(operation)
-    if len(seen) == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-files.FAULT = hook
-for arguments in json.loads(sys.argv[4]):
+for arguments in json.loads(sys.argv[3]):
     try:
         main(arguments)
     except SystemExit as ended:
@@ -63,12 +60,12 @@ def lines(out: Path, **places: Path) -> dict[str, list[str]]:
 
 
 def process(
-    commands: list[list[str]], threads: str, folder: Path, umask: str = "022", killed_at: int = 0, **variables: str
+    commands: list[list[str]], threads: str, folder: Path, umask: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run commands in a new process, in an empty working folder of its own."""
     folder.mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"} | variables
-    command_ = [sys.executable, "-c", SCRIPT, umask, threads, f"{killed_at}", json.dumps(commands)]
+    command_ = [sys.executable, "-c", SCRIPT, umask, threads, json.dumps(commands)]
     return subprocess.run(command_, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
@@ -120,6 +117,7 @@ def attack_surroundings(found: Run) -> None:
         number += 1
     same = sum(by_threads["gptq", "1"][0] == by_threads["gptq", other][0] for other in "24")
     found.facts = {"processes": number, "calibrated_runs_of_2_and_4_threads_equal_to_1": f"{same} of 2"}
+    warm(*samples.calibrated(model, text, found.folder / "warm"))
     for before, after in (("1", "2"), ("2", "4"), ("1", "4")):
         with found.case(f"--resume with {after} threads of a run with {before}"):
             another_number_of_threads(found.folder, model, text, before, after)
@@ -134,8 +132,13 @@ def another_number_of_threads(folder: Path, model: Path, text: Path, before: str
         (after, [*line, "--resume"], 0, 1, f"OMP_NUM_THREADS was {before} and is now {after}"),
         (before, [*line, "--resume"], 0, 0, ""),
     ):
-        ended = process([words], threads, folder / "here", killed_at=killed_at)
-        assert ended.returncode == code and says in ended.stderr, f"exit {ended.returncode}: {ended.stderr}"
+
+        def work(threads: str = threads, words: list[str] = words) -> int | None:
+            torch.set_num_threads(int(threads))
+            return command(*words)()
+
+        ended = run(at_operation(killed_at, lambda: os.kill(os.getpid(), signal.SIGKILL), work), folder)
+        assert ended.code == code and says in ended.stderr, f"exit {ended.code}: {ended.stderr}"
 
 
 def attack_sizes(found: Run) -> None:
