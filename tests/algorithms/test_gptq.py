@@ -22,6 +22,8 @@ from tests import synthetic
 from tests.algorithms.inputs import LABELS, broken_hessians, correlated, damped, gauss, hostile, loss, on_threads
 
 EVERY_ORDER = [Options(act_order=o, clip=c) for o in ("static", "off") for c in ("none", "search")]
+#: Every scheme in both orders and with both kinds of scales, and all four pairs with two schemes.
+PAIRS = [*product((EVERY_ORDER[1], EVERY_ORDER[2]), LABELS), *product((EVERY_ORDER[0], EVERY_ORDER[3]), LABELS[:2])]
 
 
 def label(given: object) -> str:
@@ -84,8 +86,7 @@ def test_sweep_is_the_published_loop_code_for_code(kind: str, order: str, label:
     assert torch.equal(solution.tensor.dequantize(torch.float64)[swept], expected[swept])
 
 
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+@pytest.mark.parametrize(("options", "label"), PAIRS, ids=label)
 def test_each_column_is_nearest_to_its_target_and_losses_add_up(label: str, options: Options) -> None:
     w, h = gauss(64, 256), correlated(256)
     solution = gptq.quantize(w, Scheme.parse(label), h, options)
@@ -103,8 +104,7 @@ def test_each_column_is_nearest_to_its_target_and_losses_add_up(label: str, opti
         assert (misses.abs() <= scale * (0.5 + 1e-9))[inner].all()
 
 
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+@pytest.mark.parametrize(("options", "label"), PAIRS, ids=label)
 def test_a_diagonal_hessian_gives_rtn(label: str, options: Options) -> None:
     w, scheme = gauss(32, 256), Scheme.parse(label)
     h = torch.exp(gauss(256, seed=9)).diag()
@@ -282,8 +282,7 @@ def test_weights_with_nan_and_scales_that_overflow_are_refused() -> None:
             gptq.quantize(w, Scheme.parse("int4:g32"), h, options)
 
 
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+@pytest.mark.parametrize(("options", "label"), PAIRS, ids=label)
 def test_zero_rows_stay_exact_zeros(label: str, options: Options) -> None:
     w = gauss(6, 256).half()
     w[3] = 0
@@ -340,8 +339,7 @@ def test_the_order_of_documents_changes_few_codes() -> None:
 
 
 def test_synthetic_layer_ranks_the_variants() -> None:
-    draws = [synthetic.table(synthetic.layer(seed)) for seed in (0, 1)]
-    found = {name: (draws[0][name] + draws[1][name]) / 2 for name in synthetic.EXPECTED}
+    found = synthetic.table(synthetic.layer(0))  # the first of both draws: the figures of one are near enough
     assert sorted(found, key=found.__getitem__) == sorted(synthetic.EXPECTED, key=synthetic.EXPECTED.__getitem__), found
     for name, expected in synthetic.EXPECTED.items():
         assert expected / 1.5 < found[name] < expected * 1.5, (name, found)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import solver
 from benchmarks.quantize import phases
 from tests.bench.samples import LLAMA
 from tests.promises.model import write_json
@@ -17,20 +18,24 @@ from tests.promises.model import write_json
 ROOT = Path(__file__).parents[2]
 
 
-def rows(path: Path, *arguments: object) -> list[dict[str, str]]:
-    """Run a script; returns the rows of its CSV."""
-    line = [sys.executable, *map(str, arguments), "--device", "cpu", "--csv", str(path)]
-    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def test_the_solver_has_a_row_for_each_shape_in_each_scheme(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks/solver.py"
-    found = rows(
-        tmp_path / "a.csv", script, "--shape", "64x128", "32x256", "--scheme", "int4:g128", "fp6:channel", "--rounds", 1
-    )
+def rows(path: Path, *arguments: object) -> list[dict[str, str]]:
+    """Run a script in a process of its own; returns the rows of its CSV."""
+    line = [sys.executable, *map(str, arguments), "--device", "cpu", "--csv", str(path)]
+    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return read(path)
+
+
+def test_the_solver_has_a_row_for_each_shape_in_each_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "--shape 64x128 32x256 --scheme int4:g128 fp6:channel --rounds 1 --device cpu --csv"
+    monkeypatch.setattr(sys, "argv", ["solver.py", *line.split(), str(tmp_path / "a.csv")])
+    solver.main()
+    found = read(tmp_path / "a.csv")
     assert [(row["rows"], row["columns"]) for row in found] == [("64", "128")] * 2 + [("32", "256")] * 2
     assert [row["scheme"] for row in found] == ["int4:g128", "fp6:channel"] * 2
     assert all(float(row[key]) > 0 for row in found for key in row if key.endswith("_s"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,18 @@ from tests.census import families
 from tests.tiny_models import write_model
 
 
+@pytest.fixture(scope="module")
+def stopped(three: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, dict[str, Item]]]:
+    """Return a function that gives the folder of a run that ended after some blocks, and what it had yielded."""
+
+    @cache
+    def after(blocks: int) -> tuple[Path, dict[str, Item]]:
+        partial = tmp_path_factory.mktemp("stopped")
+        return partial, interrupted(Checkpoint(three), from_mapping(COARSE), partial, blocks)
+
+    return after
+
+
 @pytest.mark.parametrize(
     ("blocks", "damage"),
     [
@@ -42,21 +57,19 @@ def test_a_stopped_run_continues_with_the_same_bits(
     damage: str,
     three: Path,
     whole: dict[str, Item],
+    stopped: Callable[[int], tuple[Path, dict[str, Item]]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    src = Checkpoint(three)
-    recipe = from_mapping(COARSE)
-    partial = tmp_path / "partial"
-    partial.mkdir()
-    first = interrupted(src, recipe, partial, blocks)
+    before, first = stopped(blocks)
+    partial = Path(shutil.copytree(before, tmp_path / "partial"))
     for path in partial.glob("activations-*"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= damage == "flipped"
         path.write_bytes(data[:-1] if damage == "short" else data)
         if damage == "gone":
             path.unlink()
-    second = resumed(src, recipe, partial, Progress())
+    second = resumed(Checkpoint(three), from_mapping(COARSE), partial, Progress())
     assert not first.keys() & second.keys()
     assert digests(first) | digests(second) == digests(whole)
     assert first.keys() | second.keys() == whole.keys()
@@ -144,10 +157,10 @@ def test_a_stopped_run_of_blocks_that_pass_tensors_on_continues_with_the_same_bi
     folder, recipe = families.write(family, tmp_path / "m"), from_mapping(COARSE)
     whole, commits = quantized(folder, recipe, tmp_path)
     src, last = Checkpoint(folder), len(commits) - 2
+    (tmp_path / "stopped").mkdir()
+    first = interrupted(src, recipe, tmp_path / "stopped", last)
     for damage in ("none", "gone"):
-        partial = tmp_path / damage
-        partial.mkdir()
-        first = interrupted(src, recipe, partial, last)
+        partial = Path(shutil.copytree(tmp_path / "stopped", tmp_path / damage))
         saved = partial / f"activations-passed-{(last - 1) % 2}.bin"
         if damage == "gone" and saved.exists():
             saved.unlink()

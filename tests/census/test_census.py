@@ -68,7 +68,7 @@ def survey(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], dic
         source = folder / family
         if not source.exists():
             families.write(family, source)
-        return quantized(source, folder / f"{family}-{method}", method)
+        return quantized(source, folder / f"{family}-{method}", method, ask_transformers=False)
 
     return row
 

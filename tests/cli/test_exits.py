@@ -20,7 +20,6 @@ from tests.faults import faults, memory_path
 
 calib, int4, tmp_path = command_line.calib, command_line.int4, memory_path
 
-GPTQ = ("--samples", 8, "--max-length", 128)
 #: Runs the command line with SIGINT sent to itself when the third line goes into the journal. It goes through `exec`,
 #: as it does where it meets an import that makes a named tuple: `python -m` would end with another code then.
 #: tests/promises/test_stopped.py sends the other signals to real processes.
@@ -40,14 +39,12 @@ main(sys.argv[1:])
 """
 
 
-def test_an_interruption_inside_exec_leaves_a_run_that_can_be_resumed(
-    small_llama: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_an_interruption_inside_exec_leaves_a_run_that_can_be_resumed(small_llama: Path, tmp_path: Path) -> None:
     module = tmp_path / "killed.py"
     module.write_text(KILLED)
     environment = os.environ | {"PYTHONPATH": f"{module.parent}{os.pathsep}{ROOT}"}
     out = tmp_path / "out"
-    args = [str(arg) for arg in ("quantize", small_llama, "-o", out, "--calib", calib, *GPTQ)]
+    args = [str(arg) for arg in ("quantize", small_llama, "-o", out, *RTN)]
     command = [sys.executable, "-m", module.stem, *args]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 130, done.stderr
@@ -66,22 +63,8 @@ def test_a_signal_before_anything_is_written_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-ENDING = """
-import os, signal, sys
-from quantkit.cli import main
-
-class Late:  # deleted as the interpreter ends
-    def __del__(self, kill=os.kill, pid=os.getpid(), numbers=(signal.SIGINT, signal.SIGTERM)):
-        for number in numbers:
-            kill(pid, number)
-
-late = Late()
-main(["convert", "--list"])
-"""
-
-
-#: Prints the exit code of one fork a signal, so that the imports are done once.
-EARLY = """
+#: Prints the exit code of one fork a signal, and then ends well. One process, so that the imports are done once.
+EARLY_AND_LATE = """
 import os, signal, sys
 import click
 import quantkit.cli.commands
@@ -99,19 +82,23 @@ for number in (signal.SIGINT, signal.SIGTERM):
     if child == 0:
         main(["convert", "--list"])
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+click.Group.make_context = make
+
+class Late:  # deleted as the interpreter ends
+    def __del__(self, kill=os.kill, pid=os.getpid(), numbers=(signal.SIGINT, signal.SIGTERM)):
+        for number in numbers:
+            kill(pid, number)
+
+late = Late()
+main(["convert", "--list"])
 """
 
 
-def test_a_signal_before_a_command_begins_has_its_exit_code() -> None:
-    done = subprocess.run([sys.executable, "-c", EARLY], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "130\n75\n"), done.stderr
+def test_a_signal_before_a_command_has_its_exit_code_and_one_behind_its_end_changes_none() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY_AND_LATE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("130\n75\n") and "lossless" in done.stdout, done.stderr
     assert [line.split(":")[0] for line in done.stderr.split("\n") if line] == ["Interrupted", "Stopped"]
     assert done.stderr.count("nothing was written") == 2
-
-
-def test_signals_behind_the_end_do_not_change_the_exit_code() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "") and "lossless" in done.stdout
 
 
 @pytest.mark.usefixtures("handlers")

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from quantkit.cli.commands import quantkit
 from tests.command_line import ROOT, call
+from tests.reliability.forks import command, run
 
 FEW = ("--max-new-tokens", 4, "--device", "cpu", "-q")
 
@@ -37,30 +38,29 @@ def test_each_line_of_a_pipe_is_a_turn(templated: Path) -> None:
     assert call("generate", templated, "one", "--chat", *FEW).stdout == f"{turns[0]['text']}\n"
 
 
-def test_a_terminal_is_asked_for_each_turn_until_its_end(templated: Path) -> None:
+def test_a_terminal_is_asked_for_each_turn_until_its_end(templated: Path, tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     leader, follower = pty.openpty()
     args = ["generate", templated, "--chat", *FEW]
     os.write(leader, b"one\ntwo\n\x04")
-    process = subprocess.run(
-        [sys.executable, "-m", "quantkit", *map(str, args)],
-        stdin=follower,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+
+    def on_the_terminal() -> int | None:
+        os.dup2(follower, 0)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(i, "rw"[i > 0], closefd=False) for i in range(3))
+        return command(*args)()
+
+    process = run(on_the_terminal, tmp_path)
     os.close(leader)
     os.close(follower)
     turns = json.loads(converse(templated, "one\ntwo\n", "--json"))["turns"]
-    assert (process.returncode, process.stderr) == (0, "> > > \n")
+    assert (process.code, process.stderr) == (0, "> > > \n")
     assert process.stdout == "".join(f"{turn['text']}\n" for turn in turns)
 
 
 def test_a_reader_that_has_seen_enough_ends_the_command(tiny_llama: Path) -> None:
-    command = f"{sys.executable} -m quantkit generate {tiny_llama} abc --max-new-tokens 400 -q --device cpu"
+    line = f"{sys.executable} -m quantkit generate {tiny_llama} abc --max-new-tokens 400 -q --device cpu"
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command} | head -c 3"],
+        ["bash", "-c", f"set -o pipefail; {line} | head -c 3"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

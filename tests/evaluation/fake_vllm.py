@@ -12,14 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models.whole_model import load_dense_model
-
 __version__ = "0.26.0"
 FAULT = os.environ.get("FAULT", "")
+if FAULT == "dies":  # before the imports, which take seconds
+    sys.stderr.write("[rank0]: ValueError: No available memory for the cache blocks\n[rank0]:[W1] Warning: x\n")
+    os._exit(1)
+if FAULT == "killed":
+    os.abort()
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from quantkit.checkpoint.reader import Checkpoint  # noqa: E402
+from quantkit.models.whole_model import load_dense_model  # noqa: E402
 
 
 class MacheteLinearKernel:
@@ -38,23 +43,14 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, model: str, *, max_model_len: int, dtype: str = "auto", **others: Any) -> None:
-        if FAULT == "dies":
-            sys.stderr.write("[rank0]: ValueError: No available memory for the cache blocks\n[rank0]:[W1] Warning: x\n")
-            os._exit(1)
-        if FAULT == "killed":
-            os.abort()
         print("INFO some line that an engine prints")
         self.model: Any = load_dense_model(Checkpoint(Path(model)), dtype=torch.bfloat16)
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
-        first = self.model.model.layers[0]
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Linear):
                 module.quant_method = StandInLinearMethod()  # type: ignore[assignment]
                 if FAULT == "8-bit activations" and "lm_head" not in name:
                     module.register_forward_pre_hook(lambda module, given: (in_eight_bits(given[0]),))
-        if FAULT == "order":
-            gate, up = first.mlp.gate_proj, first.mlp.up_proj
-            gate.weight, up.weight = up.weight, gate.weight
 
     def generate(self, prompts: list[dict[str, Any]], sampling: Any, use_tqdm: bool) -> list[Any]:
         return [self.answer(prompt["prompt_token_ids"], sampling.max_tokens) for prompt in prompts]

@@ -64,11 +64,8 @@ def test_the_kernel_of_experts_is_named() -> None:
     assert describe(model) == {"routed_experts": {"TheirMethod MarlinExperts": 1, "tcfpx grouped OurMethod": 1}}
 
 
-@pytest.mark.parametrize("fault", ["8-bit activations", "nan"])
-def test_an_engine_that_computes_something_else_is_caught(
-    fault: str, folder: Path, stand_in: Callable[[str], None]
-) -> None:
-    stand_in(fault)
+def test_an_engine_whose_figures_are_not_numbers_is_caught(folder: Path, stand_in: Callable[[str], None]) -> None:
+    stand_in("nan")
     found = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu")
     (failure,) = found.failures
     assert failure.startswith("vllm does not compute what the folder holds: vllm 0.26.0 in bfloat16")
@@ -111,7 +108,7 @@ def test_a_wrong_engine_is_exit_code_3_and_recorded(
     folder: Path, tmp_path: Path, stand_in: Callable[[str], None]
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    stand_in("order")
+    stand_in("8-bit activations")
     arguments = ("--engine", "vllm", "--engine-args", '{"quantization": "quantkit"}', "--device", "cpu")
     assert "vllm does not compute what the folder holds" in call("verify", copy, *arguments, code=3).stdout
     written = json.loads((copy / VERIFICATION).read_text())

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.algorithms import rtn
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.cli.commands import quantkit
@@ -131,20 +130,10 @@ def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> N
 def test_every_cell_on_random_weights() -> None:
     refusals: set[str] = set()
     for lowest_zero in (0, 1):
-        records = {s: record(s, 256, 512, seed=i, lowest_zero=lowest_zero) for i, s in enumerate(SCHEMES)}
-        records = {s: q for s, q in records.items() if any(not broken_rule(x, s, 256, 512) for x in LAYOUTS.values())}
+        records = {s: record(s, 128, 256, seed=i, lowest_zero=lowest_zero) for i, s in enumerate(SCHEMES)}
+        records = {s: q for s, q in records.items() if any(not broken_rule(x, s, 128, 256) for x in LAYOUTS.values())}
         check_cells(records, refusals)
     assert refusals == {RECENTRED, PRUNED, LAYOUTS["gptq"].ZEROS_IF}
-
-
-def test_every_cell_on_a_real_layer(shared: Path) -> None:
-    weight = Checkpoint(shared / "models" / "llama-29m").get("model.layers.1.self_attn.q_proj.weight")
-    records = {
-        scheme: rtn.quantize(weight, scheme)[0]
-        for scheme in SCHEMES
-        if any(not broken_rule(layout, scheme, *weight.shape) for layout in LAYOUTS.values())
-    }
-    check_cells(records, set())
 
 
 # ------------------------------------------------------------------------------------------------ whole folders
@@ -242,7 +231,7 @@ def test_a_conversion_interrupted_at_its_end_names_a_way_out_that_works(
     operations = count(lambda: call(*command, tmp_path / "good"))
     hooks = {"killed": killer, "failing": partial(failing, error=errno.EIO, once=True), "interrupted": interrupting}
     out, left = tmp_path / "out", 0
-    for step in range(operations - 16, operations + 1, 2):
+    for step in range(operations - 15, operations + 1, 3):
         with faults(hooks[fault](step)), suppress(Killed):
             ended = CliRunner().invoke(quantkit, [str(arg) for arg in (*command, out)])
             assert isinstance(ended.exception, SystemExit | None)

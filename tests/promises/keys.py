@@ -8,7 +8,7 @@ import shutil
 from tests.promises.outputs import CALIB, RTN
 from tests.promises.running import REPORT, Work, key_paths
 
-TEXT = "--data calib.txt --window 32"
+TEXT = "--data calib.txt --window 256"
 #: Commands that print one JSON object; those with `-o out` write a report with the same keys.
 PRINTED = (
     f"quantize model -o out {RTN}",
@@ -34,7 +34,7 @@ PRINTED = (
     f"eval kld int4 --against model {TEXT} -q",
     f"eval kld int4 --against model --versus model {TEXT} -q",
     "eval rouge int4 --data records.jsonl --max-new-tokens 2 -q",
-    "compare model -o table --recipes int4:g64:rtn --text calib.txt --window 32 --device cpu -q",
+    "compare model -o table --recipes int4:g64:rtn --text calib.txt --window 256 --device cpu -q",
     "generate int4 abc --max-new-tokens 2 -q",
     "report int4 -q",
     "doctor",

@@ -49,6 +49,20 @@ def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
+@pytest.fixture(scope="module")
+def interrupted(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run was killed after its first block. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    with faults(at("open", "model-00002", Killed())), pytest.raises(Killed):
+        quantize(small, folder / "out", aware(calib))
+    return folder
+
+
+@pytest.fixture
+def half(interrupted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(interrupted, tmp_path / "half"))
+
+
 def aware(calib: Path, **changes: Any) -> Recipe:
     text = {"data": str(calib), "samples": 9, "max_length": 64}
     return from_mapping({**QUICK, "calibration": text, "output_aware": True, "tune": 2, **changes})
@@ -145,19 +159,16 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
     name: str,
     damage: Callable[[Path], Any] | None,
     whole: Path,
+    half: Path,
     small: Path,
     calib: Path,
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, recipe = tmp_path / "out", aware(calib)
-    with faults(at("open", "model-00002", Killed())), pytest.raises(Killed):
-        quantize(small, out, recipe)
-    (partial,) = tmp_path.glob("out.partial-*")
+    out = half / "out"
+    (partial,) = half.glob("out.partial-*")
     if damage is not None:
         damage(partial / name)
-    capsys.readouterr()
-    quantize(small, out, recipe, resume=True)
+    quantize(small, out, aware(calib), resume=True)
     assert hashes(out) == hashes(whole)
     assert (damage is not None) == ("gradients" in capsys.readouterr().err)
 
