@@ -84,7 +84,6 @@ def test_vllm_is_not_named_where_joined_linears_are_treated_apart(family: str, a
         ("skip", "qwen3_5", "model.language_model.layers.0.linear_attn.in_proj_z", "in_proj_qkv"),
         ("override", "deepseek_v3", "model.layers.1.self_attn.q_a_proj", "kv_a_proj_with_mqa"),
         ("skip", "mixtral", "model.layers.0.block_sparse_moe.experts.2.w1", "w3"),
-        ("override", "mixtral", "model.layers.0.block_sparse_moe.experts.2.w1", "w3"),
     ],
 )
 def test_fused_alike_treats_joined_linears_alike_and_only_then_vllm_is_named(

@@ -139,38 +139,6 @@ def test_every_cell_on_random_weights() -> None:
 # ------------------------------------------------------------------------------------------------ whole folders
 
 
-def chain(start: Path, layouts: list[str], work: Path) -> Path:
-    """Convert a folder through layouts by the command line; return the last one."""
-    here = start
-    for i, layout in enumerate(layouts):
-        before = Checkpoint(here).layout
-        assert before is not None
-        call("convert", f"{before.NAME}-to-{layout}", here, "-o", work / str(i), "-q")
-        call("verify", work / str(i), "-q")
-        here = work / str(i)
-    return here
-
-
-@pytest.mark.parametrize(
-    ("layout", "scheme", "through"),
-    [
-        ("gptq", "int4:g128", ["marlin", "quick", "awq", "compressed-tensors", "gptq"]),
-        ("awq", "int4:g64:asym", ["quick", "gptq-v2", "compressed-tensors", "gptq", "awq"]),
-        ("humming", "fp6:channel", ["tcfpx", "compressed-tensors", "humming"]),
-        ("tcfpx", "fp5:channel", ["humming", "compressed-tensors", "tcfpx"]),
-        ("marlin24", "int4:channel:24", ["gptq", "marlin24-ct", "compressed-tensors", "marlin24"]),
-        ("compressed-tensors", "int4:g128:24", ["marlin24", "gptq", "marlin24", "compressed-tensors"]),
-    ],
-)
-def test_a_chain_of_conversions_ends_with_the_bytes_of_its_start(
-    layout: str, scheme: str, through: list[str], small_llama: Path, tmp_path: Path
-) -> None:
-    write_folder(small_llama, tmp_path / "start", layout, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
-    end = chain(tmp_path / "start", through, tmp_path)
-    assert tensors(end) == tensors(tmp_path / "start")
-    assert Checkpoint(end).schemes == Checkpoint(tmp_path / "start").schemes
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_fused_and_split_projections_keep_names_and_shapes(
     fused: bool, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
