@@ -54,13 +54,8 @@ def refine(weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int =
     changes = {}
     loss = row_losses(weight, tensor, h)
     if descent:
-        found = tensor
-        for _ in range(descent):
-            codes = found.codes
-            with one_thread(h.device):
-                found = descend(weight, found, h)
-            if torch.equal(found.codes, codes):
-                break
+        with one_thread(h.device):
+            found = descend(weight, tensor, h, descent)
         before = tensor.codes
         tensor, loss, _ = _better(weight, found, tensor, loss, h)
         changes["descent_changed"] = (tensor.codes != before).sum(-1)
@@ -82,24 +77,28 @@ def _better(
     return QuantizedTensor(before.scheme, codes, scales, before.zeros), torch.where(fell, new, loss), fell
 
 
-def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
-    """Return the tensor `[n, k]` after one pass over its columns in natural order.
+def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor, passes: int = 1) -> QuantizedTensor:
+    """Return the tensor `[n, k]` after some passes over its columns in natural order, fewer if a pass changes nothing.
 
     Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
     """
     dtype = working_dtype(weight)
     fmt = tensor.scheme.format
-    h = h.to(dtype)
-    e = weight.to(dtype, copy=True).sub_(tensor.dequantize(dtype)).T.contiguous()
+    h, w = h.to(dtype), weight.to(dtype).T.contiguous()
     v = tensor.values(dtype).flatten(1).T.contiguous()
     k, groups = len(v), tensor.scales.shape[1]
     scales = tensor.scales.to(dtype).T.contiguous()
     zeros = None if tensor.zeros is None else tensor.zeros.to(dtype).T.contiguous()
     group_of = torch.arange(k, dtype=torch.int32, device=h.device) // (k // groups)
     columns, frozen = Columns(scales, zeros, group_of), tensor.scheme.sparsity is not None
-    for a in range(0, k, _BLOCK):
-        b = min(a + _BLOCK, k)
-        descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], columns.part(a, b), fmt, frozen)
+    for _ in range(passes):
+        before = v.clone()
+        e = w - (v.unflatten(0, (groups, -1)) * scales.unsqueeze(1)).flatten(0, 1)
+        for a in range(0, k, _BLOCK):
+            b = min(a + _BLOCK, k)
+            descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], columns.part(a, b), fmt, frozen)
+        if torch.equal(v, before):
+            break
     codes = fmt.encode(v) if zeros is None else v.add_(zeros.repeat_interleave(k // groups, 0)).to(torch.uint8)
     return QuantizedTensor(tensor.scheme, codes.T.contiguous(), tensor.scales, tensor.zeros)
 

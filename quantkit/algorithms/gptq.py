@@ -102,13 +102,14 @@ def quantize(
         binades = torch.log2(floor / grid.scales[:, 0]).ceil().nan_to_num(0.0).clamp(0, MOST_BINADES)
         raised = {"raised_scales": binades > 0}
         grid = grid._replace(scales=grid.scales * binades.exp2().half().unsqueeze(-1))
+    scales_by_group = options.act_order == "off" and groups > 1
+    swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
+    refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
+    # Last, because a record is checked: a GPU would wait, while the launches of the sweep can hide behind the search.
     if scheme.format.is_float and options.clip == "none":
         plain, _ = rtn.quantize(weight, scheme)
     else:
         plain = QuantizedTensor(scheme, encode(weight, scheme, grid), *grid)
-    scales_by_group = options.act_order == "off" and groups > 1
-    swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
-    refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
     solution = _guarded(weight, refined, plain, h, factor)
     return replace(solution, changes={**solution.changes, **raised})
 

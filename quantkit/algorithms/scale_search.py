@@ -108,7 +108,8 @@ def fit_scales(
     if len(scales) == 1:
         best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
     else:
-        errors = _errors(x, scales, zeros, fmt, error)
+        tried = scales.masked_fill(overflow, torch.nan) if isinstance(error, KernelErrors) else scales
+        errors = _errors(x, tried, zeros, fmt, error)
         best = errors.masked_fill_(overflow, torch.inf).argmin(0, keepdim=True)
     chosen = scales.gather(0, best)[0].to(torch.float16)
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))

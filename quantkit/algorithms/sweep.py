@@ -31,6 +31,7 @@ from quantkit.kernels.gptq import Columns
 from quantkit.names import Metric
 
 _ROWS = 1024  # rows of a weight whose targets come from one product on a CPU
+_ENCODED = 1024  # columns whose codes are made together: few launches, and small temporaries
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
 
 
@@ -76,11 +77,10 @@ def sweep(
     group_of = (factor.order // (k // groups)).int()
     columns = Columns(scales, zeros, group_of)
     v = factor.unit(dtype)
-    d = torch.empty_like(w)
-    codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
+    values, d = torch.empty_like(w), torch.empty_like(w)
     width = k // groups if grid is None else options.block
     for a, b in column_blocks(k, width, pattern):
-        t = targets(w[a:b], v[:a, a:b], d[:a], torch.empty_like(w[a:b]))
+        t = targets(w[a:b], v[:a, a:b], d[:a], values[a:b])
         if grid is None:
             # Where this group's columns would go if none of them were rounded: its scales must cover this.
             with one_thread(w.device):
@@ -92,10 +92,14 @@ def sweep(
             _store(fitted, scales[group].T, None if zeros is None else zeros[group].T)
         part = None if pattern is None else pattern.part(a, b)
         round_block(t, d[a:b], w[a:b], v[a:b, a:b], columns.part(a, b), scheme.format, part)
-        codes[a:b] = scheme.format.encode(t) if zeros is None else t.add_(zeros[group_of[a:b]])
-    codes = torch.empty_like(codes).index_copy_(0, factor.order, codes).T.contiguous()
+    codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
+    for a in range(0, k, _ENCODED):
+        t, places = values[a : a + _ENCODED], slice(a, a + _ENCODED)
+        found = scheme.format.encode(t) if zeros is None else t.add_(zeros[group_of[places]]).to(torch.uint8)
+        codes.index_copy_(0, factor.order[places], found)
     half = scales.T.to(torch.float16).contiguous()
-    return QuantizedTensor(scheme, codes, half, None if zeros is None else zeros.T.to(torch.uint8).contiguous())
+    zeros = None if zeros is None else zeros.T.to(torch.uint8).contiguous()
+    return QuantizedTensor(scheme, codes.T.contiguous(), half, zeros)
 
 
 def targets(w: Tensor, v: Tensor, d: Tensor, out: Tensor) -> Tensor:
@@ -143,7 +147,8 @@ def round_block(
             mask = None if pattern is None else pattern.part(a, b)
             few = None if columns is None else columns.part(a, b)
             kernels.round_block(t[a:b], d[a:b], w[a:b], v[a:b, a:b], few, fmt, mask)
-            t[b:].addmm_(v[a:b, b:].T, d[a:b])
+            if b < len(t):
+                t[b:].addmm_(v[a:b, b:].T, d[a:b])
         return
     with one_thread(t.device):
         _round_columns(t, d, w, v, columns, fmt, pattern)

@@ -25,8 +25,9 @@ COLUMNS, ROWS, THREADS = 128, 32, 256
 SEARCHED = (32, 64, 128)
 #: Groups of columns that a block of threads of a step of tuning has: one for each of its warps.
 TUNED = 8
-#: Threads of a block of the search, and blocks that a multiprocessor holds, by registers and shared memory.
-SEARCHERS, RESIDENT = 128, 3
+#: Threads of a block of the search, blocks that a multiprocessor holds, by registers and shared memory, how often each
+#: is replaced, and threads that try candidates of a row together.
+SEARCHERS, RESIDENT, WAVES, TOGETHER = 128, 3, 4, 8
 
 GRIDS = ("Integers", "IntegersWithZero", "Floats")
 SWEEPS = tuple(
@@ -118,6 +119,7 @@ def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Colum
 def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fmt: Format) -> Tensor:
     """Return `||(x - nearest(x)) R||^2` `[c, m]` of groups `x` `[m, g]` for candidate `scales` `[c, m]`.
 
+    It may be infinite where an earlier candidate has a smaller one. A scale that is not a number is no candidate.
     `zeros` `[c, m]` go with asymmetric scales. `r` `[groups, g, g]` has an upper triangular R for each group of a row:
     those of `x` take turns. All are float32 on a device that `runs_on` accepts, and `g` is one of `SEARCHED`.
     """
@@ -126,11 +128,11 @@ def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fm
     x, scales, transposed = x.contiguous(), scales.contiguous(), r.transpose(1, 2).contiguous()
     errors = torch.empty_like(scales)
     function = loader.load("gptq_search", SEARCHES, x.device).functions[f"gptq_search<{name}, {g}>"]
-    blocks = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
-    needed = -(-m * candidates // SEARCHERS)
+    held = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
+    blocks = min(max(1, WAVES * held // groups), -(-m // groups * TOGETHER // SEARCHERS))
     zeros = None if zeros is None else zeros.contiguous()
     arguments = [x, scales, zeros, transposed, errors, grid, m // groups, groups, candidates]
-    loader.launch(function, (min(blocks, needed),), (SEARCHERS,), arguments, shared=4 * g * g)
+    loader.launch(function, (blocks, groups), (SEARCHERS,), arguments, shared=4 * g * g)
     return errors
 
 

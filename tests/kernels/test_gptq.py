@@ -162,7 +162,21 @@ def test_errors_of_candidate_scales(
     expected = ((error @ r.double()) ** 2).sum((-2, -1)).view(candidates, m)
     found = [search_errors(*moved("cuda", x, scales, zeros, r), FORMATS[name]) for _ in range(2)]
     assert torch.equal(*found), "two launches differ"
-    torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-4, atol=1e-5)
+    errors = found[0].cpu().double()
+    given_up = errors.isinf()  # worse than an earlier candidate, so that the sum was not completed
+    least = expected.cummin(0).values
+    assert (expected[given_up] > least[given_up]).all() and not given_up[0].any()
+    torch.testing.assert_close(errors[~given_up], expected[~given_up], rtol=1e-4, atol=1e-5)
+
+
+def test_a_candidate_that_is_not_a_number_stops_no_other() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, r = torch.randn(40, 128, generator=generator), torch.randn(1, 128, 128, generator=generator).triu()
+    scales = (0.05 + torch.rand(30, 40, generator=generator) / 2).half().float()
+    expected = search_errors(*moved("cuda", x, scales, None, r), FORMATS["int4"]).amin(0)
+    more = torch.cat([torch.full((9, 40), torch.nan), scales])
+    errors = search_errors(*moved("cuda", x, more, None, r), FORMATS["int4"])
+    assert errors[:9].isnan().all() and torch.equal(errors[9:].amin(0), expected)
 
 
 @pytest.mark.parametrize("label", ["int4:g128", "int4:g64:asym", "int4:g32"])
