@@ -24,6 +24,10 @@ HESSIAN_BYTES = 4 * 2**30
 SOLVED_WEIGHTS = 2**28
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
+#: The most bytes of RAM that passes take which wait in a block. On a GPU it is `PART_OF_GPU`.
+PASSES_BYTES = 2**31
+#: Hidden states that such a pass holds beside a linear's input: its own input, the residual and what a norm returned.
+PASS_STATES = 3
 #: Activations are saved after every so many blocks. On a GPU, repeating a few blocks is faster than writing them to
 #: disk.
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
@@ -65,6 +69,13 @@ def gradient_tokens(total: int, longest: int, tokens: int = GRADIENT_TOKENS) -> 
 def stays_on_gpu(size: int, free: int | None) -> bool:
     """Decide whether activations of `size` bytes stay on a GPU with `free` bytes; None means that there is no GPU."""
     return free is not None and size <= PART_OF_GPU * free
+
+
+def fits_beside(size: int, stored: int, budget: int | None, free: int | None) -> bool:
+    """Decide whether passes of `size` bytes wait beside `stored` activations with their `budget`; `free` as above."""
+    if budget is not None and size + stored > budget:
+        return False
+    return size <= PASSES_BYTES if free is None else stays_on_gpu(size, free)
 
 
 def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

@@ -12,6 +12,7 @@ documents. All put back the same weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from quantkit.calibration import resume
@@ -55,9 +56,10 @@ def calibrated(
         for stage in stages:
             stage.start(run, len(finished))
         stream = resume.resume(run, finished, done)
-        for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished), "block"):
-            yield from _block(run, stream, stages, block)
-            yield _commit(run, stream, block)
+        with closing(stream.waiting):
+            for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished), "block"):
+                yield from _block(run, stream, stages, block)
+                yield _commit(run, stream, block)
     if len(facts) == len(finished):
         yield from _rest(run)
         yield Commit({"block": REST, "phases": run.clock.take()})
@@ -79,8 +81,11 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     for stage in stages:
         stage.leave(block)
     with row_sums.measured(block) as wanted:
+        if wanted:
+            stream.waiting.close()
         if wanted or index + 1 < len(model.blocks):
             stream.forward(index)
+    stream.waiting.close()
     model.unload_block(index)
     for name in model.stored(index) if run.ranks.first else ():
         yield block.solved.pop(name) if name in block.solved else Item(name, run.src.get(name))

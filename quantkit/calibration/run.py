@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.budget import TOKENS_AT_ONCE
+from quantkit.calibration.budget import PASS_STATES, TOKENS_AT_ONCE, fits_beside
+from quantkit.calibration.waiting import Waiting
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
@@ -72,6 +74,8 @@ class Stream:
         self.sequences = run.sequences[: len(activations.rows)]
         self.activations = activations
         self.at_once = TOKENS_AT_ONCE[run.model.device.type]
+        self.waiting = Waiting()
+        self._waits = True
 
     @staticmethod
     def bytes(outputs: int, longest: int, itemsize: int, device: str) -> int:
@@ -103,13 +107,26 @@ class Stream:
         """Divide the documents from `first` on into batches for one forward pass."""
         yield from self.batches(block, range(first, len(self.sequences)), self.at_once)
 
-    def run(self, block: int, numbers: Sequence[int]) -> State | None:
-        """Run the loaded block on one document, or on a batch; None if a watcher stopped it."""
-        key = id(self.activations), tuple(numbers)
+    def run(self, block: int, numbers: Sequence[int], waits: bool = False) -> State | None:
+        """Run the loaded block on one document, or on a batch; None if a watcher stopped it, or if it waits.
+
+        A pass of these documents that waits goes on. Only with `waits` a new one may wait.
+        """
+        work, documents = partial(self._run, block, numbers), tuple(numbers)
+        return self.waiting.run(documents, work) if waits or documents in self.waiting else work()
+
+    def may_wait(self, documents: Sequence[int], x: Tensor) -> bool:
+        """Return True if there is memory for passes of all documents that wait where a linear gets `x` of these."""
+        store = self.activations
+        share = sum(store.rows[number] for number in documents) / len(store.hidden)
+        size = round(x.nbytes / share) + PASS_STATES * store.hidden.nbytes
+        return self._waits and fits_beside(size, store.hidden.nbytes, store.budget, _free(self.model.device))
+
+    def _run(self, block: int, numbers: Sequence[int]) -> State | None:
         if len(numbers) == 1:
-            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]), key)
+            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]))
         tokens = torch.stack([self.sequences[number] for number in numbers])
-        return self.model.run(block, tokens, self.activations.get_batch(numbers), key)
+        return self.model.run(block, tokens, self.activations.get_batch(numbers))
 
     def forward(self, block: int, keep: bool = True) -> None:
         """Run the loaded block on every document, and `keep` its outputs in place of the states."""
@@ -139,7 +156,13 @@ class Stream:
         return done
 
     def run_fewer(self, block: int) -> None:
-        """Run fewer documents together after a GPU ran out of memory; QuantkitError if only one ran."""
+        """Run fewer documents together after a GPU ran out of memory; QuantkitError if only one ran.
+
+        If passes waited, they end first, and no other will wait.
+        """
+        if self.waiting.close():
+            self._waits = False
+            return
         longest, path = max(map(len, self.sequences)), self.model.blocks[block]
         if self.at_once < 2 * longest:
             raise QuantkitError(
@@ -159,6 +182,14 @@ class Stream:
                 "makes space",
             )
         )
+
+
+def _free(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that tensors may take, those of torch's cache included; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def embedded(run: Run, count: int | None = None, kind: str = "") -> Stream:

@@ -1,13 +1,12 @@
 """Run a model block by block, with the weights of one block in memory at a time.
 
-It joins four parts: the match of model and stored tensors (`matching`), the weights in memory (`block_weights`), the
-model's own forward with one block taken out (`interception`), and recorded calls (`replay`). No code here knows an
-architecture.
+It joins three parts: the match of model and stored tensors (`matching`), the weights in memory (`block_weights`), the
+model's own forward with one block taken out (`interception`). No code here knows an architecture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from quantkit.models.interception import Interception, NotReached, telling, watc
 from quantkit.models.matching import MatchedModel, is_norm
 from quantkit.models.meta_model import lists_beside, require_decoder_only
 from quantkit.models.passing import USE_RTN, Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
-from quantkit.models.replay import CALLS_BYTES, Replay
 
 
 class BlockRunner(MatchedModel):
@@ -47,7 +45,6 @@ class BlockRunner(MatchedModel):
         self.fuses_attention = self.device.type == "cuda"
         self._unused: dict[int, frozenset[int]] = {}
         self._interception = Interception([self.module.get_submodule(path) for path in self.blocks])
-        self._replay = Replay(CALLS_BYTES[self.device.type])
 
     def keep_first(self, count: int) -> None:
         """Drop all blocks but the first, for a probe; nothing, if the model holds them in several lists."""
@@ -132,8 +129,7 @@ class BlockRunner(MatchedModel):
         self.weights.load_block(index)
 
     def unload_block(self, index: int) -> None:
-        """Free a block's weights and its recorded calls."""
-        self._replay.clear()
+        """Free a block's weights."""
         self.weights.unload_block(index)
 
     def load_whole(self) -> None:
@@ -168,17 +164,16 @@ class BlockRunner(MatchedModel):
         """Return True if a block can run on several documents at a time; one must have entered a block before."""
         return self._interception.batch_comes_first and not self.forms.get(index - 1, {}).get("left")
 
-    def run(self, index: int, tokens: Tensor, state: State, key: Hashable = None) -> State | None:
+    def run(self, index: int, tokens: Tensor, state: State) -> State | None:
         """Run a loaded block on one document, tokens int64 `[t]`, and return its outputs.
 
-        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. `key` names tokens and
-        state. Later runs with the same key may call only the block, with the masks and tables of the first run.
+        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`.
 
         `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
         earlier block that was not stored.
         """
         try:
-            output = self._run(index, tokens, self._passed_on(index, state), key=key)
+            output = self._run(index, tokens, self._passed_on(index, state))
         except Needed as error:
             what = "takes from an earlier block what the next one did not use"
             raise CheckpointError(what, USE_RTN, subject=self.blocks[index]) from error
@@ -253,21 +248,12 @@ class BlockRunner(MatchedModel):
         *,
         gradients: bool = False,
         enters_only: bool = False,
-        key: Hashable = None,
     ) -> Passed | None:
         """Run a block on its stored input, and return its output; None if a watcher stopped it."""
-        call, forward = self._replay.find(key), partial(self.text, **self._asked(tokens))
-        recorder = None
-        if passed is not None and call is not None:
-            args, kwargs = call.on(passed.hidden)
-            forward = partial(self.module.get_submodule(self.blocks[index]), *args, **kwargs)
-        elif passed is not None and key is not None:
-            recorder = partial(self._replay.recording, key, passed, passed.hidden._version)
+        forward = partial(self.text, **self._asked(tokens))
         try:
             with torch.set_grad_enabled(gradients):
-                return self._interception.run(
-                    forward, index, passed, in_batch=tokens.ndim > 1, enters_only=enters_only, recorder=recorder
-                )
+                return self._interception.run(forward, index, passed, in_batch=tokens.ndim > 1, enters_only=enters_only)
         except NotReached:
             what = "the model's forward never reached this block"
             raise CheckpointError(what, "skip its linears", subject=self.blocks[index]) from None

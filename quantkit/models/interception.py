@@ -8,7 +8,7 @@ that block, an exception ends the forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from quantkit.models.passing import Needed, Passed, Unused, tensors_in
 
 T = TypeVar("T")
-#: Begin to record a call of a block, given its entering hidden state and its arguments.
-Recorder = Callable[[Tensor, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
 
 
 class Stop(Exception):
@@ -39,7 +37,6 @@ class _Pass:
     passed: Passed | None
     in_batch: bool = False
     enters_only: bool = False
-    recorder: Recorder | None = None
     output: Passed | None = None
 
     def skip(self, index: int, entering: Tensor) -> Any:
@@ -70,14 +67,13 @@ class Interception:
         *,
         in_batch: bool = False,
         enters_only: bool = False,
-        recorder: Recorder | None = None,
     ) -> Passed | None:
         """Call the model's `forward` with block `at` running on the `passed` values; return the block's output.
 
         With `enters_only` the block does not run, and its input is returned. None if a watcher stopped the block.
         NotReached if the forward ends without it. Needed if the block takes a value that was not stored.
         """
-        found = self._pass = _Pass(at, passed, in_batch, enters_only, recorder)
+        found = self._pass = _Pass(at, passed, in_batch, enters_only)
         try:
             forward()
         except Stop:
@@ -117,7 +113,7 @@ class Interception:
             kwargs = {name: hidden if given is entering else given for name, given in kwargs.items()}
             entering = hidden
         left = dict(now.passed.left)
-        with now.recorder(entering, args, kwargs) if now.recorder else nullcontext(), _sharing(args, kwargs, left):
+        with _sharing(args, kwargs, left):
             out = forward(*args, **kwargs)
         first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
         now.output = Passed(first if now.in_batch else _by_token(first), returned, left)

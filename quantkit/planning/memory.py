@@ -22,7 +22,15 @@ from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import backward_bytes
-from quantkit.calibration.budget import SAVED_BLOCKS, TUNED_AT_ONCE, gradient_tokens, stays_on_gpu
+from quantkit.calibration.budget import (
+    PART_OF_GPU,
+    PASS_STATES,
+    PASSES_BYTES,
+    SAVED_BLOCKS,
+    TUNED_AT_ONCE,
+    gradient_tokens,
+    stays_on_gpu,
+)
 from quantkit.calibration.run import Stream
 from quantkit.calibration.self_generated import CACHE_BYTES, INSTEAD, LOGIT_BYTES, LONGEST, SPARE
 from quantkit.calibration.sensitivity import TOKENS
@@ -47,6 +55,8 @@ DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be w
 GRADIENTS, READ, ERRORS = "output gradients", "file of gradients", "errors of a block"
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
+#: Passes that wait in a block until linears are solved.
+PASSES = "passes that wait"
 #: The other processes of a run on this machine.
 OTHERS = "other processes"
 #: The second store of activations, if blocks are tuned.
@@ -66,14 +76,15 @@ class Memory:
     """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
 
     `least_vram` is the fewest bytes that the GPU needs in any case. `token_bytes` is the size of one token's hidden
-    state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is. `others` are the estimates
-    of the run's other stages: one stage has the memory at a time.
+    state, `pass_bytes` that of one token in a pass that waits. `gpu_memory` is the memory of a GPU that is not here;
+    None asks the one that is. `others` are the estimates of the run's other stages: one stage has the memory at a time.
     """
 
     ram: dict[str, int]
     vram: dict[str, int] = field(default_factory=dict)
     least_vram: int = 0
     token_bytes: int = 0
+    pass_bytes: int = 0
     gpu_memory: int | None = None
     others: tuple[Memory, ...] = ()
 
@@ -119,6 +130,8 @@ class Memory:
         most = real if act_budget is None else min(real, act_budget)
         ram = {part: min(size, real if part == READ else most) for part, size in self.ram.items() if part in stores}
         vram = {part: min(size, real) for part, size in self.vram.items() if part in stores}
+        for parts, found in ((self.ram, ram), (self.vram, vram)):
+            found |= {PASSES: min(parts[PASSES], tokens * self.pass_bytes)} if PASSES in parts else {}
         others = tuple(stage.of_sequences(tokens, act_budget) for stage in self.others)
         return replace(self, ram={**self.ram, **ram}, vram={**self.vram, **vram}, others=others)
 
@@ -217,7 +230,10 @@ class _Sizes:
         self.ranks = ranks().count
         # A rank may have one document more than another.
         documents = recipe.calibration.samples // self.ranks + (self.ranks > 1)
-        self.activations = Activations.bytes(documents * self.longest, self.hidden, self.width)
+        self.tokens = documents * self.longest
+        self.activations = Activations.bytes(self.tokens, self.hidden, self.width)
+        widest = max((k for _, k in self.linears.values()), default=0)
+        self.passing = self.width * (PASS_STATES * self.hidden + widest)
         of_all = gradient_tokens(documents * self.ranks * self.longest, self.longest) if recipe.output_aware else 0
         tokens = of_all // self.ranks + (self.longest if self.ranks > 1 and of_all else 0)
         self.gradients = Activations.bytes(tokens, self.hidden, self.width)
@@ -271,11 +287,16 @@ def calibrated_memory(
         once = max(sizes.longest, TUNED_AT_ONCE[sizes.kind])
         block[ERRORS] = 4 * sizes.most(lambda n, k: n * k + once * (n + k))
         found = replace(found, others=(*others, stage(*head), stage(held, block)))
+    found = replace(found, pass_bytes=sizes.passing if recipe.true_sequential else 0)
+    waiting = found.pass_bytes * sizes.tokens
     if not sizes.cuda:
-        return found
+        most = PASSES_BYTES if act_budget is None else min(PASSES_BYTES, max(0, act_budget - sizes.activations))
+        return replace(found, ram={**found.ram, PASSES: min(most, waiting)})
     saved = ACTIVATIONS in found.vram and len(sizes.blocks) > SAVED_BLOCKS[sizes.kind]
-    waiting = min(MOST_BYTES, WAITING_BYTES * max(sizes.blocks.values(), default=0))
-    vram = {**found.vram, **({SAVING: sizes.activations} if saved else {}), WAITING: waiting}
+    writing = min(MOST_BYTES, WAITING_BYTES * max(sizes.blocks.values(), default=0))
+    vram = {**found.vram, **({SAVING: sizes.activations} if saved else {}), WAITING: writing}
+    if gpu_memory is not None:
+        vram[PASSES] = max(0, min(waiting, round(PART_OF_GPU * gpu_memory), gpu_memory - sum(vram.values())))
     # The next block is read ahead. The tensors outside the blocks wait behind the last one.
     loading = round(PINNED * sizes.block)
     host = {**found.ram, "loading": loading, WAITING: min(MOST_BYTES, sum(sizes.outside))}
@@ -288,7 +309,7 @@ def _of_solving(sizes: _Sizes, recipe: Recipe) -> dict[str, int]:
     width, linears = sizes.width, sizes.linears
     squares, rows = Solve.bytes(_sharing(linears), recipe, sizes.factors, sizes.kind)
     parts = {
-        "block": sizes.block,
+        "block": sizes.block * (2 if recipe.tune else 1),  # tuning begins from the weights before solving
         "Hessian and factor": squares,
         "rows being solved": rows,
         "Hessians of experts": Hessians.bytes(_of_experts(linears), sizes.ranks),

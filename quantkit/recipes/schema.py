@@ -131,7 +131,7 @@ class RecipeKeys:
         "Calibrate each linear behind those of its block that are done already",
         default=True,
         pruning=True,
-        when="`false` to save a part of the forward passes.",
+        when="Rarely: `false` saves time only where memory is short (algorithms.md 12).",
     )
     calibration: Calib = section("The text that calibrates.", Calib, heading="Calibration", pruning=True)
     layout: str | None = key(

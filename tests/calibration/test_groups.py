@@ -68,6 +68,7 @@ def test_experts_are_grouped_after_a_token_has_chosen_them(three: Path, tmp_path
     assert by_name["up_proj"].once and by_name["down_proj"].once
     assert (tokens["gate_proj"], tokens["up_proj"], tokens["down_proj"]) == (17 + 4, 17, 17)
     mlp.forward = lambda x: x
+    block.stream.waiting.close()
     unreached = find_groups(block, list(block.goals))[2:]
     assert [len(g.linears) for g in unreached] == [1, 1, 1]
     assert all(collect(block, [g])[0].tokens == 0 for g in unreached)

@@ -20,7 +20,6 @@ from quantkit.calibration.stages.hessians import collect
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.progress import Clock as Phases, Progress
@@ -37,26 +36,6 @@ from tests.calibration.runs import (
 from tests.tiny_models import FAMILIES, write_model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_block_that_is_called_alone_gives_the_same_bits(
-    family: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: batches, and from the second pass on calls of the block with the arguments of the first pass."""
-    monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", 40)
-    recipe, docs = from_mapping(COARSE), [*sequences((20, 20, 20, 7)), torch.arange(20) * 3]
-    src, found, forwards = Checkpoint(folders[family]), [], []
-    for kept in (0, 2**20):
-        monkeypatch.setitem(block_runner.CALLS_BYTES, "cpu", kept)
-        model = BlockRunner(src, device="cpu")
-        calls = []
-        model.text.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        items = calibrated(new_run(src, recipe, model, docs, tmp_path), [])
-        found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
-        forwards.append(len(calls))
-    assert found[0] == found[1] and len(found[0]) > 4
-    assert forwards[1] < forwards[0] / 2
-
-
 def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
     three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,11 +45,11 @@ def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
     run, calls = BlockRunner.run, list[int]()
 
     def fits(most: int) -> None:
-        def refused(model: BlockRunner, index: int, tokens: Tensor, state: State, key: Any = None) -> Any:
+        def refused(model: BlockRunner, index: int, tokens: Tensor, state: State) -> Any:
             calls.append(tokens.numel())
-            if key is not None and tokens.numel() > most and len(calls) > 2:
+            if tokens.numel() > most and len(calls) > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return run(model, index, tokens, state, key)
+            return run(model, index, tokens, state)
 
         calls.clear()
         monkeypatch.setattr(BlockRunner, "run", refused)

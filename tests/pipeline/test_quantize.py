@@ -19,7 +19,6 @@ from quantkit.io import files
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
-from quantkit.models import block_runner
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
@@ -96,7 +95,6 @@ def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
     for ahead in (False, True):
         monkeypatch.setitem(job.BESIDE, "cuda", ahead)
         monkeypatch.setitem(SAVED_BLOCKS, "cuda", 1)
-        monkeypatch.setitem(block_runner.CALLS_BYTES, "cuda", 2**28 if ahead else 0)
         quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(calib)), device="cuda")
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 

@@ -343,6 +343,19 @@ def test_memory_grows_with_the_run_and_stops_at_the_budget(tmp_path: Path) -> No
     assert vram["vram"] > 0
 
 
+def test_passes_that_wait_take_what_is_left_and_no_more(tmp_path: Path) -> None:
+    linears = {f"model.layers.{i}.mlp.down_proj": (512, 1024) for i in range(4)}
+    src = sparse(tmp_path / "m", linears, hidden_size=512, max_position_embeddings=2048)
+
+    def part(device: str, gpu_memory: int | None = None, act_budget: int | None = None, **asked: Any) -> int:
+        options: Any = {"device": device, "gpu_memory": gpu_memory, "act_budget": act_budget}
+        memory = plan_quantize(src, linears, from_mapping(asked), **options).memory.of_sequences(1000, act_budget)
+        return {**memory.ram, **memory.vram}.get("passes that wait", 0)
+
+    assert part("cpu") == 1000 * 4 * (3 * 512 + 1024) == 2 * part("cuda", 80 * 10**9)
+    assert part("cpu", act_budget=2**20) == part("cpu", true_sequential=False) == part("cuda", 10**8) == 0
+
+
 @pytest.mark.parametrize(("device", "kind", "width"), [("cpu", "ram", 4), ("cuda", "vram", 2)])
 def test_gradients_count_once_there_are_some_and_grow_no_further(
     device: str, kind: str, width: int, tmp_path: Path
@@ -351,8 +364,8 @@ def test_gradients_count_once_there_are_some_and_grow_no_further(
     src = sparse(tmp_path / "m", linears, hidden_size=512, max_position_embeddings=1024, vocab_size=2**18)
 
     def memory(samples: int, aware: bool = True) -> dict[str, Any]:
-        asked = from_mapping({"output_aware": aware, "tune": 2, "calibration": {"samples": samples}})
-        return plan_quantize(src, linears, asked, device=device, gpu_memory=80 * 10**9).memory.to_dict()
+        asked = {"output_aware": aware, "tune": 2, "calibration": {"samples": samples}, "true_sequential": False}
+        return plan_quantize(src, linears, from_mapping(asked), device=device, gpu_memory=80 * 10**9).memory.to_dict()
 
     few, found = memory(32), memory(256)
     assert few[f"{kind}_parts"]["output gradients"] == 32 * 1024 * 512 * width

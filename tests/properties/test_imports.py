@@ -45,6 +45,7 @@ IMPORTERS = {
     "scipy": {"planning.fit"},
     "click": {"cli"},
     "filelock": {"io.staging"},
+    "greenlet": {"calibration.waiting"},
     "typing_extensions": {"api", "pipeline"},
 }
 #: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.

@@ -85,6 +85,8 @@ def collect(block: LoadedBlock, groups: Sequence[Group]) -> list[Hessian]:
         found = sum_once(block, groups, checks)
         if found is None:
             block.stream.run_fewer(block.index)
+        elif len(found) < len(groups):
+            block.stream.waiting.close()
         elif checks or not any(hessian.may_be_broken() for hessian in found):
             return found
         else:
@@ -110,28 +112,38 @@ def token_weights(block: LoadedBlock, documents: Sequence[int]) -> Tensor:
 
 
 def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[Hessian] | None:
-    """Sum the Hessians in one pass; None if a GPU has no memory left."""
+    """Sum the Hessians in one pass; None if a GPU has no memory left, no Hessian if passes that waited were too far."""
     run, stream = block.run, block.stream
     hessians = {group.linears[0]: new_hessian(run, group, checks) for group in groups}
     stop = len(groups) == 1 and groups[0].once
     normalised = {group.linears[0] for group in groups if group.normalised}
-    document, weights = 0, None
+    waits = stop and groups[0].linears[0] not in run.model.experts  # which are not called in the order of solving
+    numbers: Sequence[int] = ()
+    document, weights, seen = 0, None, False
+    if not waits:
+        stream.waiting.close()
 
     def see(linear: str, x: Tensor) -> bool:
+        nonlocal seen
+        seen, fits = True, waits and stream.may_wait(numbers, x)
         with run.clock.phase("hessian"), about(f"{linear}, calibration document {run.first + document}"):
             hessians[linear].add(x, weights if linear in normalised else None)
-        return stop
+        return stop and not (fits and stream.waiting.wait())
 
     with run.clock.phase("forward"), run.model.watching(hessians, see):
         for numbers in stream.forwards(block.index):
-            document, weights = numbers[0], token_weights(block, numbers)
+            document, weights, seen = numbers[0], token_weights(block, numbers), False
+            waited = tuple(numbers) in stream.waiting
             try:
-                stream.run(block.index, numbers)
+                stream.run(block.index, numbers, waits)
             except NumericError:
+                stream.waiting.close()
                 for document in numbers if len(numbers) > 1 else ():
                     weights = token_weights(block, [document])
                     stream.run(block.index, [document])
                 raise
             except torch.OutOfMemoryError:
                 return None
+            if waited and not seen:  # it calls its linears in another order than the first document
+                return []
     return list(hessians.values())

@@ -54,6 +54,7 @@ class Tune(Stage):
     """
 
     _targets: Activations
+    _sources: dict[str, Tensor]
 
     def __init__(self, steps: int, gradients: Gradients | None) -> None:
         self._steps, self._gradients = steps, gradients
@@ -79,15 +80,19 @@ class Tune(Stage):
         self._targets = stream.activations
 
     def enter(self, block: LoadedBlock) -> None:
-        """Run the documents through a block before its called weights are quantized."""
+        """Run the documents through a block before its called weights are quantized, and keep these weights."""
+        called = (name for name in block.goals if name not in block.uncalled)
+        self._sources = {name: block.run.model.weights.source(name) for name in called}
         # A GPU without memory for a block may have it for the next, so each block has a new stream.
         Stream(block.run, self._targets).forward(block.index)
 
     def leave(self, block: LoadedBlock) -> None:
         """Tune the block and put the tuned linears back."""
+        block.stream.waiting.close()
         with block.run.clock.phase("tune"):
             for item in self._tuned(block):
                 block.put_back(item)
+        self._sources.clear()
 
     def _tuned(self, block: LoadedBlock) -> list[Item]:
         """Tune the solved linears; list them anew, in the same order.
@@ -100,8 +105,7 @@ class Tune(Stage):
         solved = {name: item for name, item in solved.items() if name not in block.uncalled}
         if not solved:
             return []
-        model, values = block.run.model, {name: item.value for name, item in solved.items()}
-        sources = {name: block.run.src.get(f"{name}.weight").to(model.device) for name in solved}
+        values, sources = {name: item.value for name, item in solved.items()}, self._sources
         starts = {name: value for name, value in values.items() if isinstance(value, QuantizedTensor)}
         root = None if self._gradients is None else self._gradients.found.root(block.index)
         found, common = BlockTuning(block, self._targets, root, starts, sources).run(self._steps)
