@@ -23,6 +23,7 @@ from quantkit.calibration.held_out import divergences
 from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import load as load_report
+from quantkit.core.formats import INT4
 from quantkit.core.ranks import ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.units import format_bytes
@@ -321,6 +322,10 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     recipe, notices = _with_rest(recipe)
     if recipe.layout is None or any(map(is_sparse, recipe.schemes)):
         raise RecipeError("a size is fitted by dense schemes", Words("drop", Setting("prune")))
+    form = recipe.scheme
+    if asked.allowed is None and isinstance(form, Scheme) and form.format != INT4:  # what a recipe has that states none
+        name = form.format.name
+        raise RecipeError(f"a target chooses among formats, and {name} is one", Words("add", Option("allowed", name)))
     if recipe.calibration.is_written:
         raise RecipeError("a size is fitted on a text that is there", Words("name one with", Option("calib")))
     schemes = schemes_of(asked.allowed, recipe)

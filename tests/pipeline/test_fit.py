@@ -240,6 +240,7 @@ def test_the_experts_of_a_layer_and_joined_linears_have_one_scheme_on_disk(
         ),
         (["--target-bits", 4.5, "--target-size", "1MB"], "--target-bits: a size and a number of bits are two targets"),
         (["--allowed", "int4"], "--allowed: there is no target to fit: add --target-size"),
+        (["--target-bits", 6.5, "--format", "fp6"], "a target chooses among formats, and fp6 is one: add --allowed"),
         (["--target-bits", 4.5, "--prune", "2:4"], "a size is fitted by dense schemes: drop --prune"),
     ],
 )
