@@ -5,9 +5,23 @@
 
 #include "common.cuh"
 
+// The same number, which the compiler cannot compute anew for each use.
+DEVICE u32 kept(u32 x) {
+    asm volatile("mov.u32 %0, %0;" : "+r"(x));
+    return x;
+}
+
 // Copies 16 bytes without registers and L1, or writes 16 zeros. The copy is complete after `wait`.
 DEVICE void copy_async(u32 to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+// The same if `present`, without a branch.
+DEVICE void copy_async(u32 to, const void *from, bool valid, bool present) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2; }" ::"r"(to), "l"(from),
+        "r"(valid ? 16 : 0), "r"((u32)present)
+        : "memory");
 }
 
 // Closes the group of all copies of this thread since the last one.

@@ -29,51 +29,43 @@ template <class X_> struct Marlin24Weight {
             u32 row = i / (BN / 2), piece = i % (BN / 2);
             copy_async(to + 16 * i, codes + (row * (n / 2) + piece), 32 * row < k - k0 && 2 * piece < n - n0);
         });
-        const uint4 *chosen = (const uint4 *)meta + ((u64)(k0 / 32) * (n / 4) + n0 / 4);
         for_pieces<BN * BK / 128>([&](u32 i) {
             u32 row = i / (BN / 4), piece = i % (BN / 4);
             // Zeros are not valid metadata, so any other valid ones are copied past the ends.
-            u32 offset = 32 * row < k - k0 && 4 * piece < n - n0 ? row * (n / 4) + piece : 0;
-            copy_async(to + META<BN, BK> + 16 * i, chosen + offset, true);
+            bool valid = 32 * row < k - k0 && 4 * piece < n - n0;
+            u64 place = valid ? (u64)(k0 / 32 + row) * (n / 4) + n0 / 4 + piece : 0;
+            copy_async(to + META<BN, BK> + 16 * i, (const uint4 *)meta + place, true);
         });
         Scales{s, n, groups}.fetch<BN, BK>(to + SCALES<BN, BK>, n0, k0);
     }
 
     template <class S> struct Lane {
-        const Marlin24Weight &weight;
-        const char *stage;
-        const Position<S> &at;
-        u32 row, chosen[2];
-        uint4 words;
-        float scales[4][2];
-        const Masks mask;
+        uint4 words, scales;
+        u32 chosen[2];
 
-        DEVICE Lane(const Marlin24Weight &weight, const char *stage, const Position<S> &at)
-            : weight(weight), stage(stage), at(at), mask(gridDim.y - 1) {}
-
-        DEVICE void enter(u32 group) { row = group; }
-
-        DEVICE void load(u32 half_of_k) {
-            u32 block = (2 * at.wk + half_of_k) * S::WN + at.wn;
-            words = ((const uint4 *)stage)[32 * block + at.lane];
+        DEVICE void load(const Marlin24Weight &, const char *stage, const Position<S> &at, u32 s, u32) {
+            u32 block = (2 * at.wk + s) * S::WN + at.wn;
+            words = ((const uint4 *)stage)[at.words + 32 * S::WN * s];
             const u32 *from = (const u32 *)(stage + META<S::BN, S::BK>) + 64 * block + at.lane;
             chosen[0] = from[0];
             chosen[1] = from[32];
         }
 
-        DEVICE void operand(u32, u32 j, u32 (&a)[4]) const {
-            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
-            decode(X{}, mask, word_of(words, j), eight, eight, a);
-        }
-
-        DEVICE u32 metadata(u32, u32 j) const { return chosen[j / 2]; }  // of two operands, each in two of four lanes
-
-        DEVICE void load_scales() {
+        DEVICE void load_scales(const Marlin24Weight &weight, const char *stage, const Position<S> &at, u32 row) {
             const Scales of_groups{weight.s, weight.n, weight.groups};
-            of_groups.load<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane, scales);
+            scales = of_groups.load<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane);
         }
 
-        DEVICE float scale(u32 j, u32 b) const { return scales[j][b]; }
+        DEVICE void operand(u32 j, u32 (&a)[4]) const {
+            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
+            decode(X{}, Masks(gridDim.y - 1), word_of(words, j), eight, eight, a);
+        }
+
+        DEVICE u32 metadata(u32 j) const { return chosen[j / 2]; }  // of two operands, each in two of four lanes
+
+        DEVICE void scale_operand(u32 j, u32 (&a)[4]) const { scale_rows(a, word_of(scales, j)); }
+
+        DEVICE float scale(u32 j, u32 b) const { return to_float(half{(u16)(word_of(scales, j) >> 16 * b)}); }
     };
 
     DEVICE static u32 row(u32 a, u32 j, u32 b) { return 8 * a + 4 * b + j; }
@@ -94,11 +86,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) marlin24_portable(
     u32 m,            // tokens, up to 2^14
     u32 n,            // rows of the weight, a multiple of 64
     u32 k,            // columns of the weight, a multiple of 32
-    u32 per,          // units of a block
+    u32 per,          // units of a block, after
+    u32 rounds,       // of whole tiles, one of a block
     u32 group         // of k that share a scale; k if there is one scale per row
 ) {
-    using S = Tile<Marlin24Weight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
-    portable(Product<S>{{B, meta, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+    using S = Tile<Marlin24Weight<X>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
+    portable(Product<S>{{B, meta, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per, rounds);
 }
 
 template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
@@ -119,7 +112,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) marlin24_routed(
     u32 k,                 // as above
     u32 group              // as above
 ) {
-    using S = Tile<Marlin24Weight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    using S = Tile<Marlin24Weight<X>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
     const Product<S> product{{B, meta, s, n, k, Groups(k, group)}, x, nullptr, y, 0};
     routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

@@ -29,36 +29,25 @@ template <class X_> struct MarlinWeight {
     }
 
     template <class S> struct Lane {
-        const MarlinWeight &weight;
-        const char *stage;
-        const Position<S> &at;
-        u32 row;
-        uint4 words[2];
-        float scales[4][2];
-        const Masks mask;
+        uint4 words, scales;
 
-        DEVICE Lane(const MarlinWeight &weight, const char *stage, const Position<S> &at)
-            : weight(weight), stage(stage), at(at), mask(gridDim.y - 1) {}
-
-        DEVICE void enter(u32 group) { row = group; }
-
-        DEVICE void load(u32 half_of_k) {
-            const uint4 *from = (const uint4 *)stage + ((4 * at.wk + 2 * half_of_k) * S::WN + at.wn) * 32 + at.lane;
-            words[0] = from[0];
-            words[1] = from[S::WN * 32];
+        DEVICE void load(const MarlinWeight &, const char *stage, const Position<S> &at, u32 s, u32) {
+            words = ((const uint4 *)stage)[at.words + 32 * S::WN * s];
         }
 
-        DEVICE void operand(u32 s, u32 j, u32 (&a)[4]) const {
-            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
-            decode(X{}, mask, word_of(words[s], j), eight, eight, a);
-        }
-
-        DEVICE void load_scales() {
+        DEVICE void load_scales(const MarlinWeight &weight, const char *stage, const Position<S> &at, u32 row) {
             const Scales of_groups{weight.s, weight.n, weight.groups};
-            of_groups.load<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane, scales);
+            scales = of_groups.load<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane);
         }
 
-        DEVICE float scale(u32 j, u32 b) const { return scales[j][b]; }
+        DEVICE void operand(u32 j, u32 (&a)[4]) const {
+            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
+            decode(X{}, Masks(gridDim.y - 1), word_of(words, j), eight, eight, a);
+        }
+
+        DEVICE void scale_operand(u32 j, u32 (&a)[4]) const { scale_rows(a, word_of(scales, j)); }
+
+        DEVICE float scale(u32 j, u32 b) const { return to_float(half{(u16)(word_of(scales, j) >> 16 * b)}); }
     };
 
     DEVICE static u32 row(u32 a, u32 j, u32 b) { return 16 * j + 8 * b + a; }
@@ -78,11 +67,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) marlin_portable(
     u32 m,          // tokens, up to 2^14
     u32 n,          // rows of the weight, a multiple of 64
     u32 k,          // columns of the weight, a multiple of 16
-    u32 per,        // units of a block
+    u32 per,        // units of a block, after
+    u32 rounds,     // of whole tiles, one of a block
     u32 group       // of k that share a scale; k if there is one scale per row
 ) {
-    using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
-    portable(Product<S>{{B, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+    using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
+    portable(Product<S>{{B, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per, rounds);
 }
 
 template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
@@ -102,7 +92,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) marlin_routed(
     u32 k,                 // as above
     u32 group              // as above
 ) {
-    using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
     const Product<S> product{{B, s, n, k, Groups(k, group)}, x, nullptr, y, 0};
     routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

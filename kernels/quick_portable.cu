@@ -39,53 +39,51 @@ template <class X_> struct QuickWeight {
             copy_async(to + 16 * place, from + (row * n + 2 * L + step), valid);
         });
         const half *of_scales = scales + ((u64)groups.of(k0) * 2 * n + n0 / 2);
-        groups.for_pieces_of<BK, BN / 4>(k0, [&](u32 i, u32 row, u32 piece, bool valid) {
+        groups.for_pieces_of<BK, BN / 4>(k0, [&](u32 i, u32 row, u32 piece, bool valid, bool present) {
             u32 block = piece / 16, offset = 16 * eight(block, piece / 2 % 8) + piece % 2 * 8;
-            copy_async(to + SCALES<BN, BK> + 16 * i, of_scales + (row * 2 * n + offset), valid && 64 * block < n - n0);
+            bool inside = valid && 64 * block < n - n0;
+            copy_async(to + SCALES<BN, BK> + 16 * i, of_scales + (row * 2 * n + offset), inside, present);
         });
         const u32 *of_zeros = qzeros + ((u64)groups.of(k0) * (n / 4) + n0 / 16);
-        groups.for_pieces_of<BK, BN / 16>(k0, [&](u32 i, u32 row, u32 piece, bool valid) {
+        groups.for_pieces_of<BK, BN / 16>(k0, [&](u32 i, u32 row, u32 piece, bool valid, bool present) {
             u32 block = piece / 4, offset = 2 * eight(block, piece % 4 * 2);
-            copy_async(to + ZEROS<BN, BK> + 16 * i, of_zeros + (row * (n / 4) + offset), valid && 64 * block < n - n0);
+            bool inside = valid && 64 * block < n - n0;
+            copy_async(to + ZEROS<BN, BK> + 16 * i, of_zeros + (row * (n / 4) + offset), inside, present);
         });
     }
 
     template <class S> struct Lane {
-        const char *stage;
-        const Position<S> &at;
-        u32 place;
-        uint4 words[2];
+        uint4 words, scales[2];
         uint2 zeros;
-        float scales[4][2];
-        const Masks mask;
 
-        DEVICE Lane(const QuickWeight &, const char *stage, const Position<S> &at)
-            : stage(stage), at(at), mask(gridDim.y - 1) {}
+        DEVICE static u32 place(const Position<S> &at, u32 row) { return row * (S::BN / 8) + at.wn * 8 + at.lane / 4; }
 
-        DEVICE void enter(u32 group) {
-            place = group * (S::BN / 8) + at.wn * 8 + at.lane / 4;
-            zeros = ((const uint2 *)(stage + ZEROS<S::BN, S::BK>))[place];
+        DEVICE void load(const QuickWeight &, const char *stage, const Position<S> &at, u32 s, u32 row) {
+            words = ((const uint4 *)stage)[at.words + 32 * S::WN * s];
+            zeros = ((const uint2 *)(stage + ZEROS<S::BN, S::BK>))[place(at, row)];
         }
 
-        DEVICE void load(u32 half_of_k) {
-            const uint4 *from = (const uint4 *)stage + ((4 * at.wk + 2 * half_of_k) * S::WN + at.wn) * 32 + at.lane;
-            words[0] = from[0];
-            words[1] = from[S::WN * 32];
+        DEVICE void load_scales(const QuickWeight &, const char *stage, const Position<S> &at, u32 row) {
+            const uint4 *eight = (const uint4 *)(stage + SCALES<S::BN, S::BK>) + 2 * place(at, row);
+            scales[0] = eight[0];
+            scales[1] = eight[1];
         }
 
-        DEVICE void operand(u32 s, u32 j, u32 (&a)[4]) const {
+        DEVICE void operand(u32 j, u32 (&a)[4]) const {
+            const Masks mask(gridDim.y - 1);
             u32 four = j < 2 ? zeros.x : zeros.y;  // rows 16j + 8b + a are nibble 2j + b
             Zero zero0 = zero_of(X{}, mask, four, 2 * j % 4), zero1 = zero_of(X{}, mask, four, 2 * j % 4 + 1);
-            decode(X{}, mask, word_of(words[s], j), zero0, zero1, a);
+            decode(X{}, mask, word_of(words, j), zero0, zero1, a);
         }
 
-        DEVICE void load_scales() {
-            const uint4 *eight = (const uint4 *)(stage + SCALES<S::BN, S::BK>) + 2 * place;
+        DEVICE u32 twice(u32 j, u32 b) const { return word_of(scales[j / 2], 2 * j % 4 + b); }
+
+        DEVICE void scale_operand(u32 j, u32 (&a)[4]) const {
 #pragma unroll
-            for (int y = 0; y < 8; y++) scales[y / 2][y % 2] = to_float(half{(u16)word_of(eight[y / 4], y % 4)});
+            for (u32 r = 0; r < 4; r++) a[r] = fma_pair(half{}, a[r], twice(j, r % 2), 0x80008000);
         }
 
-        DEVICE float scale(u32 j, u32 b) const { return scales[j][b]; }
+        DEVICE float scale(u32 j, u32 b) const { return to_float(half{(u16)twice(j, b)}); }
     };
 
     DEVICE static u32 row(u32 a, u32 j, u32 b) { return 16 * j + 8 * b + a; }
@@ -106,11 +104,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) quick_portable(
     u32 m,               // tokens, up to 2^14
     u32 n,               // rows of the weight, a multiple of 128
     u32 k,               // columns of the weight, a multiple of 32
-    u32 per,             // units of a block
+    u32 per,             // units of a block, after
+    u32 rounds,          // of whole tiles, one of a block
     u32 group            // of k that share a scale and a zero point
 ) {
-    using S = Tile<QuickWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
-    portable(Product<S>{{qweight, qzeros, scales, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+    using S = Tile<QuickWeight<X>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
+    portable(Product<S>{{qweight, qzeros, scales, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per, rounds);
 }
 
 template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) quick_routed(
     u32 k,                 // as above
     u32 group              // as above
 ) {
-    using S = Tile<QuickWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    using S = Tile<QuickWeight<X>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
     const Product<S> product{{qweight, qzeros, scales, n, k, Groups(k, group)}, x, nullptr, y, 0};
     routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

@@ -36,24 +36,20 @@ template <class X_, int E, int M> struct TcfpxWeight {
     }
 
     template <class S> struct Lane {
-        const u32 *low, *high;
-        u32 lows[2][4], highs[2][HIGH];
+        u32 lows[4], highs[HIGH];
 
-        DEVICE Lane(const TcfpxWeight &, const char *stage, const Position<S> &at) {
-            u32 block = at.wn * (S::BK / 16) + 4 * at.wk;
-            low = (const u32 *)stage + 128 * block + at.lane;
-            high = (const u32 *)(stage + S::BN * S::BK / 2) + 32 * HIGH * block + at.lane;
+        DEVICE void load(const TcfpxWeight &, const char *stage, const Position<S> &at, u32 s, u32) {
+            u32 block = at.wn * (S::BK / 16) + 4 * at.wk + s;
+            const u32 *low = (const u32 *)stage + 128 * block + at.lane;
+            const u32 *high = (const u32 *)(stage + S::BN * S::BK / 2) + 32 * HIGH * block + at.lane;
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) lows[i] = low[32 * i];
+#pragma unroll
+            for (u32 i = 0; i < HIGH; i++) highs[i] = high[32 * i];
         }
 
-        DEVICE void load(u32 half_of_k) {
-#pragma unroll
-            for (u32 i = 0; i < 8; i++) lows[i / 4][i % 4] = low[256 * half_of_k + 32 * i];
-#pragma unroll
-            for (u32 i = 0; i < 2 * HIGH; i++) highs[i / HIGH][i % HIGH] = high[64 * HIGH * half_of_k + 32 * i];
-        }
-
-        DEVICE void operand(u32 s, u32 j, u32 (&a)[4]) const {
-            Code::decode(highs[s][j * HIGH / 4], lows[s][j], j % (4 / HIGH), a);
+        DEVICE void operand(u32 j, u32 (&a)[4]) const {
+            Code::decode(highs[j * HIGH / 4], lows[j], j % (4 / HIGH), a);
             if constexpr (!IS_HALF<X>) {
                 const u32 factor = 0x00800080 * (127 + Code::UP), zero = 0x80008000;
 #pragma unroll
@@ -84,10 +80,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) tcfpx_portable(
     u32 m,             // tokens, up to 2^14
     u32 n,             // rows of the weight, a multiple of 64
     u32 k,             // columns of the weight, a multiple of 64
-    u32 per            // units of a block
+    u32 per,           // units of a block, after
+    u32 rounds         // of whole tiles, one of a block
 ) {
-    using S = Tile<TcfpxWeight<X, E, M>, FRAGMENTS, WN, WM, WK, STAGES>;
-    portable(Product<S>{{words, s, n, k}, x, bias, y, m}, parts, arrived, per);
+    using S = Tile<TcfpxWeight<X, E, M>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
+    portable(Product<S>{{words, s, n, k}, x, bias, y, m}, parts, arrived, per, rounds);
 }
 
 template <class X, int E, int M, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
@@ -106,7 +103,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) tcfpx_routed(
     u32 n,                 // as above
     u32 k                  // as above
 ) {
-    using S = Tile<TcfpxWeight<X, E, M>, FRAGMENTS, WN, WM, WK, STAGES>;
+    using S = Tile<TcfpxWeight<X, E, M>, FRAGMENTS, WN, WM, WK, STAGES, BLOCKS>;
     const Product<S> product{{words, s, n, k}, x, nullptr, y, 0};
     routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

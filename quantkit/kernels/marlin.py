@@ -21,12 +21,16 @@ from quantkit.kernels.tensormap import tensor_map
 
 #: Checkpoints have groups of 128 or one scale per row. vLLM repacks to 64 and 32 (docs/layouts.md, 3.6).
 GROUPS = (128, 64, 32, None)
-#: Costs from an H200, for 28672 x 4096. Few tokens are split along k, so that all multiprocessors have work.
+#: Times are fitted to a sweep on an H100.
 PORTABLE_TILES = (
-    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, cost=18.1),
-    PortableTile(fragments=2, wn=4, wm=1, wk=2, stages=3, blocks=2, cost=21.9),
-    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, cost=35.4),
-    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=65.2),
+    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=1.437, end_us=6.54, part_us=0),
+    PortableTile(fragments=2, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=1.577, end_us=7.38, part_us=0),
+    PortableTile(fragments=2, wn=2, wm=2, wk=2, stages=3, blocks=2, unit_us=1.473, end_us=7.21, part_us=0.09),
+    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, unit_us=1.071, end_us=9.79, part_us=0.05),
+    PortableTile(fragments=4, wn=2, wm=2, wk=2, stages=3, blocks=1, unit_us=1.055, end_us=8.05, part_us=0),
+    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, unit_us=0.957, end_us=12.47, part_us=0.37),
+    PortableTile(fragments=8, wn=4, wm=1, wk=2, stages=2, blocks=1, unit_us=1.44, end_us=10.78, part_us=0.51),
+    PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, unit_us=1.433, end_us=18.43, part_us=0.71),
 )
 #: Fitted to the sweep benchmarks/gpu/marlin_tiles.csv.
 HOPPER_TILES = (
@@ -85,7 +89,7 @@ def _hopper(group: int | None) -> HopperKernel:
 NAIVE = NaiveKernel("marlin_naive")
 #: A stage has codes, and scales of groups of at least 32.
 PORTABLE = PortableKernel("marlin_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 2 / 32))
-ROUTED = PortableInstances("marlin_portable", PORTABLE.choice, function="marlin_routed")
+ROUTED = PortableInstances("marlin_portable", PORTABLE.choice.of_experts(), function="marlin_routed")
 HOPPER = {group: _hopper(group) for group in GROUPS}
 
 

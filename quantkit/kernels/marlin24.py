@@ -20,12 +20,16 @@ from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
 GROUPS = (128, None)
-#: Costs from an H200, for 28672 x 4096. Few tokens are split along k, so that all multiprocessors have work.
+#: Times are fitted to a sweep on an H100.
 PORTABLE_TILES = (
-    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=4, blocks=2, cost=15.0),
-    PortableTile(fragments=2, wn=4, wm=1, wk=2, stages=4, blocks=2, cost=18.3),
-    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=4, blocks=1, cost=30.5),
-    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=52.9),
+    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=1.106, end_us=6.98, part_us=0),
+    PortableTile(fragments=2, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=1.445, end_us=6.99, part_us=0),
+    PortableTile(fragments=2, wn=2, wm=2, wk=2, stages=3, blocks=2, unit_us=1.286, end_us=7.23, part_us=0.09),
+    PortableTile(fragments=4, wn=2, wm=2, wk=2, stages=3, blocks=1, unit_us=1.007, end_us=9.06, part_us=0.77),
+    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, unit_us=0.845, end_us=15.44, part_us=0.78),
+    PortableTile(fragments=8, wn=4, wm=1, wk=2, stages=2, blocks=1, unit_us=1.122, end_us=10.67, part_us=0.33),
+    PortableTile(fragments=8, wn=2, wm=2, wk=2, stages=2, blocks=1, unit_us=1.133, end_us=10.15, part_us=0),
+    PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, unit_us=1.064, end_us=19.31, part_us=0.46),
 )
 #: Fitted to the sweep benchmarks/gpu/marlin24_tiles.csv.
 HOPPER_TILES = (
@@ -78,7 +82,7 @@ def _hopper(group: int | None) -> HopperKernel:
 NAIVE = NaiveKernel("marlin24_naive")
 #: A stage has codes of half of the weights, metadata, and scales of groups of at least 32.
 PORTABLE = PortableKernel("marlin24_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.375 + 2 / 32))
-ROUTED = PortableInstances("marlin24_portable", PORTABLE.choice, function="marlin24_routed")
+ROUTED = PortableInstances("marlin24_portable", PORTABLE.choice.of_experts(), function="marlin24_routed")
 HOPPER = {group: _hopper(group) for group in GROUPS}
 
 

@@ -45,7 +45,9 @@ class PortableInstances:
     @functools.cached_property
     def instances_by_dtype(self) -> dict[torch.dtype, tuple[str, ...]]:
         """dtype of the activations -> the instances of all tiles, which are compiled together."""
-        return {dtype: tuple(self.instance(dtype, tile) for tile in self.choice.tiles) for dtype in ACTIVATIONS}
+        return {
+            dtype: tuple(self.instance(dtype, tile) for tile in self.choice.tiles_for(dtype)) for dtype in ACTIVATIONS
+        }
 
     @property
     def instances(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class PortableKernel(PortableInstances):
         sums, arrived = workspace(self.source, device, state, *plan.workspace)
         given = [*packed, x, bias, out, sums, arrived]
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        sizes = (m, n, k, plan.units, *weight.group_argument)
+        sizes = (m, n, k, plan.units, plan.rounds, *weight.group_argument)
         arguments = driver.written_arguments(("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes))
         driver.launch(plan.function, plan.grid, (THREADS,), arguments, plan.shared, device, state)
 
@@ -93,6 +95,7 @@ class _Plan(NamedTuple):
     grid: tuple[int]
     shared: int
     units: int
+    rounds: int
     workspace: tuple[int, int]
 
 
@@ -101,11 +104,11 @@ def _planned(
     kernel: PortableKernel, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, tile: PortableTile | None
 ) -> _Plan:
     sms, shared_memory = multiprocessors(device)
-    tile = tile or kernel.choice.choose(m)
+    tile = tile or kernel.choice.choose(dtype, m, n, k, sms)
     shared = kernel.choice.shared_bytes(tile)
-    units, blocks = split(tile, m, n, k, sms * min(tile.blocks, shared_memory // (shared + RESERVED)))
+    rounds, units, blocks = split(tile, m, n, k, sms * min(tile.blocks, shared_memory // (shared + RESERVED)))
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
-    return _Plan(function, (blocks,), shared, units, kernel.choice.workspace_size(sms))
+    return _Plan(function, (blocks,), shared, units, rounds, kernel.choice.workspace_size(sms))
 
 
 @functools.cache

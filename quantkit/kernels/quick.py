@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,12 +21,16 @@ from quantkit.kernels.tensormap import tensor_map
 
 #: Group sizes of the Hopper kernel: a step along k holds whole groups.
 HOPPER_GROUPS = (128, 64, 32)
-#: Costs from an H200, for 28672 x 4096. Few tokens are split along k, so that all multiprocessors have work.
+#: Times are fitted to a sweep on an H100.
 PORTABLE_TILES = (
-    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, cost=31.7),
-    PortableTile(fragments=2, wn=2, wm=1, wk=4, stages=3, blocks=2, cost=37.3),
-    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, cost=51.5),
-    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=77.5),
+    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=2.903, end_us=6.63, part_us=0),
+    PortableTile(fragments=2, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=3.092, end_us=7.17, part_us=0),
+    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, unit_us=1.402, end_us=11.52, part_us=0),
+    PortableTile(fragments=4, wn=2, wm=2, wk=2, stages=3, blocks=1, unit_us=1.325, end_us=5.7, part_us=0.59),
+    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, unit_us=1.174, end_us=9.98, part_us=0.71),
+    PortableTile(fragments=8, wn=4, wm=1, wk=2, stages=2, blocks=1, unit_us=1.935, end_us=9.42, part_us=0.53),
+    PortableTile(fragments=8, wn=2, wm=2, wk=2, stages=2, blocks=1, unit_us=1.669, end_us=7.21, part_us=1.09),
+    PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, unit_us=1.657, end_us=13.59, part_us=1.16),
 )
 #: Fitted to the sweep benchmarks/gpu/quick_tiles.csv.
 HOPPER_TILES = (
@@ -89,9 +92,7 @@ def _hopper(group: int) -> HopperKernel:
 NAIVE = NaiveKernel("quick_naive")
 #: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held twice.
 PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
-#: On sm_80 two blocks of the tile of 16 rows would spill registers.
-ROUTED_TILES = (PORTABLE_TILES[0], replace(PORTABLE_TILES[1], blocks=1), *PORTABLE_TILES[2:])
-ROUTED = PortableInstances("quick_portable", replace(PORTABLE.choice, tiles=ROUTED_TILES), function="quick_routed")
+ROUTED = PortableInstances("quick_portable", PORTABLE.choice.of_experts(), function="quick_routed")
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
 
 

@@ -21,15 +21,16 @@ from quantkit.kernels.tensormap import tensor_map
 
 #: Floating format of five or six bits -> its exponent and mantissa bits as template arguments.
 VARIANTS = {fmt: f"{fmt.ebits}, {fmt.mbits}" for fmt in FORMATS.values() if fmt.is_float and fmt.bits in (5, 6)}
-#: Costs from an H200, for 28672 x 4096. Few tokens are split along k, so that all multiprocessors have work.
+#: Times are fitted to a sweep on an H100.
 PORTABLE_TILES = (
-    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, cost=21.6),
-    PortableTile(fragments=2, wn=4, wm=1, wk=2, stages=3, blocks=2, cost=23.8),
-    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=2, cost=32.4),
-    PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, cost=106.5),
+    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=2.09, end_us=5.15, part_us=0),
+    PortableTile(fragments=2, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=2.204, end_us=5.76, part_us=0),
+    PortableTile(fragments=2, wn=2, wm=2, wk=2, stages=3, blocks=2, unit_us=1.283, end_us=6.77, part_us=0.14),
+    PortableTile(fragments=4, wn=2, wm=2, wk=2, stages=3, blocks=2, unit_us=1.853, end_us=6.65, part_us=0.49),
+    PortableTile(fragments=8, wn=4, wm=1, wk=2, stages=2, blocks=1, unit_us=1.47, end_us=9.66, part_us=0.6),
+    PortableTile(fragments=8, wn=2, wm=2, wk=2, stages=2, blocks=1, unit_us=1.398, end_us=10.09, part_us=0.24),
+    PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, unit_us=1.321, end_us=16.02, part_us=1.02),
 )
-#: Of experts. The cost of 64 rows is a guess between those above.
-ROUTED_TILES = (*PORTABLE_TILES[:3], PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=60.0))
 #: Fitted to the sweep benchmarks/gpu/tcfpx_tiles.csv.
 HOPPER_TILES = {
     FP6: (
@@ -107,17 +108,16 @@ def _hopper(fmt: Format) -> HopperKernel:
     return HopperKernel("tcfpx_hopper", VARIANTS[fmt], choice, partial(_tensor_maps, fmt))
 
 
-def _tiles(fmt: Format, tiles: tuple[PortableTile, ...]) -> PortableTiles:
-    # Rare formats have half as many.
-    return PortableTiles(tiles if fmt in HOPPER_TILES else tiles[1::2], bytes_per_weight=fmt.bits / 8)
+def _tiles(fmt: Format) -> PortableTiles:
+    # Rare formats have half as many, the largest among them, as all share a workspace.
+    tiles = PORTABLE_TILES if fmt in HOPPER_TILES else PORTABLE_TILES[:3:2] + PORTABLE_TILES[-2:]
+    return PortableTiles(tiles, bytes_per_weight=fmt.bits / 8, grouped=False)
 
 
 NAIVE = {fmt: NaiveKernel("tcfpx_naive", variant) for fmt, variant in VARIANTS.items()}
-PORTABLE = {
-    fmt: PortableKernel("tcfpx_portable", _tiles(fmt, PORTABLE_TILES), variant) for fmt, variant in VARIANTS.items()
-}
+PORTABLE = {fmt: PortableKernel("tcfpx_portable", _tiles(fmt), variant) for fmt, variant in VARIANTS.items()}
 ROUTED = {
-    fmt: PortableInstances("tcfpx_portable", _tiles(fmt, ROUTED_TILES), variant, "tcfpx_routed")
+    fmt: PortableInstances("tcfpx_portable", _tiles(fmt).of_experts(), variant, "tcfpx_routed")
     for fmt, variant in VARIANTS.items()
 }
 HOPPER = {fmt: _hopper(fmt) for fmt in VARIANTS}

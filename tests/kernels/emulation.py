@@ -101,6 +101,12 @@ static int __syncthreads_or(int value) {
 static void __threadfence() {}
 static u32 atomicAdd(u32 *p, u32 value) { u32 old = *p; *p += value; return old; }
 static u32 __umulhi(u32 x, u32 y) { return (u64)x * y >> 32; }
+static u32 __byte_perm(u32 x, u32 y, u32 places) {
+    u64 both = (u64)y << 32 | x;
+    u32 found = 0;
+    for (u32 i = 0; i < 4; i++) found |= (u32)(both >> 8 * (places >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
 static u32 __popc(u32 x) { return __builtin_popcount(x); }
 static u32 __ffs(u32 x) { return __builtin_ffs(x); }
 static u32 min(u32 x, u32 y) { return x < y ? x : y; }
@@ -177,6 +183,10 @@ static void copy_async(u32 to, const void *from, bool valid) {
     Fiber &own = fibers[current];
     if (late) own.copies.push_back({to, from, valid, own.group}); else copy({to, from, valid, 0});
 }
+static void copy_async(u32 to, const void *from, bool valid, bool present) {
+    if (present) copy_async(to, from, valid);
+}
+static u32 kept(u32 x) { return x; }
 static void commit() { fibers[current].group++; }
 template <int LATER> static void wait() {
     Fiber &own = fibers[current];

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.core.formats import FP6
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, SOURCES, expert_steps, grouped, marlin, routing, tcfpx
 from quantkit.kernels.contract import TYPES as TYPE_NAMES
 from quantkit.kernels.grouped import GroupedKernel, expected_tiles
-from quantkit.kernels.portable_tiles import PortableTile
+from quantkit.kernels.portable_tiles import PortableTile, split
 from quantkit.kernels.proof import relative_error
 from quantkit.kernels.routing import Routing
 from tests.kernels import emulation
@@ -180,23 +181,26 @@ def test_the_plain_kernels_of_the_frame_multiply_as_before() -> None:
     for layout, label, n, k in FIRST:
         one = experts(layout, label, n, k, 1)
         kernel = LAUNCHERS[layout].kernels(Scheme.parse(label), n, k).portable
-        for tile, dtype in itertools.product(kernel.choice.tiles, TYPES):
-            m, blocks = tile.m + 3, 5
-            per = -(-tile.units(m, n, k) // blocks)
+        for dtype, tile in [(x, tile) for x in TYPES for tile in kernel.choice.tiles_for(x)]:
+            m = tile.m + 3
+            rounds, per, blocks = split(tile, m, n, k, 2 if tile.n < n else 5)
             x = inputs(one.dense, m, dtype)
             bias = torch.linspace(-1, 1, n).to(dtype)
             y = torch.full((m, n), float("nan"), dtype=dtype)
             parts, arrived = torch.full((2 * blocks * tile.m * tile.n,), float("nan")), torch.zeros(blocks).int()
-            args = [*one.tensors, x, bias, y, parts, arrived, m, n, k, per, *one.kernel.weight.group_argument]
+            args = [*one.tensors, x, bias, y, parts, arrived, m, n, k, per, rounds, *one.kernel.weight.group_argument]
             emulation.launch(kernel.source, kernel.instances, kernel.instance(dtype, tile), (blocks, 1), 256, args)
             wanted = x.float() @ one.dense[0].t() + bias.float()
-            assert relative_error(y, wanted.to(dtype)) < 1e-5, (layout, tile)
+            rounded = kernel.choice.grouped and tile.scales_weights
+            assert relative_error(y, wanted.to(dtype)) < (3e-4 if rounded else 1e-5), (layout, tile)
 
 
-@pytest.mark.parametrize("tiles", [marlin.ROUTED.choice.tiles, tcfpx.ROUTED_TILES], ids=["marlin", "tcfpx"])
+@pytest.mark.parametrize(
+    "tiles", [kernel.choice.tiles for kernel in (marlin.ROUTED, tcfpx.ROUTED[FP6])], ids=["marlin", "tcfpx"]
+)
 def test_few_rows_of_an_expert_get_small_tiles_and_many_get_large_ones(tiles: tuple[PortableTile, ...]) -> None:
     sizes = [grouped.choose(tiles, mean).m for mean in (1 / 16, 1, 4, 20, 60, 255.9, 256, 4096)]
-    assert sizes == sorted(sizes) and sizes[:3] == [8, 8, 8] and sizes[-1] == 64
+    assert sizes == sorted(sizes) and sizes[:3] == [8, 8, 8] and sizes[-1] >= 64
     assert len({tile.m for tile in tiles}) == len(tiles), "the rows of a tile name it"
 
 
