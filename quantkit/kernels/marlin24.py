@@ -28,8 +28,6 @@ PORTABLE_TILES = (
     PortableTile(fragments=4, wn=2, wm=2, wk=2, stages=3, blocks=1, unit_us=1.007, end_us=9.06, part_us=0.77),
     PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, unit_us=0.845, end_us=15.44, part_us=0.78),
     PortableTile(fragments=8, wn=4, wm=1, wk=2, stages=2, blocks=1, unit_us=1.122, end_us=10.67, part_us=0.33),
-    PortableTile(fragments=8, wn=2, wm=2, wk=2, stages=2, blocks=1, unit_us=1.133, end_us=10.15, part_us=0),
-    PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, unit_us=1.064, end_us=19.31, part_us=0.46),
 )
 #: Fitted to the sweep benchmarks/gpu/marlin24_tiles.csv.
 HOPPER_TILES = (

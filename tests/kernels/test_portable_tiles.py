@@ -99,4 +99,4 @@ def test_the_choice_is_near_the_best_of_the_sweep(kernel: PortableInstances) -> 
     for (m, n, k), found in times.items():
         chosen = kernel.choice.choose(torch.float16, m, n, k, 132).arguments
         behind += [found[chosen] / min(found.values())] if chosen in found else []
-    assert len(behind) > 25 and max(behind) < 1.15 and sum(behind) / len(behind) < 1.01
+    assert len(behind) > 25 and max(behind) < 1.15 and sum(behind) / len(behind) < 1.02
