@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from quantkit.cli import show
 from quantkit.core.units import format_bytes, format_range
 from quantkit.progress import Progress
-from quantkit.reporting import facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +31,8 @@ def format_plan(found: Plan, progress: Progress) -> str:
 
 
 def _schemes(found: Plan) -> str:
+    from quantkit.reporting import facts
+
     return facts.schemes({"scheme": found.scheme, "layers": [{"scheme": row.scheme} for row in found.quantized]})
 
 
