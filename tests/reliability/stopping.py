@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,7 @@ def to_nobody(work: Work) -> Work:
         reading, writing = os.pipe()
         os.close(reading)
         os.dup2(writing, 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # the one at hand may be that of a file, which it seeks in
         return work()
 
     return closed
