@@ -155,13 +155,18 @@ class Stream:
             pass  # the caller goes on: here the traceback still holds tensors
         return done
 
+    def stop_waiting(self) -> bool:
+        """End the passes that wait, and let no other wait; False if there are none."""
+        waited = self.waiting.close()
+        self._waits = self._waits and not waited
+        return waited
+
     def run_fewer(self, block: int) -> None:
         """Run fewer documents together after a GPU ran out of memory; QuantkitError if only one ran.
 
         If passes waited, they end first, and no other will wait.
         """
-        if self.waiting.close():
-            self._waits = False
+        if self.stop_waiting():
             return
         longest, path = max(map(len, self.sequences)), self.model.blocks[block]
         if self.at_once < 2 * longest:

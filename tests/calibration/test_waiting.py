@@ -15,6 +15,7 @@ from quantkit.calibration.groups import find_groups
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.run import Stream
+from quantkit.calibration.stages import solve
 from quantkit.calibration.stages.base import LoadedBlock, Task
 from quantkit.calibration.stages.hessians import collect
 from quantkit.calibration.stages.solve import Solve
@@ -97,6 +98,24 @@ def test_memory_that_ends_while_passes_wait_ends_them_and_changes_no_batch(
         found.append(digests({item.name: item for item in calibrated(run, []) if isinstance(item, Item)}))
     assert found[0] == found[1]
     assert "not enough memory" not in capsys.readouterr().err
+
+
+def test_a_solver_that_lacks_memory_gets_that_of_the_passes_that_wait(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*args: Any, **kwargs: Any) -> list[Item]:
+        if (0,) in block.stream.waiting:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(*args, **kwargs)
+
+    block, own = start(three, from_mapping(COARSE), tmp_path), solve.solve
+    groups = find_groups(block, list(block.goals))
+    facts: dict[str, Any] = {name: {} for name in groups[1].linears}
+    task = Task(groups[1], facts, collect(block, [groups[1]])[0])
+    assert (0,) in block.stream.waiting
+    monkeypatch.setattr(solve, "solve", short)
+    Solve().work(block, [task])
+    assert block.solved.keys() == {f"{name}.weight" for name in groups[1].linears}
 
 
 def test_passes_wait_within_the_budget_of_activations_only(three: Path, tmp_path: Path) -> None:

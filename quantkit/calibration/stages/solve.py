@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -99,7 +100,15 @@ class Solve(Stage):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}
-                items += solve(weights, goals, task.hessian, run.recipe, progress, ranks, block.floors)
+                solved = partial(solve, weights, goals, task.hessian, run.recipe, progress, ranks, block.floors)
+                try:
+                    items += solved()
+                    continue
+                except torch.OutOfMemoryError:
+                    # Ranks that share rows exchange them, so one of them cannot begin anew.
+                    if ranks.count > 1 or not block.stream.stop_waiting():
+                        raise
+                items += solved()
         return items
 
 
