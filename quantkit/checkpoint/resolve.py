@@ -12,11 +12,10 @@ from quantkit.io.hub import UNREACHABLE, is_unreachable
 from quantkit.io.paths import at_home
 
 
-def resolve(model: str, revision: str | None = None, gguf: str | None = None) -> Path:
+def resolve(model: str, revision: str | None = None) -> Path:
     """Find the folder of a model: `model` itself, or a hub id's snapshot in the cache, downloaded if need be.
 
-    For a GGUF file, or a folder with one and no safetensors, it is a temporary folder (`open_gguf`). `gguf` names the
-    file of a folder.
+    For a GGUF file, or a folder with one and no safetensors, it is a temporary folder (`open_gguf`).
 
     Only safetensors files and files of data at the top are downloaded. A name that looks like a path never reaches the
     network. CheckpointError if there is no such folder and the hub does not give it.
@@ -27,7 +26,7 @@ def resolve(model: str, revision: str | None = None, gguf: str | None = None) ->
         if revision is not None:
             what = "folder" if folder.is_dir() else "file"
             raise CheckpointError(f"{model} is a {what}, which has no revisions", Words("drop", Option("revision")))
-        file = _gguf_of(folder, gguf) if folder.is_dir() else folder
+        file = _gguf_of(folder) if folder.is_dir() else folder
         return folder if file is None else open_gguf(file)
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         what = "a file, not a folder" if folder.is_file() else "no such folder"
@@ -49,18 +48,16 @@ def resolve(model: str, revision: str | None = None, gguf: str | None = None) ->
         raise CheckpointError(f"no folder here, and {why}", subject=model) from error
 
 
-def _gguf_of(folder: Path, name: str | None) -> Path | None:
-    """Find the GGUF file of a folder: the one named, or the only one beside no other weights; None if there is none."""
+def _gguf_of(folder: Path) -> Path | None:
+    """Find the only GGUF file of a folder, None beside other weights; CheckpointError for several."""
     with files.guarded(folder):
         listing = sorted(path.name for path in folder.iterdir())
     found = [each for each in listing if each.lower().endswith(ENDING)]
-    if name is not None and name not in found:
-        raise CheckpointError(f"has no {name}: its GGUF files are {', '.join(found) or 'none'}", subject=folder)
-    if name is None and any(each.endswith((".safetensors", ".safetensors.index.json")) for each in listing):
+    if not found or any(each.endswith((".safetensors", ".safetensors.index.json")) for each in listing):
         return None
-    if name is None and len(found) > 1:
+    if len(found) > 1:
         first = folder / found[0]
         raise CheckpointError(
             f"holds several GGUF files ({', '.join(found)})", f"give the path of one, like {first}", subject=folder
         )
-    return folder / (name or found[0]) if found else None
+    return folder / found[0]

@@ -39,7 +39,7 @@ def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Chec
     CheckpointError, before any work, if the text cannot be read or is too short, or the memory does not hold both
     models.
     """
-    source, device, trust_remote_code = resolve(str(model), run.revision, run.gguf), run.device, run.trust_remote_code
+    source, device, trust_remote_code = resolve(str(model), run.revision), run.device, run.trust_remote_code
     src = Checkpoint(source, trust_remote_code, dequantize=True)
     text, what = load_material(src, data, trust_remote_code)
     words = load_tokenizer(src.path)

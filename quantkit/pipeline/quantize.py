@@ -494,7 +494,7 @@ def _streamed_units(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
 
 
 def dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = None) -> Checkpoint:
-    src = Checkpoint(resolve(str(model), run.revision, run.gguf), run.trust_remote_code, dequantize=True)
+    src = Checkpoint(resolve(str(model), run.revision), run.trust_remote_code, dequantize=True)
     if recipe is not None and recipe.dense_dtype is not None:
         src.written_dtype = getattr(torch, recipe.dense_dtype)
     if src.layout is not None:

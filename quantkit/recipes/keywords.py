@@ -11,7 +11,6 @@ class Settings(TypedDict, total=False):
     """The options of a run."""
 
     revision: str | None
-    gguf: str | None
     device: str
     resume: bool
     overwrite: bool

@@ -22,9 +22,6 @@ class RunOptions:
     revision: str | None = key(
         "Branch, tag or commit of a hub model", default=None, usual="its main branch", section="Advanced"
     )
-    gguf: str | None = key(
-        "File of a folder with several GGUF files", default=None, usual="the only one", section="Advanced"
-    )
     device: str = key("Where to compute: auto, cpu, cuda, cuda:1 ...", default="auto", level="shown", section="Basic")
     resume: bool = key(
         "Continue the interrupted run that left OUT.partial-*", default=False, level="shown", section="Output"
