@@ -443,7 +443,7 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
     import torch
 
     from quantkit.bench import generate, random_model
-    from quantkit.inference.swap_linears import free_memory
+    from quantkit.models.devices import free_gpu_memory
     from quantkit.models.meta_model import skeleton
     from quantkit.progress import Progress
 
@@ -454,7 +454,7 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
         for variant in random_model.variants(outline, figure.layouts, (), ()):
             if any((row["model"], row["layout"]) == (name, variant.layout) for row in before):
                 continue
-            fits = fitting(figure, name, built, variant, free_memory(where))
+            fits = fitting(figure, name, built, variant, free_gpu_memory(where))
             about = {"model": name, "layout": variant.layout, "scheme": variant.scheme, "fits": False}
             yield from (about | {"batch": batch} for batch in figure.batches if batch not in fits)
             if not fits:

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from quantkit.evaluation.programs import CodeScores, PassAtK
 from quantkit.evaluation.rouge import Rouge
 from quantkit.evaluation.tasks import TaskScore, TaskScores
 from quantkit.evaluation.verification import Verification
-from quantkit.keys import Key, keys_of, sections_of
+from quantkit.keys import Key, keys_of
 from quantkit.layouts import compatibility
 from quantkit.pipeline.push import Pushed
 from quantkit.pipeline.result import Result
@@ -56,6 +56,8 @@ RESULTS = (
     Pushed,
     Event,
 )
+#: Section of a recipe -> its help.
+SECTIONS = {each.name: each.metadata["section"][0] for each in fields(RecipeKeys) if "section" in each.metadata}
 #: Options that every command has; the page names them once.
 SHARED = {"--json", "--quiet", "--verbose", "--help", "--help-all"}
 
@@ -203,11 +205,11 @@ def api_page() -> str:
 def recipe_page() -> str:
     """Make the page of recipes: its tables of keys anew, the text around them as it is."""
     text = (HERE / "recipes.md").read_text(encoding="utf-8")
-    sections = {"": "Keys", **{name: f"`{name}`" for name in sections_of(RecipeKeys)}}
+    sections = {"": "Keys", **{name: f"`{name}`" for name in SECTIONS}}
     for section, heading in sections.items():
         rows = [key_row(key) for key in keys_of(RecipeKeys) if (key.path[0] if len(key.path) > 1 else "") == section]
         if not section:
-            about = [[f"`{name}`", "section below", help, ""] for name, help in sections_of(RecipeKeys).items()]
+            about = [[f"`{name}`", "section below", help, ""] for name, help in SECTIONS.items()]
             rows = about + rows
         table = _table(["key", "default", "effect", "when to change it"], rows)
         found = re.compile(

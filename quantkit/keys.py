@@ -191,11 +191,6 @@ def _keys(declared: Any, above: tuple[str, ...]) -> tuple[Key, ...]:
     return tuple(found)
 
 
-def sections_of(declared: type) -> dict[str, str]:
-    """Return the sections that a dataclass declares, as name -> help."""
-    return {each.name: each.metadata["section"][0] for each in fields(declared) if "section" in each.metadata}
-
-
 def read(mapping: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
     """Check and convert the values of a mapping, section by section; RecipeError names an unknown key or value."""
     within: dict[str, list[Key]] = {}

@@ -37,6 +37,7 @@ from quantkit.bench.roofline import Device
 from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears
 from quantkit.kernels import MATMULS, preferred
+from quantkit.models.devices import free_gpu_memory
 from quantkit.models.meta_model import dense_matrices, find_blocks, skeleton
 from quantkit.progress import Progress
 
@@ -162,7 +163,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
     static_cache(built, cache_length(load.prompt, load.new))
     packed_in = [variant.layout for variant in variants if variant.schemes]
     where = require_gpu([layout if layout in MATMULS else preferred()[0] for layout in packed_in])
-    jobs, notices = fit_batches(model.name, built, variants, load, swap_linears.free_memory(where))
+    jobs, notices = fit_batches(model.name, built, variants, load, free_gpu_memory(where))
     notices += dense_matrices(built)
     for line in notices:
         progress.warn(line)

@@ -19,6 +19,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
+from quantkit.models.devices import free_gpu_memory
 from quantkit.models.passing import State
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.goals import Goal
@@ -120,7 +121,8 @@ class Stream:
         store = self.activations
         share = sum(store.rows[number] for number in documents) / len(store.hidden)
         size = round(x.nbytes / share) + PASS_STATES * store.hidden.nbytes
-        return self._waits and fits_beside(size, store.hidden.nbytes, store.budget, _free(self.model.device))
+        free = free_gpu_memory(self.model.device) if self.model.device.type == "cuda" else None
+        return self._waits and fits_beside(size, store.hidden.nbytes, store.budget, free)
 
     def _run(self, block: int, numbers: Sequence[int]) -> State | None:
         if len(numbers) == 1:
@@ -187,14 +189,6 @@ class Stream:
                 "makes space",
             )
         )
-
-
-def _free(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that tensors may take, those of torch's cache included; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def embedded(run: Run, count: int | None = None, kind: str = "") -> Stream:

@@ -60,7 +60,7 @@ def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
 
 
 def digests(known: Mapping[str, Recorded]) -> dict[str, object]:
-    """Reduce recorded hashes to file name -> hash, as `Checkpoint.hashes` takes them."""
+    """Reduce recorded hashes to file name -> hash."""
     return {name: entry.digest for name, entry in known.items()}
 
 

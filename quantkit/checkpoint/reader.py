@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import gguf_source, low_bit_sources
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.stored_tensors import StoredTensors, file_in
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -207,15 +206,6 @@ class Checkpoint(StoredTensors):
     def logical(self) -> list[str]:
         """Return every tensor's name with each packed module as its `....weight`, in file order."""
         return list(dict.fromkeys(f"{self._owner[n]}.weight" if n in self._owner else n for n in self.names()))
-
-    def item(self, name: str) -> Item:
-        """Read a tensor of `logical`, a packed module as QuantizedTensor."""
-        module = self._module_of(name)
-        return Item(name, self.get(name) if module is None else self.quantized(module))
-
-    def items(self) -> Iterator[Item]:
-        """Yield every tensor once, packed modules as QuantizedTensor in the place of their first part."""
-        yield from map(self.item, self.logical())
 
     def dense_config(self) -> dict[str, Any]:
         """Return the configuration without the quantization of the model, or of its language model."""

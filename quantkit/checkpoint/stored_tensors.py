@@ -180,10 +180,9 @@ class StoredTensors:
         """Map file name to real path: the shards in their order, then the files beside them."""
         return {file.name: file.path for file in (*self._shards, *self._beside)}
 
-    def hashes(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
-        """Hash each of the `sources`, by the algorithm of its `recorded` hash."""
-        like = recorded or {}
-        return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
+    def hashes(self) -> dict[str, str]:
+        """Hash each of the `sources`."""
+        return {name: hashing.hash_of_file(path) for name, path in self.sources().items()}
 
     def require_unchanged(self) -> None:
         """Raise CheckpointError if one of the `sources` changed since it was opened."""

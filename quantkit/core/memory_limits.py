@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,11 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from quantkit.errors import QuantkitError
-
-try:
-    import resource
-except ImportError:  # no POSIX system
-    resource = None  # type: ignore[assignment]
 
 #: Where cgroup v2 and v1 keep the limit of a group, and its use.
 CGROUP_FILES = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -42,13 +38,11 @@ def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
     found = [*_cgroup_limits(proc, cgroups, own.resident)]
     if (free := free_memory(proc, swap=True)) is not None:
         found.append(Limit(free + own.resident, "the memory that is free here", "free some memory"))
-    if resource is not None:
-        used = {"v": ("RLIMIT_AS", own.size), "d": ("RLIMIT_DATA", own.data)}
-        for letter, (name, taken) in used.items():
-            limit = resource.getrlimit(getattr(resource, name))[0]
-            if limit != resource.RLIM_INFINITY and own.size:
-                room = limit - taken + own.resident
-                found.append(Limit(room, f"ulimit -{letter}", f"raise ulimit -{letter}"))
+    used = {"v": (resource.RLIMIT_AS, own.size), "d": (resource.RLIMIT_DATA, own.data)}
+    for letter, (kind, taken) in used.items():
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY and own.size:
+            found.append(Limit(limit - taken + own.resident, f"ulimit -{letter}", f"raise ulimit -{letter}"))
     return found
 
 
@@ -77,7 +71,7 @@ def require_address_space(*, computes: bool) -> None:
 
     The libraries would abort the process, or end it in any error.
     """
-    if resource is None or "torch" in sys.modules:
+    if "torch" in sys.modules:
         return
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:

@@ -185,12 +185,6 @@ def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torc
     return dict(total)
 
 
-def free_memory(device: torch.device) -> int:
-    """Count the bytes of a GPU that this process can allocate, torch's own cache included."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
-
-
 def repack_for_kernels(linears: Linears) -> list[str]:
     """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some cannot be repacked.
 

@@ -22,6 +22,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.layouts import LAYOUTS, read_config
+from quantkit.models.devices import free_gpu_memory
 from quantkit.models.state_names import patterns_in_use
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that `quantkit.load` made.
@@ -96,7 +97,7 @@ class QuantkitQuantizer(HfQuantizer):
         gpus: list[torch.device] = []
         if isinstance(device_map, dict):
             needs = swap_linears.memory_needs(model, expand_device_map(device_map, list(model.state_dict())))
-            swap_linears.require_memory(needs, swap_linears.free_memory, src.path)
+            swap_linears.require_memory(needs, free_gpu_memory, src.path)
             gpus = list(needs)
         elif device_map is not None:
             gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

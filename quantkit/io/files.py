@@ -32,9 +32,6 @@ FAULT: Callable[[str, Path], None] | None = None
 CHUNK = 64 * 2**20
 #: Error numbers of system calls that a file system, such as some network mounts, does not support.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-#: Flags of `os.open` that some systems lack.
-_BINARY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -121,7 +118,7 @@ def open_regular(path: Path) -> FileIO:
         # Looked at before it is opened: opening a FIFO or a device can block or have effects.
         file: FileIO | None = None
         if stat.S_ISREG(os.lstat(path).st_mode):
-            fd = os.open(path, os.O_RDONLY | _NO_LINKS | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             file = os.fdopen(fd, "rb", buffering=0)
         if file is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError("not a regular file", "put the file itself there", subject=path)
@@ -166,8 +163,6 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
 
 def _lacks_inodes(folder: Path) -> bool:
     """Return True if the file system of a folder counts inodes and has none left."""
-    if not hasattr(os, "statvfs"):
-        return False
     found = os.statvfs(folder)
     return found.f_files > 0 and found.f_favail == 0
 
@@ -175,14 +170,14 @@ def _lacks_inodes(folder: Path) -> bool:
 def create(path: Path) -> BinaryIO:
     """Open a new file, or an emptied one, for writing and reading, never through a link; raises OSError."""
     fault("open", path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | _NO_LINKS | _BINARY
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
 
 
 def open_for_update(path: Path) -> BinaryIO:
     """Open a file for reading and writing, or make an empty one, never through a link; raises OSError."""
     fault("open", path)
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS | _BINARY, 0o666), "r+b", buffering=0)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
 
 
 def write(file: BinaryIO, data: memoryview, path: Path) -> None:
@@ -203,7 +198,7 @@ def sync(file: BinaryIO, path: Path) -> None:
 def sync_folder(path: Path) -> bool:
     """Make the names of the files in a folder durable; False if the file system has no such call."""
     with guarded(path):
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _BINARY)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with _where_supported() as missing:
                 fault("fsync", path)

@@ -6,7 +6,7 @@ each committed unit of work, and activation snapshots. The last step renames it 
 
 from __future__ import annotations
 
-import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -17,11 +17,6 @@ from typing import BinaryIO
 from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
-
-try:
-    import fcntl
-except ImportError:  # no POSIX system
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = "lock"
 #: The calibration text that the model of a run wrote, for the run to be resumed with.
@@ -205,8 +200,6 @@ def _is_locked(partial: Path) -> bool:
     if not (partial / LOCK).exists():
         return False
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "no flock")
         with files.open_regular(partial / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two checks do not refuse each other
     except BlockingIOError:
@@ -226,8 +219,6 @@ def _is_being_written(out: Path, lock: Path) -> CheckpointError:
 def _lock(file: BinaryIO, partial: Path, stack: ExitStack, notice: Callable[[str], None]) -> bool:
     """Lock an open file until `stack` closes; False if another process holds it."""
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "no flock")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

@@ -40,6 +40,12 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def free_gpu_memory(device: torch.device) -> int:
+    """Count the bytes of a GPU that this process can allocate, torch's own cache included."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
 def compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the compute dtype for a model's dtype: float32 on a CPU, bfloat16 if it has AMX, the model's on a GPU."""
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.io.model_folder import INDEX
@@ -53,9 +54,10 @@ def copy_all(
         writer = CheckpointWriter(partial, source, layout, max_shard_bytes=shard)
         writer.identify({"source": source.hashes(), "version": 1}, keys_that_differ)
         done = writer.items_done()
-        for number, item in enumerate(source.items(), 1):
-            if item.name not in done:
-                writer.add(item)
+        packed = {f"{module}.weight": module for module in source.modules()}
+        for number, name in enumerate(source.logical(), 1):
+            if name not in done:
+                writer.add(Item(name, source.quantized(packed[name]) if name in packed else source.get(name)))
                 if number % every == 0:
                     writer.commit({"number": number})
         writer.commit({})

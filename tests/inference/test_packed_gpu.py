@@ -19,12 +19,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.inference import swap_linears
+from quantkit.inference import swap_linears, transformers_plugin
 from quantkit.inference.fused_linear import FusedLinear
 from quantkit.inference.generate import generate
 from quantkit.kernels.proof import relative_error
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
+from quantkit.models.devices import free_gpu_memory
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import attention, bits, gauss, layers, logits, packed as packed_linear, stored, values
@@ -315,8 +316,8 @@ def test_a_gpu_that_is_too_small_is_refused_before_any_weight_is_read(
     sources: dict[torch.dtype, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(sources[torch.float16], tmp_path / "out", "marlin", "int4:g128")
-    assert swap_linears.free_memory(torch.device("cuda", 0)) > 0
-    monkeypatch.setattr(swap_linears, "free_memory", lambda device: 1000)
+    assert free_gpu_memory(torch.device("cuda", 0)) > 0
+    monkeypatch.setattr(transformers_plugin, "free_gpu_memory", lambda device: 1000)
     before = torch.cuda.memory_allocated()
     with pytest.raises(CheckpointError, match=r"cuda:0, which has 1\.0 kB free"):
         quantkit.load(path, device="cuda")
