@@ -88,7 +88,8 @@ def timed(
         dense = q.dequantize()
         one = launcher.named(LAYOUTS[layout].pack(q))
         first = [one[name] for name in launcher.weight(scheme, n, k).tensors]
-        count = timing.copies(sum(tensor.nbytes for tensor in first), l2)
+        size = sum(tensor.nbytes for tensor in first)
+        count = timing.copies(size, l2)
         packed = [first, *([tensor.clone() for tensor in first] for _ in range(count - 1))]
     del q
     random = torch.Generator(where).manual_seed(1)
@@ -132,6 +133,7 @@ def timed(
             | {name: found[name] for name in COLUMNS}
             | {
                 "tflops": 2 * m * n * k / us / 1e6,
+                "weight_GBps": size / us / 1e3,
                 "error": max(errors),
                 "gpu": torch.cuda.get_device_name(where),
                 "torch": str(torch.__version__),

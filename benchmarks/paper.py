@@ -6,9 +6,10 @@
     python benchmarks/paper.py --figure quick-8 --fits 80    # the largest batch that 80 GB hold, without a GPU
 
 `paper_figures.py` has shapes, tokens and models. Measured rows go to benchmarks/gpu/paper_NAME.csv as they come, and
-are drawn in place of those of earlier runs. Whole models that have rows there are not timed again. The points that are
-drawn go to benchmarks/papers/NAME.csv, the drawing to docs/papers/NAME.svg. All speed-ups are over the cuBLAS of the
-same run. docs/papers.md says what each figure shows.
+are drawn in place of those of earlier runs on the same card. Kernels on another card than that of the published ones
+are lines of their own. Whole models that have rows there are not timed again. The points that are drawn go to
+benchmarks/papers/NAME.csv, the drawing to docs/papers/NAME.svg. All speed-ups are over the cuBLAS of the same run.
+docs/papers.md says what each figure shows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PUBLISHED = {
     "fp6:channel": ("fp6_llm_e3m2_per_channel", "humming_fp6_e3m2_per_channel"),
     "fp5:channel": ("humming_fp5_e3m1_per_channel",),
 }
-CUBLAS = "cuBLAS"
+CUBLAS, PEERS_CARD = "cuBLAS", "H200"
 Row = dict[str, Any]
 
 
@@ -108,11 +109,11 @@ def measured(name: str) -> Path:
 
 
 def ours(name: str) -> list[Row]:
-    """Read all rows of quantkit's kernels by scheme, shape and tokens; those measured for the figure replace others."""
+    """Read all rows of quantkit's kernels by card, scheme, shape and tokens; those of the figure replace others."""
     found = {}
     for path in (*sorted(RESULTS.glob("kernels_*.csv")), measured(name)):
         for row in read(path):
-            found[row["scheme"], row["N"], row["K"], row["M"]] = row
+            found[row["gpu"], row["scheme"], row["N"], row["K"], row["M"]] = row
     return list(found.values())
 
 
@@ -128,11 +129,13 @@ def kernel_panels(name: str, figure: Kernels) -> list[Panel]:
             shape, m = f"{row['N']}x{row['K']}", int(row["M"])
             if row[key] == label and shape in figure.shapes and m in figure.tokens:
                 title, x = (f"{m} tokens", shape) if figure.by_layer else (shape, m)
-                kept.setdefault(title, {}).setdefault(_called(label), []).append((x, float(row[figure.value])))
+                card = "" if key == "kernel" or PEERS_CARD in row["gpu"] else f", {row['gpu'].split()[1]}"
+                line = f"{_called(label)}{card}"
+                kept.setdefault(title, {}).setdefault(line, []).append((x, float(row[figure.value])))
                 if label == schemes[0] and not figure.by_layer:
                     rate = 2e-6 * m * int(row["N"]) * int(row["K"]) / float(row["cublas_us"])
                     bound = "floor_speedup" if figure.value == "speedup_vs_cublas" else None
-                    line, value = (f"{_called(label)}: floor", float(row[bound])) if bound else (CUBLAS, rate)
+                    line, value = (f"{line}: floor", float(row[bound])) if bound else (f"{CUBLAS}{card}", rate)
                     kept[title].setdefault(line, []).append((x, value))
     y = "speed-up over cuBLAS" if figure.value == "speedup_vs_cublas" else "TFLOP/s"
     x = "shape" if figure.by_layer else "tokens"
@@ -141,7 +144,7 @@ def kernel_panels(name: str, figure: Kernels) -> list[Panel]:
         for lines in kept.values():
             for line in lines.values():
                 line.sort(key=lambda point: figure.shapes.index(point[0]))
-    dashed = frozenset(f"{_called(label)}: floor" for label in schemes)
+    dashed = frozenset(line for lines in kept.values() for line in lines if line.endswith(": floor"))
     return [Panel(f"{figure.title}: {at}", x, y, kept[at], dashed) for at in order if at in kept]
 
 
@@ -149,13 +152,14 @@ def roofline_panels(name: str, figure: Roofline) -> list[Panel]:
     """Draw TFLOP/s over operations for each byte, ours and cuBLAS, under the roof of the same run."""
     panels = []
     for label in (label for _, label in figure.ours):
-        rows = [row for row in ours(name) if row["scheme"] == label and f"{row['N']}x{row['K']}" in figure.shapes]
+        rows = [row for row in read(measured(name)) or ours(name) if row["scheme"] == label]
+        rows = [row for row in rows if f"{row['N']}x{row['K']}" in figure.shapes]
         mine: dict[str, list[tuple[Any, float]]] = {}
         dense: dict[str, list[tuple[Any, float]]] = {}
         for row in rows:
             m, n, k, us = int(row["M"]), int(row["N"]), int(row["K"]), float(row["time_us"])
             work, moved = 2 * m * n * k, 2 * m * (n + k)
-            packed = float(row.get("weight_bytes") or float(row["weight_GBps"]) * us * 1e3)
+            packed = float(row["weight_GBps"]) * us * 1e3
             mine.setdefault(f"{n}x{k}", []).append((work / (packed + moved), work / us / 1e6))
             cublas = work / float(row["cublas_us"]) / 1e6
             dense.setdefault(f"{n}x{k}", []).append((work / (2 * n * k + moved), cublas))

@@ -17,7 +17,7 @@ from quantkit.bench.roofline import layers
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROW = {"layer": "llama3-8b o", "N": "4096", "K": "4096", "kernel": "matmul", "cublas_us": "16", "time_us": "8"}
-ROW |= {"speedup_vs_cublas": "2", "floor_speedup": "5", "tflops": "60", "pct_of_floor": "40"}
+ROW |= {"speedup_vs_cublas": "2", "floor_speedup": "5", "tflops": "60", "pct_of_floor": "40", "gpu": "NVIDIA H200"}
 
 
 @pytest.fixture
@@ -38,21 +38,24 @@ def test_figures_name_what_bench_can_time() -> None:
             assert len(layers((), figure.shapes)) == len(set(figure.shapes)), name
 
 
-def test_rows_of_the_figure_replace_those_of_earlier_runs(results: Path) -> None:
+def test_rows_of_the_figure_replace_those_of_earlier_runs_on_that_card(results: Path) -> None:
     figure = Kernels("T", (("marlin", "int4:g128"),), ("4096x4096",), (1, 8), ("theirs",))
     assert PANELS[Kernels]("own", figure) == []
     old = [ROW | {"scheme": "int4:g128", "M": m} for m in ("1", "8", "16")]
     paper.write(results / "kernels_a.csv", [*old, ROW | {"scheme": "fp6:channel", "M": "1"}])
-    paper.write(results / "paper_own.csv", [ROW | {"scheme": "int4:g128", "M": "8", "speedup_vs_cublas": "3"}])
+    own = ROW | {"scheme": "int4:g128", "M": "8", "speedup_vs_cublas": "3"}
+    paper.write(results / "paper_own.csv", [own, own | {"gpu": "NVIDIA H100 80GB HBM3", "speedup_vs_cublas": "9"}])
     peers = [{"N": "4096", "K": "4096", "M": "8", "kernel": "theirs", "speedup_vs_cublas": "1.5"}]
     paper.write(results / "peers.csv", [*peers, {"N": "4096", "K": "4096", "M": "", "kernel": "plain read"}])
     (panel,) = PANELS[Kernels]("own", figure)
     assert panel.lines == {
         "quantkit int4:g128": [(1, 2.0), (8, 3.0)],
         "quantkit int4:g128: floor": [(1, 5.0), (8, 5.0)],
+        "quantkit int4:g128, H100": [(8, 9.0)],
+        "quantkit int4:g128, H100: floor": [(8, 5.0)],
         "theirs": [(8, 1.5)],
-    }
-    assert panel.dashed == {"quantkit int4:g128: floor"}
+    }, "a line of one card"
+    assert panel.dashed == {"quantkit int4:g128: floor", "quantkit int4:g128, H100: floor"}
 
 
 def test_busy_loops_stand_beside_timings_with_rests(results: Path) -> None:
