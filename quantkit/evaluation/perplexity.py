@@ -27,7 +27,7 @@ LARGEST_NLL = 709.0
 class Perplexity(Shown):
     """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the predictions.
 
-    The text has `text_tokens` tokens and was read in `windows` windows of `window` tokens, `stride` apart. With `bos`,
+    `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, `stride` apart. With `bos`,
     each window had the BOS token in front; `bos_rule` says why it had or had not. `data` names the text; `weights` says
     how weights were multiplied. Of an encoder-decoder, the windows are the summaries of so many `pairs` with documents.
     """

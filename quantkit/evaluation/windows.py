@@ -28,7 +28,7 @@ CHUNK = 2**24
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a text: int64 `parts` `[n, window]`, one every `stride` tokens of `text_tokens` in all.
+    """The windows of a text: int64 `parts` `[n, window]`, one every `stride` of the `text_tokens` that are read.
 
     `prefix` is what stands in front of each: the BOS token or nothing. `bos_rule` says why.
     """
@@ -119,7 +119,7 @@ def cut(
         rows = model.get_input_embeddings().get_parameter("weight").shape[0]
         check_tokens(max(int(read.max()), (first or 0) if bos else 0), rows)
     prefix = torch.tensor([first] if bos else [], dtype=torch.int64)
-    return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(ids))
+    return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(read))
 
 
 def _require_fit(window: int, stride: int, positions: float, bos: bool) -> None:

@@ -382,7 +382,7 @@ def _assemble(
         scheme=labels.most_common(1)[0][0] if labels else label(default),
         rows=tuple(rows),
         bytes=total,
-        source_bytes=src.source_bytes,
+        source_bytes=src.file_bytes,
         memory=memory,
         misfits=tuple(misfits),
         remarks=tuple(src.notices),

@@ -20,6 +20,7 @@ from quantkit.text.conversations import BrokenRecord, Conversation, Without, mes
 
 #: Keys of records that are read without --text-column, the first one that a record has.
 CONVERSATIONS = ("messages", "conversations")
+RECORD = '{"text": "..."}'
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 
 
@@ -76,8 +77,8 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     encoding = _encoding(data)
     if encoding == "utf-16":
         data = decoded(path).encode()
-    whole = path.suffix.lower() == ".json" and data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    return _json_array(path) if whole else _json_lines(path, data)  # some .json files have a record a line
+    whole = data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    return _json_array(path) if whole else _json_lines(path, data)  # whatever the name: files are called either way
 
 
 def records_with(path: Path, *shapes: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -196,7 +197,8 @@ def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation 
 
 
 def _without_key(what: str, row: Any, where: str) -> BrokenRecord:
-    return BrokenRecord(f"has no {what}: {_keys(row)}", where, Words("use", Setting("text_column", NAME)))
+    way = Words("use", Setting("text_column", NAME)) if isinstance(row, dict) else f"write it as {RECORD}"
+    return BrokenRecord(f"has no {what}: {_keys(row)}", where, way)
 
 
 def _keys(row: Any) -> str:
@@ -214,7 +216,8 @@ def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
         rows = json.loads(decoded(path))
         json.dumps(rows, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not JSON ({reason(error)})", "repair the file", subject=path) from error
+        way = f"repair the file: one array, or a record {RECORD} a line"
+        raise CheckpointError(f"is not JSON ({reason(error)})", way, subject=path) from error
     for number, row in enumerate(rows, start=1):
         yield f"{path}: record {number}", row
 

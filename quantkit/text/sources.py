@@ -151,7 +151,7 @@ def load_documents(
     else:
         path = Path(source)
         texts, what = documents(file_rows(path), text_column, left_out)
-        rule = f"one {what} a {_unit(path)}"
+        rule = f"one {what} a record"
     texts = [text for text in texts if isinstance(text, Conversation) or text.strip()]
     if not texts:
         why = f" ({len(left_out)} records: {left_out.why})" if left_out else ""
@@ -211,10 +211,6 @@ def _file(source: str, option: Setting | Option) -> Path:
             "unknown kind of text file", f"rename or convert it to {', '.join(SUFFIXES)}", subject=source
         )
     return path
-
-
-def _unit(path: Path) -> str:
-    return {".json": "record", ".jsonl": "line", ".parquet": "row"}[path.suffix.lower()]
 
 
 def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]], str]:

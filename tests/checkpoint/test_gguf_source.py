@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.api import quantize
+from quantkit.api import plan, quantize
 from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
@@ -105,6 +105,12 @@ def test_an_output_has_the_bytes_of_quantizing_the_dequantized_folder(llama: tup
     assert "| source | GGUF Q4_0 (4.50 bits a weight), dequantized |" in card
     assert 'license: "apache-2.0"' in card and 'base_model: "maker/model"' in card
     assert not [f.name for f in (tmp_path / "a").iterdir() if str(src.path.parent) in f.read_text(errors="replace")]
+
+
+def test_plan_and_report_state_the_same_size_of_a_source(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    for number, source in enumerate(llama):
+        made = quantize(source, tmp_path / str(number), **RTN)
+        assert made["totals"]["source_bytes"] == plan(source, **RTN).source_bytes > 0
 
 
 def test_tokenizer_and_chat_template_are_those_of_the_model(llama: tuple[Path, Path], tmp_path: Path) -> None:

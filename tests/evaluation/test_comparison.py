@@ -86,7 +86,7 @@ def test_no_more_than_the_stated_tokens_are_read(
     monkeypatch.setattr(comparison, "MOST_TOKENS", 600)
     made = quantkit.quantize(small_llama, tmp_path / "out", method="rtn", eval=str(text))
     assert (made["evaluation"]["windows"], made["evaluation"]["tokens"]) == (1, 511)
-    assert made["evaluation"]["text_tokens"] == 1100
+    assert made["evaluation"]["text_tokens"] == 600
 
 
 def test_a_text_shorter_than_the_context_is_one_window(small_llama: Path, tmp_path: Path) -> None:

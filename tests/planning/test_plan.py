@@ -189,6 +189,15 @@ def test_suggestions_for_a_scheme_that_fits_no_weight(asked: Any, change: Any, t
     assert not plan_quantize(src, linears, recipe(**change)).misfits
 
 
+def test_the_ways_out_of_several_rules_help_together(tmp_path: Path) -> None:
+    linears = {"model.layers.0.mlp.up_proj": (1536, 576), "model.layers.0.mlp.down_proj": (576, 1536)}
+    src = sparse(tmp_path / "m", linears)
+    planned = plan_quantize(src, linears, recipe(layout="quick", group_size=128, symmetric=False))
+    assert len(planned.ways_out) == 2
+    assert all(": use --layout compressed-tensors --group-size 64, or" in line for line in planned.ways_out)
+    assert not plan_quantize(src, linears, recipe(layout="compressed-tensors", group_size=64, symmetric=False)).misfits
+
+
 def test_group_size_that_does_not_divide_one_of_the_weights(tmp_path: Path) -> None:
     linears = {"model.layers.0.mlp.up_proj": (512, 256), "model.layers.0.mlp.down_proj": (256, 512 + 64)}
     src = sparse(tmp_path / "m", linears)

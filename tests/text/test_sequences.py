@@ -132,7 +132,7 @@ def test_conversations_stay_whole_and_begin_at_their_beginning(tmp_path: Path, c
     found = draw_calibration(chats(tmp_path / "a.jsonl", [5, 9, 300]), chatty, samples=3, max_length=64, seed=0)
     texts = sorted(chatty.decode(s) for s in found.sequences)
     assert texts == [f"<|endoftext|>user:{t}" for t in ("AAAAA\n", "B" * 9 + "\n", "C" * 58)]
-    assert (found.facts["cut"], found.facts["rule"], found.notices) == (1, "one conversation (messages) a line", ())
+    assert (found.facts["cut"], found.facts["rule"], found.notices) == (1, "one conversation (messages) a record", ())
 
 
 def test_plain_text_for_a_model_that_chats_gets_a_notice(tmp_path: Path, tokenizer: Any, chatty: Any) -> None:
@@ -206,7 +206,7 @@ def test_each_source_of_a_mixture_is_drawn_as_if_alone(tmp_path: Path, tokenizer
     assert shown == [("a.txt", 0.75, 8, alone[0].facts["sha256"]), ("b.jsonl", 0.25, 2, alone[1].facts["sha256"])]
     assert (facts["source"], facts["sequences"], facts["documents"]) == ("a.txt:0.75, b.jsonl:0.25", 10, 80)
     assert facts["tokens"] == sum(map(len, found.sequences)) == sum(s["tokens"] for s in facts["sources"])
-    assert facts["rule"] == "one document between blank lines; one document a line"
+    assert facts["rule"] == "one document between blank lines; one document a record"
     again = draw_calibration([f"{one}:3", other], tokenizer, samples=10, **options)
     assert again.facts["sha256"] == facts["sha256"]
 

@@ -55,7 +55,8 @@ def test_records_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
     jsonl = write(tmp_path / "a.jsonl", lines + "\n\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     array = write(tmp_path / "a.json", "\n" + json.dumps([{"text": t} for t in texts]))
-    for source in (jsonl, str(tmp_path / "a.parquet"), array, write(tmp_path / "lines.json", lines)):
+    misnamed = write(tmp_path / "array.jsonl", json.dumps([{"text": t} for t in texts], indent=1))
+    for source in (jsonl, str(tmp_path / "a.parquet"), array, misnamed, write(tmp_path / "lines.json", lines)):
         assert load_documents(source).texts == texts
         assert load_evaluation_text(source)[0] == "\n\n".join(texts)
 
@@ -90,11 +91,12 @@ def test_line_ends_of_windows_change_neither_documents_nor_perplexity(tmp_path: 
             b'{"id": 1, "body": "y"}\n',
             "line 1: has no text, messages .*: found the keys id, body: use --set calibration.text_c",
         ),
-        ("a.jsonl", b"7\n", "line 1: .* it is no object with keys: use --set calibration.text_column=NAME"),
+        ("a.jsonl", b"7\n", r'line 1: .* it is no object with keys: write it as \{"text": "\.\.\."\}, or allow'),
         ("a.json", b'[{"text": "x"}, 7]', "record 2: .* it is no object with keys"),
         ("a.json", b'[{"text": "x"}', "is not JSON"),
+        ("a.jsonl", b'["x"]\n["y"]\n', 'is not JSON .*: repair the file: one array, or a record {"text"'),
         ("a.json", b'{"data": [\n1]}', "line 1: is not JSON"),
-        ("a.jsonl", b'["text"]\n', "line 1"),
+        ("a.jsonl", b'["text"]\n', "record 1"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: is not JSON"),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"}", "line 1: is not JSON"),
         ("a.jsonl", b"", "no text"),
@@ -117,7 +119,7 @@ def test_a_missing_file_is_refused_with_the_names_of_data_sets() -> None:
 def test_a_named_column_is_read_instead(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", '{"text": "no", "body": "yes"}\n{"text": "no", "body": "again"}\n')
     found = load_documents(source, text_column="body")
-    assert (found.texts, found.rule) == (["yes", "again"], "one document (body) a line")
+    assert (found.texts, found.rule) == (["yes", "again"], "one document (body) a record")
     with pytest.raises(
         CheckpointError, match="line 1: has no text called title: found the keys text, body: use --set cal"
     ):
