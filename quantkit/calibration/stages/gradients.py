@@ -252,9 +252,18 @@ def _drawn(model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.
     generator.manual_seed(seed)
     logits = model.logits_of(tokens, hidden)
     wanted = logits.detach().float().softmax(-1)
-    drawn = torch.multinomial(wanted, 1, generator=generator)
+    drawn = drawn_tokens(wanted, generator)
     wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
     return gradient(model, logits, hidden, wanted.to(logits.dtype))
+
+
+def drawn_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token from each row of probabilities `[t, v]`, int64 `[t, 1]`; on a CPU with one random number a row."""
+    if probabilities.is_cuda:  # its sums of a row have no fixed order
+        return torch.multinomial(probabilities, 1, generator=generator)
+    ends = probabilities.cumsum(-1)
+    drawn = torch.rand(len(ends), 1, generator=generator) * ends[:, -1:]
+    return torch.searchsorted(ends, drawn, right=True).clamp_(max=ends.shape[1] - 1)
 
 
 def _carry_back(stream: Stream, block: int, store: Activations, watch: Watch | None) -> None:

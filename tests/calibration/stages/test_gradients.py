@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.calibration.budget import TUNED_AT_ONCE
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.run import Run, Stream, embedded
-from quantkit.calibration.stages.gradients import measure
+from quantkit.calibration.stages.gradients import drawn_tokens, measure
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.io import files
@@ -73,7 +73,7 @@ def whole_model_gradients(folder: Path, run: Run) -> list[Tensor]:
     for number, tokens in enumerate(run.sequences):
         generator.manual_seed(run.recipe.calibration.seed + number)
         logits = model(tokens[None], use_cache=False).logits[0]
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        drawn = drawn_tokens(logits.detach().softmax(-1), generator)
         (-logits.log_softmax(-1).gather(1, drawn).sum()).backward()
     return [torch.cat(parts) for parts in seen.values()]
 
@@ -101,6 +101,15 @@ def test_gradients_are_those_of_the_whole_model(family: str, changes: dict[str, 
         fisher /= fisher.diagonal().mean()
         root = gradients.root(block).double()
         assert distance(root @ root.T, (fisher + torch.eye(len(fisher))) / 2) < 1e-3, block
+
+
+def test_tokens_are_drawn_as_often_as_they_are_probable_and_impossible_ones_never() -> None:
+    probabilities = torch.tensor([0.0, 0.25, 0.0, 0.0625, 0.6875, 0.0]).expand(1 << 18, -1)
+    drawn = drawn_tokens(probabilities, torch.Generator().manual_seed(3))
+    assert drawn.shape == (1 << 18, 1)
+    shares = drawn.flatten().bincount(minlength=6) / len(drawn)
+    assert torch.equal(shares == 0, probabilities[0] == 0)
+    assert distance(shares, probabilities[0]) < 5e-3
 
 
 @pytest.mark.parametrize("damaged", [False, True])
