@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def choose_scales(
         if zeros is not None:
             zeros[rows] = torch.stack([f.zeros for f in fits if f.zeros is not None], 1).view(-1, groups)
 
-    together: GroupError | None
+    together: GroupError | KernelErrors | None
     if errors is None:
         together, slices = square_error, row_slices(weight, k)
     elif (together := _kernel_errors(weight, errors)) is not None:
@@ -91,7 +92,7 @@ def fit_scales(
     scheme: Scheme,
     clip: Clip,
     stored: torch.dtype,
-    error: GroupError,
+    error: GroupError | KernelErrors,
     row: int = 0,
     groups: int = 1,
     signed: bool = False,
@@ -115,7 +116,7 @@ def fit_scales(
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
 
 
-def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError) -> Tensor:
+def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError | KernelErrors) -> Tensor:
     """Return the error `[c, m]` of each candidate of `scales` and `zeros` `[c, m]` for the groups `x` `[m, g]`."""
     if isinstance(error, KernelErrors):
         return kernels.search_errors(x, scales, zeros, error.factors, fmt)
@@ -230,15 +231,10 @@ class TriangularError:
         return torch.stack(parts).sum(0)
 
 
-class KernelErrors:
-    """The error `||delta R||^2` of groups of whole rows, for a kernel; `factors` `[groups, g, g]` has each `R`."""
+class KernelErrors(NamedTuple):
+    """The factors `[groups, g, g]`, each an `R`, by which a kernel computes `||delta R||^2` of groups of whole rows."""
 
-    def __init__(self, factors: Tensor) -> None:
-        self.factors = factors
-
-    def __call__(self, delta: Tensor) -> Tensor:
-        parts: Tensor = delta.view(-1, *self.factors.shape[:2]).transpose(0, 1) @ self.factors
-        return parts.square_().sum(-1).T.flatten()
+    factors: Tensor
 
 
 def _kernel_errors(weight: Tensor, errors: list[GroupError]) -> KernelErrors | None:

@@ -9,11 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-
-try:
-    from greenlet import getcurrent, greenlet
-except ImportError:  # as on a platform that it has no wheel for: no pass waits
-    greenlet = None
+from greenlet import getcurrent, greenlet
 
 T = TypeVar("T")
 
@@ -27,15 +23,13 @@ class Waiting:
 
     def __init__(self) -> None:
         self._passes: dict[tuple[int, ...], greenlet] = {}
-        self._running: greenlet = None
+        self._running: greenlet | None = None
 
     def __contains__(self, documents: tuple[int, ...]) -> bool:
         return documents in self._passes
 
     def run(self, documents: tuple[int, ...], work: Callable[[], T]) -> T | None:
         """Do the work of a pass, or go on with the one that waits; None if it waits again."""
-        if greenlet is None:
-            return work()
         one, gradients = self._passes.pop(documents, None) or greenlet(work), torch.is_grad_enabled()
         self._running = one
         try:
@@ -49,7 +43,7 @@ class Waiting:
     def wait(self) -> bool:
         """Let the pass that calls this wait, and return True when it goes on; False at once if it cannot wait."""
         gradients, autocast = torch.is_grad_enabled(), map(torch.is_autocast_enabled, ("cuda", "cpu"))
-        if greenlet is None or getcurrent() is not self._running or any(autocast):
+        if getcurrent() is not self._running or any(autocast):
             return False
         self._running.parent.switch()
         torch.set_grad_enabled(gradients)

@@ -30,8 +30,6 @@ from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import COARSE, PLAIN_SUM, digests, quantized, sequences, start
 from tests.tiny_models import FAMILIES, write_model
 
-pytest.importorskip("greenlet")
-
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe", "falcon"])
 def test_passes_that_wait_have_the_bits_of_passes_from_the_start(
