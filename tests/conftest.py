@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -26,6 +27,11 @@ torch.set_num_threads(1)  # the models here are too small for two
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_finish() -> None:
+    """Leave imports and collected tests, which stay to the end, out of each later garbage collection."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

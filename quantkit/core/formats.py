@@ -8,7 +8,7 @@ in `FORMATS`. Integer codes are offset binary (INT4: value + 8), FPx codes are s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Format:
         """The code of positive zero, which pruned weights have."""
         return self.values.index(0.0)
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """The largest magnitude of any code."""
         return max(abs(v) for v in self.values)

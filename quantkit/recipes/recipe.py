@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,10 @@ class Recipe(RecipeKeys):
 
     def to_yaml(self) -> str:
         """Return the recipe as a YAML file."""
+        return self._yaml
+
+    @cached_property
+    def _yaml(self) -> str:
         return yaml.safe_dump(self.to_mapping(), sort_keys=False)
 
     def sha256(self) -> str:
