@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,28 +55,49 @@ def refusal_by_transformers(
         if method != METHOD:
             raise NotTried(f"its quantizer for {method!r} needs compiled packages")
         config.quantization_config = stated
-    states = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in forms.items()}
-    options: Any = {"dtype": src.dtype_of_model, "device_map": {"": "meta"}, "output_loading_info": True}
-    try:
-        # compressed-tensors has bars of its own.
-        with silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
-            loaded: Any = type(model).from_pretrained(None, config=config, state_dict=states, **options)
-    except ImportError as error:
-        raise NotTried(reason(error)) from error
-    except Exception as error:  # each quantizer has its own
-        return reason(error)
-    _, found = loaded
-    found["missing_keys"] = {state for state in found["missing_keys"] if computed(model, str(state)) is None}
+    tensors = sorted(forms.items())
+    found = _opened(_Question(type(model), repr((src.config, stated, tensors)), src.dtype_of_model, config, forms))
+    if isinstance(found, str):
+        return found
+    lacking = [name for name in found["missing_keys"] if computed(model, name) is None]
     for key, what in WRONG.items():
-        names = map(str, found[key])
+        names = lacking if key == "missing_keys" else found[key]
         for name in sorted(undeclared(model, src, names) if key == "unexpected_keys" else names):
             raise CheckpointError(
-                f"transformers {__version__} would open the output and {what} {name} ({len(found[key])} in all), "
+                f"transformers {__version__} would open the output and {what} {name} ({len(names)} in all), "
                 "without an error",
                 Words("use", Setting("layout", "humming"), "or another"),
                 subject=src.path,
             )
     return None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A model's class and dtype, its config and the tensors to open, with a text that tells both from others."""
+
+    cls: type[PreTrainedModel]
+    asked: str
+    dtype: torch.dtype
+    config: Any = field(compare=False)
+    forms: Forms = field(compare=False)
+
+
+@lru_cache(maxsize=1)  # a run asks the same before its work and of what it has written
+def _opened(question: _Question) -> dict[str, list[str]] | str:
+    """Return the names that `from_pretrained` reports, or the reason why it refuses."""
+    states = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in question.forms.items()}
+    options: Any = {"dtype": question.dtype, "device_map": {"": "meta"}, "output_loading_info": True}
+    cls: Any = question.cls
+    try:
+        # compressed-tensors has bars of its own.
+        with silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
+            _, found = cls.from_pretrained(None, config=question.config, state_dict=states, **options)
+    except ImportError as error:
+        raise NotTried(reason(error)) from error
+    except Exception as error:  # each quantizer has its own
+        return reason(error)
+    return {key: [str(name) for name in found[key]] for key in WRONG}
 
 
 def _in_this_process() -> AbstractContextManager[None]:

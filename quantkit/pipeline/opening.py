@@ -20,7 +20,6 @@ from quantkit.errors import CheckpointError, Words
 from quantkit.inference.swap_linears import swap
 from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
 from quantkit.layouts.base import Layout
-from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outside import Outside, drafts_by_name
 from quantkit.planning.plan import Plan
@@ -74,16 +73,24 @@ def open_folder(folder: Path, config: dict[str, Any], src: Checkpoint, trust_rem
 
 
 def require_right_weights(
-    model: PreTrainedModel, src: Checkpoint, layout: Layout, schemes: Schemes, planned: Plan, trust_remote_code: bool
+    model: PreTrainedModel,
+    src: Checkpoint,
+    layout: Layout,
+    stated: dict[str, Any],
+    planned: Plan,
+    trust_remote_code: bool,
 ) -> None:
-    """Raise CheckpointError, before any work, if transformers would fill weights of the planned output by itself."""
+    """Raise CheckpointError, before any work, if transformers would fill weights of the planned output by itself.
+
+    `stated` is the `quantization_config` of the output.
+    """
     rows = {f"{row.module}.weight": row for row in planned.quantized}
     forms = {name: _stored_form(src, name) for name in src.names() if name not in rows}
     for row in rows.values():
         stored = layout.stored(Scheme.parse(row.scheme or ""), *row.stored)
         forms |= {f"{row.module}.{suffix}": (dtype, tuple(shape)) for suffix, (dtype, shape) in stored.items()}
     with suppress(NotTried):
-        refusal_by_transformers(model, src, layout.write_config(schemes), forms, trust_remote_code)
+        refusal_by_transformers(model, src, stated, forms, trust_remote_code)
 
 
 def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> Outside:

@@ -50,7 +50,7 @@ from quantkit.pipeline.opening import require_complete_source, require_right_wei
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.planning.group_sizes import with_group_size
 from quantkit.planning.memory import GRADIENTS
-from quantkit.planning.output_files import disk_peak, output_files, report_bytes
+from quantkit.planning.output_files import disk_peak, output_files, planned_config, report_bytes
 from quantkit.planning.plan import Plan, disk_problem, plan_quantize
 from quantkit.planning.serving import find_gpu, serving
 from quantkit.progress import Clock, Progress, Recorder
@@ -264,9 +264,10 @@ def require_runnable(
         )
     # This comes before anything that takes memory, and before a text is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
-    layout, stated = recipe.output_layout, _schemes(job)
-    if layout is not None and stated is not None:
-        require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
+    layout = recipe.output_layout
+    if layout is not None:
+        config = planned_config(job.src, job.plan, layout, _schemes(job), recipe)["quantization_config"]
+        require_right_weights(job.model.module, job.src, layout, config, job.plan, run.trust_remote_code)
     before = None
     if out is not None:
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
@@ -60,9 +60,8 @@ def output_files(
     ]
     shards = planned_shards(written)
     weight_map = {name: file for file, (_, names) in shards.items() for name in names}
-    true_shapes = {row.module: row.shape if row.padded else None for row in rows.values()}
     recipe, beside = without_paths(recipe), companions_of(src).texts
-    config = output_config(src, layout, schemes, true_shapes, recipe.sha256())
+    config = planned_config(src, planned, layout, schemes, recipe)
     texts = {
         **texts_beside(weight_map, planned.bytes, layout, config),
         **({} if recipe.layout is None else {RECIPE: recipe.to_yaml().encode()}),
@@ -78,6 +77,14 @@ def output_files(
     }
     largest = max(size for size, _ in shards.values()) if len(shards) < len(written) else 0
     return Output(files, sum(sum(unit.values()) for unit in written[:-2]), largest)
+
+
+def planned_config(
+    src: Checkpoint, planned: Plan, layout: Layout | None, schemes: Schemes | None, recipe: Recipe
+) -> dict[str, Any]:
+    """Make the config.json of an output; `layout` and `schemes` are None for a dense one."""
+    true_shapes = {row.module: row.shape if row.padded else None for row in planned.quantized}
+    return output_config(src, layout, schemes, true_shapes, without_paths(recipe).sha256())
 
 
 def report_bytes(src: Checkpoint, planned: Plan) -> int:
