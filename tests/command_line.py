@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 from quantkit.cli.commands import quantkit
 from tests.folders import TEXT
 
-RTN = ("--method", "rtn")
+#: Without the search of scales, which takes a third of such a run: tests/algorithms and tests/promises have it.
+RTN = ("--method", "rtn", "--set", "clip=none")
 ROOT = Path(__file__).resolve().parents[1]
 
 

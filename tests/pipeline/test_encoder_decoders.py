@@ -26,7 +26,7 @@ from tests.faults import memory_path, state
 from tests.tiny_models import ENCODER_DECODERS, write_model
 
 tmp_path = memory_path
-INT4: dict[str, Any] = {"method": "rtn", "group_size": 64}
+INT4: dict[str, Any] = {"method": "rtn", "clip": "none", "group_size": 64}
 STORED: dict[str, dict[str, Any]] = {
     "quick": INT4,
     "tcfpx": {"method": "rtn", "format": "fp5"},

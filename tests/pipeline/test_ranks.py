@@ -39,6 +39,7 @@ from tests.tiny_models import write_model
 calib, tmp_path = command_line.calib, memory_path
 
 TEXT = ("--samples", 8, "--max-length", 128, "-q")
+PLAIN = ("--set", "clip=none")  # a third of the time; one case of the other bytes below has the search
 Work = Callable[[], int | None]
 
 
@@ -59,7 +60,7 @@ def same(a: Path, b: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def line(small_llama: Path, calib: Path) -> tuple[object, ...]:
-    return "quantize", small_llama, "--calib", calib, *TEXT
+    return "quantize", small_llama, "--calib", calib, *PLAIN, *TEXT
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +97,10 @@ def test_several_ranks_write_the_bytes_of_one_and_one_speaks(
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("qwen3_moe", ("quantize", "--group-size", 64)),
+        ("qwen3_moe", ("quantize", "--group-size", 64, *PLAIN)),
         ("small", ("quantize", "--set", "true_sequential=false", "--asym")),
         ("small", ("prune",)),
-        ("small", ("quantize", "--calib", "self")),
+        ("small", ("quantize", "--calib", "self", *PLAIN)),
         ("small", ("quantize", "--method", "rtn", "--set", "clip=search", "--set", "metric=block")),
     ],
 )
@@ -280,7 +281,7 @@ def test_the_python_api_uses_the_process_group_of_its_caller(
         import quantkit
 
         distributed.init_process_group("gloo")
-        made = quantkit.quantize(small_llama, out, calib=str(calib), samples=8, max_length=128)
+        made = quantkit.quantize(small_llama, out, calib=str(calib), samples=8, max_length=128, clip="none")
         assert made["ranks"] == distributed.get_world_size() == 2 and made.path == out
         with pytest.raises(RecipeError, match="uses no activations"):
             quantkit.quantize(small_llama, tmp_path / "rtn", method="rtn")

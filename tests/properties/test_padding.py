@@ -96,7 +96,7 @@ def test_a_padded_model_equals_the_unpadded_one(
 
 def test_a_partial_last_group_has_the_scale_of_its_own_columns(odd: Path, tmp_path: Path) -> None:
     """k of 96 and 160 in groups of 128."""
-    call("quantize", odd, *RTN, "--layout", "marlin", "--set", "pad=true", "-o", tmp_path / "out", "-q")
+    call("quantize", odd, "--method", "rtn", "--layout", "marlin", "--set", "pad=true", "-o", tmp_path / "out", "-q")
     src, dense = Checkpoint(tmp_path / "out"), Checkpoint(odd)
     for name, layer in layers(tmp_path / "out").items():
         weight, q = dense.get(f"{name}.weight"), src.quantized(name)
