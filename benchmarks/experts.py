@@ -28,10 +28,9 @@ from quantkit.bench.kernels import random_record
 from quantkit.bench.roofline import floor
 from quantkit.bench.timing import copies, measured_on, medians, prepared
 from quantkit.core.scheme import Scheme
-from quantkit.kernels import LAUNCHERS, proof
+from quantkit.kernels import proof
 from quantkit.kernels.expert_steps import silu_multiply, sum_choices
 from quantkit.kernels.grouped import GroupedKernel, route
-from quantkit.kernels.portable_tiles import PortableTile
 from quantkit.layouts import LAYOUTS
 
 #: Hidden and intermediate width, experts, and experts of a token.
@@ -237,9 +236,10 @@ def rows(args: argparse.Namespace, where: torch.device) -> Iterator[dict[str, An
                 first = {**common, "model": model, "batch": m, "scheme": scheme.label, "active": round(one.active, 1)}
                 ours = {**first, "kernel": layout, "tile": up.kernel.tile(m, shape[3])}
                 yield from timed(ours, calls(up, down, one), least, DRAWS * len(down.stacks), error)
-                for tile in tiles(args, layout):
+                for tile in up.kernel.tiles if args.sweep else ():
                     if tile.m != ours["tile"]:
-                        yield from timed({**ours, "tile": tile.m}, other_tile(up, down, one, tile), least, DRAWS, error)
+                        others = other_tile(up, down, one, tile.m)
+                        yield from timed({**ours, "tile": tile.m}, others, least, DRAWS, error)
                 if layout != "marlin":
                     continue
                 theirs = vllm_layer(up, down, one)
@@ -256,15 +256,9 @@ def rows(args: argparse.Namespace, where: torch.device) -> Iterator[dict[str, An
             torch.cuda.empty_cache()
 
 
-def tiles(args: argparse.Namespace, layout: str) -> tuple[PortableTile, ...]:
-    """List the tiles to sweep."""
-    routed = LAUNCHERS[layout].kernels(Scheme.parse(SCHEMES[layout]), 256, 256).routed
-    return routed.choice.tiles if args.sweep else ()
-
-
-def other_tile(up: Weights, down: Weights, one: Work, tile: PortableTile) -> dict[str, Callable[[int], object]]:
+def other_tile(up: Weights, down: Weights, one: Work, tile: int) -> dict[str, Callable[[int], object]]:
     """List both products with another tile than the chosen one."""
-    lists = [route(ids, up.kernel.experts, tile.m) for ids in one.ids]
+    lists = [route(ids, up.kernel.experts, tile) for ids in one.ids]
 
     def product(i: int, of: Weights, gather: bool) -> None:
         x, y = (one.x, one.h) if gather else (one.a, one.z)

@@ -8,6 +8,9 @@
 // A launch may begin while the one before it in the stream still runs. It may then fetch weights, which nobody writes,
 // but waits before it reads activations or writes anything (see `loader.launch`).
 //
+// `Tokens` are the tiles of tokens, and the rows of y that these have: `Consecutive`, or those of experts
+// (hopper_routed.cuh).
+//
 // A layout passes a struct `Weight`. README.md explains what both frames ask of it. This one also asks for:
 //   WGS, SHARED       consuming warpgroups, and whether all take every stage
 //   WORDS             operands of a warp side by side
@@ -15,7 +18,8 @@
 //   PRODUCTS          along k in a stage: BK / STEP
 //   CHUNK             products that share a scale, 0 if sums are not scaled during the loop
 //   BYTES             of a stage; PADDED_BYTES with the alignment of the next one
-//   Maps, fetch       the tensor maps, and the copies of a stage
+//   Maps, fetch       the tensor maps, and the copies of a stage; `first` is where the weight of an expert begins, in
+//                     steps along k or in blocks of 64 rows
 //   SINGLE            whether there is one scale for each row; then `single(n)` is its index, `factor` its value
 //   Lane::n0, quad    its warp's first row of the tile, and its row of eight (lane / 4)
 //   Lane::load        takes a whole stage, scales included; `ahead(s)` loads more words while product s runs
@@ -65,14 +69,40 @@ struct Frame {
     static_assert(Weight::BN <= 256 && STAGES > 1 && (Weight::SHARED || STAGES % WGS == 0), "stages");
 };
 
+// A tile of rows of the weight by tokens. `first` is as above.
+struct Place {
+    int n_tile, m_tile, first, expert;
+};
+
+// Consecutive tokens. Neighbouring tiles have the same rows of the weight, which is then read once.
+template <class Y_> struct Consecutive {
+    using Y = Y_;
+    int m, m_tiles;
+    DEVICE Place place(int tile) const { return {tile / m_tiles, tile % m_tiles, 0, 0}; }
+
+    struct Places {  // of tile after tile
+        DEVICE Place of(const Consecutive &tokens, int tile) const { return tokens.place(tile); }
+    };
+
+    // The rows of y of the tokens of a tile, whether these are there, and what is done to their sums.
+    struct Outputs {
+        int m0, m;
+        DEVICE int row(int t, int token) const { return m0 + t + token; }
+        DEVICE bool has(int row) const { return row < m; }
+        DEVICE float weighted(int, int, float sum) const { return sum; }
+    };
+    template <int BM> DEVICE Outputs outputs(int m0) const { return {m0, m}; }
+};
+
 // The operands, this block's share of the work, and addresses in shared memory.
-template <class F, class Weight, int STAGES>
+template <class F, class Weight, class Tokens, int STAGES>
 struct Block {
     const typename Weight::X *bias;
-    typename Weight::X *y;
+    typename Tokens::Y *y;
     float *sums;
     u32 *counters;
-    int m, n, k_steps, m_tiles;
+    Tokens tokens;
+    int n, k_steps;
     int rounds;       // of whole tiles for every block
     int first, last;  // this block's share of the steps of the remaining tiles, or of its cluster's tile
     Deal deal;
@@ -88,7 +118,7 @@ struct Block {
     }
     DEVICE void deal_out(int n_tiles, int cluster) {
         if (cluster == 1) {
-            const int blocks = gridDim.x, tiles = n_tiles * m_tiles, units = tiles % blocks * k_steps;
+            const int blocks = gridDim.x, tiles = n_tiles * tokens.m_tiles, units = tiles % blocks * k_steps;
             rounds = tiles / blocks;
             deal = {units / blocks, units % blocks};
             first = deal.first(blockIdx.x), last = deal.first(blockIdx.x + 1);
@@ -118,18 +148,21 @@ DEVICE void for_steps(const B &b, int from, int to, Use use) {
 
 // Issues all copies of a block. Weights are fetched ahead into all stages; activations wait for the previous launch.
 // Weights that only one tile of tokens reads leave the L2 cache first, so that activations stay in it.
-template <class F, class Weight, int BM, int STAGES, class B>
+template <class F, class Weight, class Tokens, int BM, int STAGES, class B>
 DEVICE void produce(const B &b, const TensorMap &x_map, const typename Weight::Maps &maps) {
+    typename Tokens::Places places;
     auto fetch_weights = [&](int tile, int step, int stage) {
         barrier_arrive_expecting(b.full(stage), F::X_BYTES + Weight::BYTES);
-        const u64 policy = b.m_tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
-        Weight::fetch(maps, b.w_at + stage * Weight::PADDED_BYTES, tile / b.m_tiles, step, b.full(stage), policy);
+        const u64 policy = b.tokens.m_tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
+        const Place from = places.of(b.tokens, tile);
+        Weight::fetch(
+            maps, b.w_at + stage * Weight::PADDED_BYTES, from.n_tile, step, from.first, b.full(stage), policy);
     };
     auto fetch_tokens = [&](int tile, int step, int stage) {
 #pragma unroll
         for (int i = 0; i < BK / 64; i++)
             copy_tile(b.x_at + stage * F::X_BYTES + i * BM * 128, x_map, step * BK + 64 * i,
-                      tile % b.m_tiles * BM, b.full(stage), EVICT_NORMAL);
+                      places.of(b.tokens, tile).m_tile * BM, b.full(stage), EVICT_NORMAL);
     };
     for_steps<STAGES>(b, 0, STAGES, [&](int tile, int step, int stage, int) { fetch_weights(tile, step, stage); });
     wait_for_predecessor();
@@ -254,10 +287,10 @@ DEVICE void accumulate(const B &b, Lane &lane, int count, int end, int group, fl
 
 // Writes a warp's 16 * WORDS rows of y^T through shared memory, so that rows of y are written in 16 bytes. Each block
 // of a cluster writes its units, which are multiples of eight tokens.
-template <class F, class Weight, int BM, class B, class Team>
+template <class F, class Weight, class Tokens, int BM, class B, class Team>
 DEVICE void write(
     const B &b, const Rows<Weight> &rows, int m0, int n0, const Team &team, float (&total)[F::WORDS][F::SUMS]) {
-    using X = typename Weight::X;
+    const auto outputs = b.tokens.template outputs<BM>(m0);
     constexpr int WORDS = F::WORDS, ROWS = 16 * WORDS;
     constexpr int PIECES = ROWS / 8;  // of 16 bytes in the row of a token
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -273,7 +306,8 @@ DEVICE void write(
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const float factor = rows.factor(j, i), shift = rows.shift(j, i);
-                    pieces[i] = pair(X{}, v[2 * i] * factor + shift, v[2 * i + 1] * factor + shift);
+                    const float low = v[2 * i] * factor + shift, high = v[2 * i + 1] * factor + shift;
+                    pieces[i] = pair(typename Tokens::Y{}, outputs.weighted(t + e, 0, low), outputs.weighted(t + e, 1, high));
                 }
                 const int piece = 2 * j + lane / 8 % 2, row = e + lane % 8;
                 store_transposed(out + row * ROWS * 2 + (piece ^ (row & (PIECES - 1))) * 16, pieces);
@@ -281,30 +315,29 @@ DEVICE void write(
         __syncwarp();
 #pragma unroll
         for (int i = lane; i < F::OUT_TOKENS * PIECES; i += 32) {
-            const int row = i / PIECES, piece = i % PIECES, at = m0 + t + row;
+            const int row = i / PIECES, piece = i % PIECES, at = outputs.row(t, row);
             const int to = Weight::row(n0, 0, piece / 2, piece % 2);
             const int unit = (piece / 2 * F::SUMS + (t + row) / 8 * 4 + piece % 2 * 2) / F::UNIT;
             float v[4];
             load_shared4(v, out + row * ROWS * 2 + (piece ^ (row & (PIECES - 1))) * 16);
-            if (team.mine(unit) && at < b.m && to < b.n)
+            if (team.mine(unit) && outputs.has(at) && to < b.n)
                 *(float4 *)(b.y + (long long)at * b.n + to) = make_float4(v[0], v[1], v[2], v[3]);
         }
         __syncwarp();
     }
 }
 
-// The kernel. CLUSTER = 0: a persistent grid, in which each block takes equally many whole tiles, and an even share of
+// A launch. CLUSTER = 0: a persistent grid, in which each block takes equally many whole tiles, and an even share of
 // the steps of the remaining tiles. The block with the end of such a tile adds the partial sums of the others.
 // Otherwise a tile belongs to one cluster, whose blocks divide its k and add their sums through shared memory.
-template <class Weight, int BM, int STAGES, int CLUSTER>
-DEVICE void matmul_hopper(
-    const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales, const typename Weight::X *bias,
-    typename Weight::X *y, float *sums, u32 *counters, int m, int n, int k) {
+template <class Weight, int BM, int STAGES, int CLUSTER, class Tokens>
+DEVICE void multiply_tiles(
+    const Tokens &tokens, const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales,
+    const typename Weight::X *bias, typename Tokens::Y *y, float *sums, u32 *counters, int n, int k) {
     constexpr int WGS = Weight::WGS;
     using F = Frame<Weight, BM, STAGES, CLUSTER>;
     extern __shared__ unsigned char shared[];
-    let_successor_start();
-    Block<F, Weight, STAGES> b{bias, y, sums, counters, m, n, (k + BK - 1) / BK, (m + BM - 1) / BM};
+    Block<F, Weight, Tokens, STAGES> b{bias, y, sums, counters, tokens, n, (k + BK - 1) / BK};
     b.place((shared_address(shared) + 1023) / 1024 * 1024);
     const Team<F, CLUSTER> team;
     b.deal_out((n + Weight::BN - 1) / Weight::BN, team.size);
@@ -326,7 +359,7 @@ DEVICE void matmul_hopper(
 
     if (warp >= 4 * WGS) {
         if constexpr (WGS <= 2) give_registers<40>();
-        if (thread == 128 * WGS) produce<F, Weight, BM, STAGES>(b, x_map, maps);
+        if (thread == 128 * WGS) produce<F, Weight, Tokens, BM, STAGES>(b, x_map, maps);
         team.sync();
         return;
     }
@@ -337,8 +370,9 @@ DEVICE void matmul_hopper(
     Rows<Weight> rows;
     int count = 0;
     for (Walk walk = b.walk(); walk.has_work(); walk.next()) {
-        const int n0 = walk.tile / b.m_tiles * Weight::BN + lane.n0;
-        if (n0 < n) rows.load(scales, bias, n0, lane.quad());
+        const Place at = b.tokens.place(walk.tile);
+        const int n0 = at.n_tile * Weight::BN + lane.n0;
+        if (n0 < n) rows.load(scales + (long long)at.expert * n, bias, n0, lane.quad());
         float total[F::WORDS][F::SUMS] = {};
         accumulate<F, Weight, BM, STAGES>(b, lane, count, count + walk.end - walk.begin, group, total);
         count += walk.end - walk.begin;
@@ -354,10 +388,20 @@ DEVICE void matmul_hopper(
             continue;
         }
         if (CLUSTER == 0 && !walk.begins_tile()) add_partials<F>(b, walk.tile, group, total);
-        const int m0 = walk.tile % b.m_tiles * BM;
+        const int m0 = b.tokens.place(walk.tile).m_tile * BM;
         if constexpr (F::SPARSE)
-            lane.write(y, m, n, m0, n0, rows, team, total);
+            lane.write(y, b.tokens.m, n, m0, n0, rows, team, total);
         else
-            write<F, Weight, BM>(b, rows, m0, n0, team, total);
+            write<F, Weight, Tokens, BM>(b, rows, m0, n0, team, total);
     }
+}
+
+// The kernel of one weight.
+template <class Weight, int BM, int STAGES, int CLUSTER>
+DEVICE void matmul_hopper(
+    const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales, const typename Weight::X *bias,
+    typename Weight::X *y, float *sums, u32 *counters, int m, int n, int k) {
+    let_successor_start();
+    multiply_tiles<Weight, BM, STAGES, CLUSTER>(
+        Consecutive<typename Weight::X>{m, (m + BM - 1) / BM}, x_map, maps, scales, bias, y, sums, counters, n, k);
 }

@@ -24,7 +24,7 @@ struct Marlin24Weight {
         const TensorMap &words, &metadata, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, u32 barrier, u64 policy) {
+    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, int, u32 barrier, u64 policy) {
         copy_tile(to, maps.words, n_tile * BN, step * PRODUCTS, barrier, policy);
         copy_tile(to + M_AT, maps.metadata, n_tile * BN / 2, step * PRODUCTS, barrier, policy);
         if constexpr (GROUP > 0) copy_tile(to + S_AT, maps.scales, n_tile * BN, step, barrier, policy);

@@ -4,7 +4,7 @@
 // k = 8h + 2q + e, n = 8b + a, lane = 4a + q (layouts.md 3.2). A warp may take any 16 rows, because rows of the operand
 // are rows of the result. So weights go from shared memory to registers in vectors of up to 16 bytes, and nothing is
 // written back. Activations are the right operand, swizzled by the copy engine.
-#include "hopper_matmul.cuh"
+#include "hopper_routed.cuh"
 #include "int4.cuh"
 
 // GROUP: of k that share a scale, 0 for one scale per row.
@@ -25,7 +25,8 @@ struct MarlinWeight {
         const TensorMap &words, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, u32 barrier, u64 policy) {
+    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, int first, u32 barrier, u64 policy) {
+        step += first;
         copy_tile(to, maps.words, n_tile * BN, step * PRODUCTS, barrier, policy);
         if constexpr (GROUP > 0)
             copy_tile(to + W_BYTES, maps.scales, n_tile * BN, step * SCALE_ROWS, barrier, policy);
@@ -107,4 +108,26 @@ marlin_hopper(
 ) {
     using Weight = MarlinWeight<X, WORDS, WGS, GROUP, SHARED>;
     matmul_hopper<Weight, BM, STAGES, CLUSTER>(x_map, {w_map, s_map}, scales, bias, y, sums, counters, m, n, k);
+}
+
+template <class X, int BM, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, class Y>
+__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
+marlin_routed_hopper(
+    const __grid_constant__ TensorMap x_map,  // [max_tiles * BM, k]: in the order of the list, in boxes [BM, 64]
+    const __grid_constant__ TensorMap w_map,  // [experts * k / 16, n], as above
+    const __grid_constant__ TensorMap s_map,  // [experts * k / GROUP, n], as above
+    const half *__restrict__ scales,          // [experts, n], as above
+    Y *__restrict__ y,                        // [rows, n]: the products
+    float *__restrict__ sums,                 // as above
+    u32 *__restrict__ counters,               // as above
+    const u32 *__restrict__ list,             // of tiles, see routing.cuh
+    const float *__restrict__ weights,        // [rows]: factors of the rows of y, or null
+    const float *__restrict__ powers,         // [max_tiles * BM]: factors of the places of the list, or null
+    u32 max_tiles,                            // of the list
+    int stride,                               // see hopper_routed.cuh
+    int n,                                    // as above
+    int k                                     // as above, a multiple of 128
+) {
+    routed_hopper<MarlinWeight<X, WORDS, WGS, GROUP, SHARED>, BM, STAGES, Y>(
+        x_map, {w_map, s_map}, scales, y, sums, counters, list, weights, powers, max_tiles, stride, n, k);
 }

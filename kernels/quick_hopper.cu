@@ -4,7 +4,7 @@
 // 128 columns take 512 bytes, so the weights of a stage are one box of 16 rows. A lane's two vectors of 32 of k are
 // neighbours, so a warp loads every other 16 bytes. Swizzled by the copy engine in pieces of 128 bytes, these loads
 // have no bank conflicts.
-#include "hopper_matmul.cuh"
+#include "hopper_routed.cuh"
 #include "int4.cuh"
 
 // GROUP: of k that share a scale and a zero point.
@@ -28,7 +28,8 @@ struct QuickWeight {
         const TensorMap &words, &zeros, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, u32 barrier, u64 policy) {
+    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, int first, u32 barrier, u64 policy) {
+        step += first;
         copy_box(to, maps.words, 0, n_tile * PIECES, step * 16, barrier, policy);
         copy_tile(to + S_AT, maps.scales, n_tile * BN / 2, step * 4 * GROUPS, barrier, policy);
         copy_tile(to + Z_AT, maps.zeros, n_tile * BN / 32, step * 4 * GROUPS, barrier, policy);
@@ -122,4 +123,27 @@ quick_hopper(
     using Weight = QuickWeight<X, WORDS, WGS, GROUP, SHARED>;
     matmul_hopper<Weight, BM, STAGES, CLUSTER>(
         x_map, {w_map, z_map, s_map}, scales, bias, y, sums, counters, m, n, k);
+}
+
+template <class X, int BM, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, class Y>
+__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
+quick_routed_hopper(
+    const __grid_constant__ TensorMap x_map,  // [max_tiles * BM, k]: in the order of the list, in boxes [BM, 64]
+    const __grid_constant__ TensorMap w_map,  // [experts * k / 8, n / 32, 16], as above
+    const __grid_constant__ TensorMap z_map,  // [experts * 4k / GROUP, n / 32], as above
+    const __grid_constant__ TensorMap s_map,  // [experts * 4k / GROUP, n / 2], as above
+    const half *__restrict__ scales,          // not read
+    Y *__restrict__ y,                        // [rows, n]: the products
+    float *__restrict__ sums,                 // as above
+    u32 *__restrict__ counters,               // as above
+    const u32 *__restrict__ list,             // of tiles, see routing.cuh
+    const float *__restrict__ weights,        // [rows]: factors of the rows of y, or null
+    const float *__restrict__ powers,         // [max_tiles * BM]: factors of the places of the list, or null
+    u32 max_tiles,                            // of the list
+    int stride,                               // see hopper_routed.cuh
+    int n,                                    // as above
+    int k                                     // as above, a multiple of 128
+) {
+    routed_hopper<QuickWeight<X, WORDS, WGS, GROUP, SHARED>, BM, STAGES, Y>(
+        x_map, {w_map, z_map, s_map}, scales, y, sums, counters, list, weights, powers, max_tiles, stride, n, k);
 }

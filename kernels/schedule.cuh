@@ -16,6 +16,18 @@ struct Deal {
     }
 };
 
+// Tiles of tokens by rows of the weight, in squares of SIDE by as many as a grid takes at a time, so that what neighbours
+// read is in the L2 cache. Within a square, neighbours have the same rows of the weight.
+struct Squares {
+    static constexpr int SIDE = 8;
+    int m_tiles, n_tiles;
+    DEVICE void find(int tile, int &m_tile, int &n_tile) const {
+        const int from = tile / (SIDE * n_tiles) * SIDE, in = tile % (SIDE * n_tiles);
+        const int side = m_tiles - from < SIDE ? m_tiles - from : SIDE;
+        m_tile = from + in % side, n_tile = in / side;
+    }
+};
+
 // The steps of a block in their order. The grid takes whole tiles in rounds, one for each block, and the steps of the
 // remaining tiles are dealt out. A block does its share of these first, from the last tile to the first. So it begins
 // with the tile that a later block ends, and does last the end of a tile that earlier blocks have begun.

@@ -4,7 +4,7 @@
 // left operand, with n as the row. A warp may take any 16 rows, and takes neighbouring ones, which share the words of
 // upper bits. The power of two that decoding leaves out is multiplied into the row's scale, once, in float32. bfloat16
 // weights are converted instead: with the exponent range of float32 the sums would be subnormal.
-#include "hopper_matmul.cuh"
+#include "hopper_routed.cuh"
 #include "tcfpx_decode.cuh"
 
 DEVICE void multiply_pair(half, u32 &a, u32 by) { asm("mul.f16x2 %0, %0, %1;" : "+r"(a) : "r"(by)); }
@@ -28,10 +28,10 @@ struct TcfpxWeight {
         const TensorMap &low, &high;  // 8-byte words, a row for each block; `low` is cut into pieces of 64 of k
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, u32 barrier, u64 policy) {
+    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, int first, u32 barrier, u64 policy) {
         const int row = n_tile * BLOCKS;
-        copy_box(to, maps.low, 0, step * 2, row, barrier, policy);
-        copy_tile(to + LOW_BYTES, maps.high, step * PRODUCTS * HIGH / 8, row, barrier, policy);
+        copy_box(to, maps.low, 0, step * 2, row + first, barrier, policy);
+        copy_tile(to + LOW_BYTES, maps.high, step * PRODUCTS * HIGH / 8, row + first * (4 / Code::HIGH), barrier, policy);
     }
 
     // The row of a warp's that row 8b + a of operand j is.
@@ -115,4 +115,26 @@ tcfpx_hopper(
     using Weight = TcfpxWeight<X, E, M, WORDS, WGS, SHARED, CONVERTED>;
     matmul_hopper<Weight, BM, STAGES, CLUSTER>(
         x_map, {low_map, high_map}, scales, bias, y, sums, counters, m, n, k);
+}
+
+template <class X, int BM, int WORDS, int WGS, int STAGES, int E, int M, bool SHARED, class Y>
+__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
+tcfpx_routed_hopper(
+    const __grid_constant__ TensorMap x_map,     // [max_tiles * BM, k]: activations in the order of the list, in boxes [BM, 64]
+    const __grid_constant__ TensorMap low_map,   // as above, of all experts with what is between them
+    const __grid_constant__ TensorMap high_map,  // as above, of all experts with what is between them
+    const half *__restrict__ scales,             // [experts, n]: scales
+    Y *__restrict__ y,                           // [rows, n]: the products
+    float *__restrict__ sums,                    // as above
+    u32 *__restrict__ counters,                  // as above
+    const u32 *__restrict__ list,                // of tiles, see routing.cuh
+    const float *__restrict__ weights,           // [rows]: factors of the rows of y, or null
+    const float *__restrict__ powers,            // [max_tiles * BM]: factors of the places of the list, or null
+    u32 max_tiles,                               // of the list
+    int stride,                                  // see hopper_routed.cuh
+    int n,                                       // as above
+    int k                                        // as above, a multiple of 128
+) {
+    routed_hopper<TcfpxWeight<X, E, M, WORDS, WGS, SHARED, !IS_HALF<X>>, BM, STAGES, Y>(
+        x_map, {low_map, high_map}, scales, y, sums, counters, list, weights, powers, max_tiles, stride, n, k);
 }

@@ -89,7 +89,8 @@ def prepare_experts(
 def load_experts(layer: PreparedExperts, device: torch.device) -> None:
     """Compile and load all kernels that a layer's products may need, with a note if that takes time."""
     for kernel in grouped(layer, device):
-        load_kernel(kernel.kernel, layer.first.dtype, device)
+        for one in kernel.kernels:
+            load_kernel(one, layer.first.dtype, device)
         kernel.load(layer.first.dtype, device)
 
 

@@ -12,13 +12,16 @@ from quantkit.errors import KernelError
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, TYPES
 from quantkit.kernels.driver import Function
-from quantkit.kernels.routing import starts_early
+from quantkit.kernels.routing import Routing, starts_early
 
 THREADS = 256
 #: Numbers of a thread.
 EIGHT = 8
 SOURCES = {
-    "expert_steps": tuple(f"{name}<{TYPES[x]}>" for name in ("silu_multiply", "sum_choices") for x in ACTIVATIONS)
+    "expert_steps": tuple(
+        [f"{name}<{TYPES[x]}>" for name in ("silu_multiply", "sum_choices") for x in ACTIVATIONS]
+        + ["gather_rows<half, half>", "gather_rows<bfloat, bfloat>", "gather_rows<bfloat, half>"]
+    )
 }
 
 
@@ -48,17 +51,41 @@ def sum_choices(z: Tensor, y: Tensor) -> None:
     _launch("sum_choices", z, y, (n // EIGHT, choices))
 
 
+def gather_rows(
+    x: Tensor, routing: Routing, choices: int, y: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Put row r // `choices` of `x` `[rows, k]` to the place of row r in the tiles: returns `[max_tiles * tile, k]`.
+
+    If `x` is bfloat16 and `dtype` float16, each row is multiplied by a power of two, and the second tensor has float32
+    factors that undo this. Places without a row are not written. Rows of `y` whose expert is not here become zeros.
+    Operands are not checked.
+    """
+    k, device = x.shape[1], x.device
+    places = routing.max_tiles * routing.tile
+    found = torch.empty(places, k, dtype=dtype, device=device)
+    powers = None if dtype == x.dtype else torch.empty(places, device=device)
+    sizes = (routing.max_tiles, routing.tile, choices, k // EIGHT, y.shape[1] // EIGHT)
+    arguments = driver.written_arguments(
+        ("Q",) * 5 + ("i4x",) * 5,
+        (*(0 if one is None else one.data_ptr() for one in (x, routing.list, found, powers, y)), *sizes),
+    )
+    state, function = driver.stream_state(device), _instance(f"gather_rows<{TYPES[x.dtype]}, {TYPES[dtype]}>", device)
+    grid = (-(-(len(routing.list) - 2 - routing.max_tiles) // (THREADS // 32)),)  # a warp a place or row without expert
+    driver.launch(function, grid, (THREADS,), arguments, 0, device, state, early=starts_early(device))
+    return found, powers
+
+
 def _launch(name: str, given: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
     device, grid = out.device, (out.shape[0], -(-sizes[0] // THREADS))
     state, kinds = driver.stream_state(device), ("Q", "Q") + ("i4x",) * len(sizes)
     arguments = driver.written_arguments(kinds, (given.data_ptr(), out.data_ptr(), *sizes))
-    function = _function(name, out.dtype, device)
+    function = _instance(f"{name}<{TYPES[out.dtype]}>", device)
     driver.launch(function, grid, (THREADS,), arguments, 0, device, state, early=starts_early(device))
 
 
 @functools.cache
-def _function(name: str, dtype: torch.dtype, device: torch.device) -> Function:
-    return load(device)[f"{name}<{TYPES[dtype]}>"]
+def _instance(name: str, device: torch.device) -> Function:
+    return load(device)[name]
 
 
 def _check(name: str, given: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:

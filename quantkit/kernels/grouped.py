@@ -18,11 +18,12 @@ from torch import Tensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, driver, expert_steps, none_for, unusable
+from quantkit.kernels import LAUNCHERS, driver, expert_steps, loader, none_for, unusable
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_packed, check_sizes
 from quantkit.kernels.driver import Function
+from quantkit.kernels.hopper_routed import ROWS, RoutedHopper
 from quantkit.kernels.portable import PortableInstances, multiprocessors
-from quantkit.kernels.portable_tiles import RESERVED, THREADS, PortableTile
+from quantkit.kernels.portable_tiles import RESERVED, THREADS
 from quantkit.kernels.routing import MAX_EXPERTS, Routing, load as load_routing, route as route, starts_early
 from quantkit.kernels.workspace import workspace
 
@@ -30,16 +31,25 @@ from quantkit.kernels.workspace import workspace
 MANY_ROWS = 256.0
 
 
+class Rows(NamedTuple):
+    """The rows of a tile, and the predicted microseconds of a large weight with as many."""
+
+    m: int
+    cost: float
+
+
 @dataclass(frozen=True, eq=False)
 class GroupedKernel:
     """Products with the packed weights `[n, k]` of some experts, stacked: `weight` has their shapes `[experts, ...]`.
 
-    `checked` has the addresses of tensors that were compared with `weight`.
+    On Hopper, tiles of many rows have kernels of their own: `hopper`. `checked` has the addresses of tensors that were
+    compared with `weight`.
     """
 
     weight: Weight
     kernel: PortableInstances
     experts: int
+    hopper: RoutedHopper | None = None
     checked: set[tuple[int, ...]] = field(default_factory=set)
 
     @classmethod
@@ -52,24 +62,43 @@ class GroupedKernel:
         launcher = LAUNCHERS[layout]
         weight = launcher.weight(scheme, n, k)
         check_sizes(weight)
-        kernel = launcher.kernels(scheme, n, k).routed
+        kernels = launcher.kernels(scheme, n, k)
         if not 1 <= experts <= MAX_EXPERTS:
             raise KernelError(f"the kernels take 1 to {MAX_EXPERTS} experts, not {experts}")
         problem = None if device is None else unusable(device)
         if problem is not None:
             raise KernelError(problem)
         stacked = {name: (dtype, (experts, *shape)) for name, (dtype, shape) in weight.tensors.items()}
-        return cls(replace(weight, tensors=stacked), kernel, experts)
+        hopper = kernels.routed_hopper if device is not None and loader.is_hopper(device) else None
+        return cls(
+            replace(weight, tensors=stacked),
+            kernels.routed,
+            experts,
+            hopper if hopper is not None and hopper.takes(n, k) else None,
+        )
+
+    @functools.cached_property
+    def tiles(self) -> tuple[Rows, ...]:
+        """List the tiles by their rows."""
+        found = {tile.m: Rows(tile.m, tile.cost) for tile in self.kernel.choice.tiles}
+        if self.hopper is not None:
+            found |= {rows: Rows(rows, cost) for rows, cost in ROWS.items()}
+        return tuple(found.values())
 
     def load(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load all kernels that a layer of experts needs, for a dtype; not in a capture."""
         load_routing(device)
         expert_steps.load(device)
-        self.kernel.load(dtype, device)
+        for kernel in self.kernels:
+            kernel.load(dtype, device)
+
+    @property
+    def kernels(self) -> tuple[PortableInstances | RoutedHopper, ...]:
+        return (self.kernel,) if self.hopper is None else (self.kernel, self.hopper)
 
     def tile(self, m: int, topk: int) -> int:
         """Choose the rows of a tile for `route`, for m tokens with `topk` experts each."""
-        return choose(self.kernel.choice.tiles, m * topk / self.experts).m
+        return choose(self.tiles, m * topk / self.experts).m
 
     def launch(
         self,
@@ -89,12 +118,16 @@ class GroupedKernel:
         """
         self._check(tensors, x, routing, y, gather, weights)
         n, k, device = self.weight.n, self.weight.k, x.device
+        choices = routing.topk if gather else 1
+        if self.hopper is not None and routing.tile in ROWS:
+            self.hopper.launch_routed(self.weight, x, tensors, routing, y, choices, weights)
+            return
         plan = _planned(self.kernel, device, x.dtype, routing.tile, routing.max_tiles, n, k)
         state = driver.stream_state(device)
         sums, arrived = workspace(plan.name, device, state, *plan.workspace)
         pointers = [tensor.data_ptr() for tensor in (*tensors, x, y, sums, arrived, routing.list)]
         pointers.append(0 if weights is None else weights.data_ptr())
-        sizes = (routing.max_tiles, routing.topk if gather else 1, plan.whole, n, k, *self.weight.group_argument)
+        sizes = (routing.max_tiles, choices, plan.whole, n, k, *self.weight.group_argument)
         arguments = driver.written_arguments(("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes))
         driver.launch(
             plan.function, plan.grid, (THREADS,), arguments, plan.shared, device, state, early=plan.starts_early
@@ -184,7 +217,7 @@ def _planned(
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(tiles: tuple[PortableTile, ...], mean: float) -> PortableTile:
+def choose(tiles: tuple[Rows, ...], mean: float) -> Rows:
     """Choose the tile that costs least if rows are on experts at random, `mean` on each."""
     return min(tiles, key=lambda tile: expected_tiles(mean, tile.m) * tile.cost)
 

@@ -75,13 +75,13 @@ READS = Reads()
 class HopperKernel:
     """The kernels of kernels/`source`.cu for one group size or format, which is the template argument `variant`.
 
-    `tensor_maps(tile, words, scales, n, k)` makes the descriptors of the weight's tensors from their addresses.
+    `tensor_maps(tile, words, scales, n, k, experts)` makes the descriptors of the packed tensors from addresses.
     """
 
     source: str
     variant: str
     choice: HopperTiles
-    tensor_maps: Callable[[HopperTile, Sequence[int], int, int, int], list[bytes]]
+    tensor_maps: Callable[[HopperTile, Sequence[int], int, int, int, int], list[bytes]]
     path: ClassVar[str] = "hopper"
 
     def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
@@ -171,14 +171,23 @@ def _planned(
     function = loader.load(kernel.source, listed, device).functions[instance]
     blocks, threads, shared = launch_sizes(kernel.choice, tile, m, n, k, sms)
     launch = (function, (blocks,), (threads,), shared, tile.cluster)
-    return _Plan(launch, _maps(kernel, tile, n, k), (tile.tokens, 64), (2 * sms * 256 * 128, 4 * sms))
+    return _Plan(launch, weight_maps(kernel, tile, n, k, 1), (tile.tokens, 64), workspace_size(sms))
+
+
+def workspace_size(sms: int) -> tuple[int, int]:
+    """Count the float32 sums and int32 counters of a launch on `sms` multiprocessors."""
+    return 2 * sms * 256 * 128, 4 * sms
 
 
 @functools.cache
-def _maps(kernel: HopperKernel, tile: HopperTile, n: int, k: int) -> Callable[[tuple[int, ...]], list[bytes]]:
+def weight_maps(
+    kernel: HopperKernel, tile: HopperTile, n: int, k: int, experts: int
+) -> Callable[[tuple[int, ...]], list[bytes]]:
+    """Return a function from the addresses of packed tensors, scales last, to their tensor maps."""
+
     @functools.lru_cache(maxsize=1024)
     def maps(addresses: tuple[int, ...]) -> list[bytes]:
         *words, scales = addresses
-        return kernel.tensor_maps(tile, words, scales, n, k)
+        return kernel.tensor_maps(tile, words, scales, n, k, experts)
 
     return maps

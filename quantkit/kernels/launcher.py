@@ -13,6 +13,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.kernels import loader
 from quantkit.kernels.contract import Weight, check, check_same_dtype
 from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_routed import RoutedHopper
 from quantkit.kernels.naive import NaiveKernel
 from quantkit.kernels.portable import PortableInstances, PortableKernel
 
@@ -20,13 +21,14 @@ from quantkit.kernels.portable import PortableInstances, PortableKernel
 class Kernels(NamedTuple):
     """The kernels for a weight; `hopper` is None for shapes or groups that only the portable kernel takes.
 
-    `routed` multiplies with the weights of several experts (see `grouped`).
+    `routed` and `routed_hopper` multiply with the weights of several experts (see `grouped`).
     """
 
     naive: NaiveKernel
     portable: PortableKernel
     hopper: HopperKernel | None
     routed: PortableInstances
+    routed_hopper: RoutedHopper | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_routed import RoutedHopper
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
@@ -67,7 +68,10 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     return Weight("marlin", tensors, n, k, n_unit=64, k_unit=16, group=scheme.group_size or k)
 
 
-def _tensor_maps(group: int | None, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int) -> list[bytes]:
+def _tensor_maps(
+    group: int | None, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int, experts: int
+) -> list[bytes]:
+    k *= experts
     codes = tensor_map(words[0], (k // 16, n), (K_STEP // 16, tile.columns), 8)
     if group is None:
         return [codes, codes]  # the kernel reads one scale per row without a map
@@ -91,17 +95,19 @@ NAIVE = NaiveKernel("marlin_naive")
 PORTABLE = PortableKernel("marlin_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 2 / 32))
 ROUTED = PortableInstances("marlin_portable", PORTABLE.choice.of_experts(), function="marlin_routed")
 HOPPER = {group: _hopper(group) for group in GROUPS}
+ROUTED_HOPPER = {group: RoutedHopper.of(HOPPER[group]) for group in (128, None)}
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     # A single group is stored as one scale per row (docs/layouts.md, 3.3).
-    return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None], ROUTED)
+    group = scheme.group_size if scheme.groups(k) > 1 else None
+    return Kernels(NAIVE, PORTABLE, HOPPER[group], ROUTED, ROUTED_HOPPER.get(group))
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), *ROUTED_HOPPER.values()),
     schemes=("int4:g128", "int4:channel"),
     bits_read=4 + 16 / 128,
 )

@@ -55,7 +55,9 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     return Weight("marlin24", tensors, n, k, n_unit=64, k_unit=32, group=scheme.group_size or k)
 
 
-def _tensor_maps(group: int | None, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int) -> list[bytes]:
+def _tensor_maps(
+    group: int | None, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int, experts: int
+) -> list[bytes]:
     rows = K_STEP // 32
     codes = tensor_map(words[0], (k // 32, n), (rows, tile.columns), 8)
     metadata = tensor_map(words[1], (k // 32, n // 2), (rows, tile.columns // 2), 8)

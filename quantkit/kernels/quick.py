@@ -12,6 +12,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_routed import RoutedHopper
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
@@ -65,9 +66,12 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     return Weight("quick", tensors, n, k, n_unit=128, k_unit=32, group=scheme.group_size or k)
 
 
-def _tensor_maps(group: int, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int) -> list[bytes]:
+def _tensor_maps(
+    group: int, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int, experts: int
+) -> list[bytes]:
     # A row in memory holds a quarter of the columns (docs/layouts.md, 8.2). Codes come in pieces of 128 bytes.
     codes, zeros = words
+    k *= experts
     rows, all_rows = 4 * (K_STEP // group), 4 * (k // group)
     return [
         tensor_map(codes, (k // 8, n // 32, 16), (K_STEP // 8, tile.columns // 32, 16), 8, swizzled=True),
@@ -94,16 +98,18 @@ NAIVE = NaiveKernel("quick_naive")
 PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
 ROUTED = PortableInstances("quick_portable", PORTABLE.choice.of_experts(), function="quick_routed")
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
+ROUTED_HOPPER = RoutedHopper.of(HOPPER[128])
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
-    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size), ROUTED)
+    routed = ROUTED_HOPPER if scheme.group_size == 128 else None
+    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size), ROUTED, routed)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), ROUTED_HOPPER),
     schemes=("int4:g128:asym",),
     bits_read=4 + 2 * (16 + 4) / 128,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,6 +13,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_routed import RoutedHopper
 from quantkit.kernels.hopper_tiles import BANDWIDTH, K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
@@ -87,14 +89,23 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     return Weight("tcfpx", tensors, n, k, n_unit=64, k_unit=64)
 
 
-def _tensor_maps(fmt: Format, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int) -> list[bytes]:
+def _tensor_maps(
+    fmt: Format, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int, experts: int
+) -> list[bytes]:
     # In each plane 64 rows are contiguous along k, in 8-byte words. A box has at most 256 of these in a row.
     (codes,), high_bits, blocks = words, fmt.bits - 4, tile.columns // 64
     low_plane = codes + n * k // 8 * high_bits
+    rows = n // 64 + (experts - 1) * _stride(fmt, n, k)
+    high_rows = n // 64 + (experts - 1) * _stride(fmt, n, k) * 4 // high_bits
     return [
-        tensor_map(low_plane, (n // 64, k // 64, 256), (blocks, K_STEP // 64, 256), 8),
-        tensor_map(codes, (n // 64, k * high_bits), (blocks, K_STEP * high_bits), 8),
+        tensor_map(low_plane, (rows, k // 64, 256), (blocks, K_STEP // 64, 256), 8),
+        tensor_map(codes, (high_rows, k * high_bits), (blocks, K_STEP * high_bits), 8),
     ]
+
+
+def _stride(fmt: Format, n: int, k: int) -> int:
+    # From an expert's low plane to that of the next one, in blocks of 64 rows. The high planes are between them.
+    return n * fmt.bits // 256
 
 
 def _hopper(fmt: Format) -> HopperKernel:
@@ -121,16 +132,20 @@ ROUTED = {
     for fmt, variant in VARIANTS.items()
 }
 HOPPER = {fmt: _hopper(fmt) for fmt in VARIANTS}
+ROUTED_HOPPER = {
+    fmt: RoutedHopper.of(HOPPER[fmt], partial(_stride, fmt), 256 // math.gcd(256, fmt.bits)) for fmt in HOPPER_TILES
+}
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
-    return Kernels(NAIVE[scheme.format], PORTABLE[scheme.format], HOPPER[scheme.format], ROUTED[scheme.format])
+    fmt = scheme.format
+    return Kernels(NAIVE[fmt], PORTABLE[fmt], HOPPER[fmt], ROUTED[fmt], ROUTED_HOPPER.get(fmt))
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(*NAIVE.values(), *PORTABLE.values(), *ROUTED.values(), *HOPPER.values()),
+    every=(*NAIVE.values(), *PORTABLE.values(), *ROUTED.values(), *HOPPER.values(), *ROUTED_HOPPER.values()),
     schemes=("fp6:channel", "fp5:channel"),
     bits_read=FP6.bits,
 )

@@ -110,6 +110,7 @@ static u32 __byte_perm(u32 x, u32 y, u32 places) {
 static u32 __popc(u32 x) { return __builtin_popcount(x); }
 static u32 __ffs(u32 x) { return __builtin_ffs(x); }
 static u32 min(u32 x, u32 y) { return x < y ? x : y; }
+static u32 max(u32 x, u32 y) { return x < y ? y : x; }
 
 // All lanes give eight words, and see those of all.
 typedef u64 (*Words)[8];
@@ -134,6 +135,7 @@ static u32 __shfl_up_sync(u32, u32 value, u32 by) {
     u32 lane = current % 32;
     return exchange(value)[lane < by ? lane : lane - by][0];
 }
+static u32 __shfl_xor_sync(u32, u32 value, u32 by) { return exchange(value)[current % 32 ^ by][0]; }
 template <class To, class From> static To bits_as(From x) {
     To y;
     memcpy(&y, &x, sizeof y);

@@ -18,7 +18,7 @@ from tests.kernels.operands import packed, weight
 TAKEN = {
     "marlin": {
         "int4:g128": [(192, 384), (256, 1152)],
-        "int4:channel": [(64, 208), (320, 448)],
+        "int4:channel": [(64, 208), (320, 448), (320, 384)],
         "int4:g64": [(256, 640)],
         "int4:g32": [(320, 448)],
     },
@@ -26,7 +26,7 @@ TAKEN = {
     "quick": {"int4:g128:asym": [(128, 384)], "int4:g32:asym": [(256, 96)]},
     "tcfpx": {
         "fp6:channel": [(192, 384), (256, 1152)],
-        "fp5:channel": [(320, 448)],
+        "fp5:channel": [(320, 448), (256, 384)],
         "fp6-e2m3:channel": [(64, 64)],
         "fp5-e2m2:channel": [(192, 192)],
     },
@@ -58,11 +58,14 @@ class Experts:
 
 
 @functools.lru_cache(maxsize=32)
-def experts(layout: str, label: str, n: int, k: int, count: int, device: str = "cpu") -> Experts:
+def experts(
+    layout: str, label: str, n: int, k: int, count: int, device: str = "cpu", portable: bool = False
+) -> Experts:
     """Make some experts with different weights. Tests must not change them."""
     records = [weight(label, n, k, seed) for seed in range(count)]
     parts = [packed(layout, record) for record in records]
-    kernel = GroupedKernel.of(layout, Scheme.parse(label), count, n, k)
+    where = torch.device("cuda", 0) if device == "cuda" and not portable else None
+    kernel = GroupedKernel.of(layout, Scheme.parse(label), count, n, k, where)
     tensors = tuple(torch.stack([part[name] for part in parts]).to(device) for name in kernel.weight.tensors)
     return Experts(kernel, tensors, torch.stack([record.dequantize() for record in records]).to(device))
 

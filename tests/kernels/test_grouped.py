@@ -63,9 +63,14 @@ def test_every_number_of_rows_of_an_expert_to_300(layout: str, label: str, n: in
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
-def test_every_tile_of_every_scheme(layout: str, label: str, n: int, k: int, dtype: torch.dtype) -> None:
-    one = experts(layout, label, n, k, 4, "cuda")
-    for tile, gather, weighted in itertools.product(one.kernel.kernel.choice.tiles, (True, False), (True, False)):
+@pytest.mark.parametrize("portable", [True, False])
+def test_every_tile_of_every_scheme(
+    layout: str, label: str, n: int, k: int, dtype: torch.dtype, portable: bool
+) -> None:
+    one = experts(layout, label, n, k, 4, "cuda", portable)
+    if one.kernel.hopper is None and not portable:
+        pytest.skip("the portable kernels multiply here")
+    for tile, gather, weighted in itertools.product(one.kernel.tiles, (True, False), (True, False)):
         for last in (1, tile.m - 1, tile.m, 2 * tile.m + 1):
             counts = {0: last, 2: tile.m + 1, -1: 3}
             counts[3] = sum(counts.values()) % 2
@@ -79,7 +84,7 @@ def test_shapes_of_models(layout: str, label: str, n: int, k: int, count: int, t
     one = experts(layout, label, n, k, count, "cuda")
     random = torch.Generator().manual_seed(n)
     for m, gather in itertools.product((1, 2, 16, 64, 700), (True, False)):
-        for tile in [None, 64] if m == 700 else [None]:
+        for tile in [None, 64, one.kernel.tiles[-1].m] if m == 700 else [None]:
             drawn = torch.rand(m, count, generator=random).argsort(1)[:, :topk]
             agrees(one, drawn.contiguous(), dtype, tile, gather, weighted=not gather)
 
@@ -96,7 +101,7 @@ def test_all_rows_on_one_expert_or_on_none(layout: str, label: str, n: int, k: i
 def test_unit_vectors_give_back_every_weight_of_every_expert(layout: str, label: str, n: int, k: int) -> None:
     one = experts(layout, label, n, k, 4, "cuda")
     unit = torch.eye(k, dtype=torch.float16, device="cuda")
-    for tile in one.kernel.kernel.choice.tiles:
+    for tile in one.kernel.tiles:
         ids = torch.arange(4, device="cuda").repeat(k, 1)
         y = product(one, unit, route(ids, 4, tile.m)).view(k, 4, n)
         assert torch.equal(y.permute(1, 2, 0), one.dense.half()), tile

@@ -177,6 +177,46 @@ def test_the_steps_beside_the_products_round_once(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out[:-1], wanted.to(dtype), rtol=2**-7 if dtype == TYPES[1] else 2**-10, atol=1e-7)
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_rows_are_gathered_for_the_copy_engine_and_only_those_without_an_expert_are_cleared(choices: int) -> None:
+    """Whatever the routed kernel does not write must stay, and no place without a row may be read from past the end."""
+    ids, k, n, tile = shuffled({0: 3, 2: 9, -1: 4, 3: 6}, topk=2).int(), 16, 24, 8
+    found = route(ids, 4, tile)
+    x = torch.arange(ids.numel() // choices * k).view(-1, k).half()
+    gathered = torch.full((found.max_tiles * tile, k), -1.0).half()
+    y = torch.full((ids.numel(), n), float("nan")).half()
+    sizes = [found.max_tiles, tile, choices, k // 8, n // 8]
+    grid = -(-(routing.list_size(ids.numel(), 4, tile) - 2 - found.max_tiles) // 8), 1
+    instances = expert_steps.SOURCES["expert_steps"]
+    args = [x, found.list, gathered, None, y, *sizes]
+    emulation.launch("expert_steps", instances, "gather_rows<half, half>", grid, expert_steps.THREADS, args)
+    _, numbers, absent = expected_list(ids, 4, tile)
+    wanted = torch.full_like(gathered, -1.0)
+    for place, row in enumerate(numbers):
+        if row >= 0:
+            wanted[place] = x[row // choices]
+    assert torch.equal(gathered, wanted)
+    assert (y[absent] == 0).all() and y.isnan().sum() == (len(y) - len(absent)) * n and len(absent) == 4
+
+
+def test_gathered_bfloat16_rows_lose_nothing_as_float16() -> None:
+    """Also rows of zeros, of very small and of very large numbers: float16 has 30 binades, bfloat16 254."""
+    ids, k, tile = torch.zeros(8, 1).int(), 64, 8
+    found = route(ids, 1, tile)
+    powers = torch.tensor([0.0, -126.0, -100.0, -3.0, 0.0, 14.0, 60.0, 127.0]).exp2()[:, None]
+    x = (torch.rand(8, k, generator=torch.Generator().manual_seed(0)) + 1) * powers
+    x[0], x[:, 1::2] = 0, -x[:, 1::2]
+    x[:, 5] *= 2.0**-14  # the smallest of a row, beside the largest
+    x = x.bfloat16()
+    gathered, factors, y = torch.ones(tile, k).half(), torch.ones(tile), torch.zeros(8, 8).bfloat16()
+    sizes = [found.max_tiles, tile, 1, k // 8, 1]
+    instances = expert_steps.SOURCES["expert_steps"]
+    args = [x, found.list, gathered, factors, y, *sizes]
+    emulation.launch("expert_steps", instances, "gather_rows<bfloat, half>", (1, 1), expert_steps.THREADS, args)
+    assert gathered[2:].abs().amax(1).min() >= 2.0**14
+    assert torch.equal(gathered.double() * factors.double()[:, None], x.double())
+
+
 def test_the_plain_kernels_of_the_frame_multiply_as_before() -> None:
     for layout, label, n, k in FIRST:
         one = experts(layout, label, n, k, 1)

@@ -50,15 +50,19 @@ extern "C" int walk(int tiles, int k_steps, int blocks, int *rows) {
         }
     return count;
 }
+extern "C" void squares(int m_tiles, int n_tiles, int *places) {
+    for (int tile = 0; tile < m_tiles * n_tiles; tile++, places += 2)
+        Squares{m_tiles, n_tiles}.find(tile, places[0], places[1]);
+}
 """
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 300))
+@given(st.integers(0, 40), st.integers(1, 70), st.integers(1, 300))
 def test_blocks_do_each_step_once_and_never_wait_in_a_circle(walk: Any, tiles: int, k_steps: int, blocks: int) -> None:
-    blocks = min(blocks, tiles * k_steps)
+    """A launch of experts has as many blocks as are resident, even if there are fewer steps, or none."""
     rows = (ctypes.c_int * (8 * (tiles + 2 * blocks)))()
-    count = walk(tiles, k_steps, blocks, rows)
+    count = walk.walk(tiles, k_steps, blocks, rows)
     work = [rows[8 * i : 8 * i + 8] for i in range(count)]
     done = sorted((tile, step) for _, tile, begin, end, *_ in work for step in range(begin, end))
     assert done == [(tile, step) for tile in range(tiles) for step in range(k_steps)]
@@ -75,9 +79,22 @@ def test_blocks_do_each_step_once_and_never_wait_in_a_circle(walk: Any, tiles: i
     assert max(shares) - min(shares) <= 1, "some blocks have more to do than others"
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 40))
+def test_every_tile_of_experts_is_taken_once_and_neighbours_share_weights(
+    walk: Any, m_tiles: int, n_tiles: int
+) -> None:
+    places = (ctypes.c_int * (2 * m_tiles * n_tiles))()
+    walk.squares(m_tiles, n_tiles, places)
+    found = list(zip(places[::2], places[1::2], strict=True))
+    assert sorted(found) == list(itertools.product(range(m_tiles), range(n_tiles)))
+    for first in range(0, len(found), 8 * n_tiles):  # a square's activations stay in the cache
+        assert len({m for m, _ in found[first : first + 8 * n_tiles]}) <= 8
+
+
 @pytest.fixture(scope="module")
 def walk() -> Any:
-    return library(WALK).walk
+    return library(WALK)
 
 
 @pytest.mark.parametrize(("layout", "label"), ALL)
