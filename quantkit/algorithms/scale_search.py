@@ -40,6 +40,7 @@ WIDEST_BLOCK = 4096  # a wider group uses only the diagonal blocks of its Hessia
 _BLOCK = 128
 _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
+_CPU_ENTRIES = 2**17  # the same, which its cache holds
 _MATRICES = 7  # float32 matrices of blocks of H while they are factored: the blocks, and three in float64
 _BATCH = 16  # blocks of columns that one batched product judges on a GPU
 
@@ -121,9 +122,8 @@ def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error:
     if isinstance(error, KernelErrors):
         return kernels.search_errors(x, scales, zeros, error.factors, fmt)
     errors = torch.empty_like(scales)
-    # A GPU takes many candidates at once, because each call starts several kernels. A CPU takes as many as its cache
-    # holds.
-    step = 1 if x.device.type == "cpu" else max(1, _GPU_ENTRIES // x.numel())
+    # Each call takes many candidates: on a GPU it starts several kernels.
+    step = max(1, (_CPU_ENTRIES if x.device.type == "cpu" else _GPU_ENTRIES) // x.numel())
     for i in range(0, len(scales), step):
         candidates = scales[i : i + step].unsqueeze(-1)
         delta = x / candidates

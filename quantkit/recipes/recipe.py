@@ -162,7 +162,7 @@ def without_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with the names of its calibration files in the place of their paths."""
     data = recipe.calibration.data
     names = name_of_text(data) if isinstance(data, str) else tuple(map(name_of_text, data))
-    return replace(recipe, calibration=replace(recipe.calibration, data=names))
+    return recipe if names == data else replace(recipe, calibration=replace(recipe.calibration, data=names))
 
 
 def stored_shape(recipe: Recipe, goal: Goal, n: int, k: int) -> tuple[int, int]:
