@@ -64,7 +64,7 @@ def run_part(
     hidden = stacked(stream.activations, part) if hidden is None else hidden
     if len(part) == 1:
         return model.run_with(block, tokens[0], State(hidden, stream.activations.get(part[0]).passed), weights)
-    padded = pad_sequence(tokens, batch_first=True, padding_value=int(tokens[0][0]))
+    padded = pad_sequence(tokens, batch_first=True, padding_value=stream.padding)
     return model.run_with(block, padded, State(hidden), weights)
 
 

@@ -67,12 +67,14 @@ class Run:
 class Stream:
     """Documents on their way through the blocks: their `sequences`, and the `activations` that enter the next block.
 
-    `at_once` is the number of tokens that run together. It is halved where a GPU has no memory left.
+    `at_once` is the number of tokens that run together. It is halved where a GPU has no memory left. `padding` is a
+    token that is known to be one, read once: a GPU that is asked for a number must first finish its work.
     """
 
     def __init__(self, run: Run, activations: Activations) -> None:
         self.model, self.progress, self.clock = run.model, run.progress, run.clock
         self.sequences = run.sequences[: len(activations.rows)]
+        self.padding = int(self.sequences[0][0])
         self.activations = activations
         self.at_once = TOKENS_AT_ONCE[run.model.device.type]
         self.waiting = Waiting()

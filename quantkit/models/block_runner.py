@@ -20,6 +20,7 @@ from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.block_weights import BlockWeights
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
+from quantkit.models.fused_norms import Norm, fused, rms_norms
 from quantkit.models.interception import Interception, NotReached, telling, watching
 from quantkit.models.matching import MatchedModel, is_norm
 from quantkit.models.meta_model import lists_beside, require_decoder_only
@@ -44,6 +45,7 @@ class BlockRunner(MatchedModel):
         self.forms: dict[int, Form] = {}
         self.fuses_attention = self.device.type == "cuda"
         self._unused: dict[int, frozenset[int]] = {}
+        self._norms: dict[int, list[Norm]] = {}
         self._interception = Interception([self.module.get_submodule(path) for path in self.blocks])
 
     def keep_first(self, count: int) -> None:
@@ -192,7 +194,10 @@ class BlockRunner(MatchedModel):
         it. In a float16 model the hidden state stays in float32, as gradients would underflow.
         """
         passed = self._passed_on(index, state, wide=True)
-        with self.fast_products(), self.weights.replaced(index, weights):
+        if index not in self._norms:
+            on_gpu = self.device.type == "cuda"
+            self._norms[index] = rms_norms(self.module.get_submodule(self.blocks[index])) if on_gpu else []
+        with self.fast_products(), self.weights.replaced(index, weights), fused(self._norms[index]):
             output = self._run(index, tokens, passed, gradients=torch.is_grad_enabled())
         assert output is not None
         return output.hidden

@@ -137,6 +137,28 @@ def balanced(order: Sequence[int], parts: Sequence[range]) -> list[int]:
     return sorted(order, key=turn.__getitem__)[:BATCH]
 
 
+def _squares(x: Tensor) -> Tensor:
+    """Sum the squares of rows `[..., h]` in float32, in one pass over memory."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    return norms.square()
+
+
+class _SquareSum(torch.autograd.Function):
+    """Sum the squares of rows, with a gradient of one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the sums `[...]`."""
+        ctx.save_for_backward(x)
+        return _squares(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient by the rows, in their dtype."""
+        (x,) = ctx.saved_tensors
+        return torch.mul(x, 2 * gradients[0].unsqueeze(-1), out=torch.empty_like(x))
+
+
 class BlockTuning:
     """The state of tuning one block towards `targets`, the unquantized model's hidden states after it.
 
@@ -213,7 +235,7 @@ class BlockTuning:
         return added
 
     def _dense(self) -> dict[str, Tensor]:
-        """Gather the dequantized weights `[n, k]`; several ranks send them as products take them, and get float32."""
+        """Gather the dequantized weights `[n, k]`; several ranks send them as products take them."""
         if self._run.ranks.count == 1:
             return {name: weight.dense() for name, weight in self._weights.items()}
         dtype = torch.bfloat16 if is_fast_in_bfloat16(self._model.device) else torch.float32
@@ -221,7 +243,7 @@ class BlockTuning:
             each = self._run.ranks.each(
                 list(self._starts), self._owners, lambda name: self._weights[name].dense().to(dtype)
             )
-            return {name: weight.float() for name, weight in zip(self._starts, each, strict=True)}
+            return {name: w if w.is_cuda else w.float() for name, w in zip(self._starts, each, strict=True)}
 
     def held_out_error(self) -> float:
         """Compute the mean error of the tokens of the held-out sequences."""
@@ -245,13 +267,15 @@ class BlockTuning:
         Where sequences are padded, the target is zero, and the error does not count.
         """
         found = run_part(self._stream, self._block.index, part, weights)
-        wanted = stacked(self._targets, part).to(found.device).float().view_as(found)
-        weighed = found.float() - wanted
-        if self._root is not None:
+        wanted = stacked(self._targets, part).to(found.device).view_as(found)
+        size = _squares(wanted)
+        if self._root is None:
+            weighed = found.float() - wanted
+        else:
             with self._model.fast_products():
-                weighed = (weighed @ self._root).float()
-        size = wanted.square().sum(-1)
-        return torch.where(size > 0, weighed.square().sum(-1) / size.clamp_min(_TINY), 0.0).sum()
+                weighed = (found - wanted) @ self._root  # both are bfloat16 only where the product is
+        errors: Tensor = _SquareSum.apply(weighed)  # type: ignore[no-untyped-call]
+        return torch.where(size > 0, errors / size.clamp_min(_TINY), 0.0).sum()
 
     def _tokens(self, numbers: Sequence[int]) -> int:
         return sum(len(self._run.every[number]) for number in numbers)
