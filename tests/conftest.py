@@ -10,23 +10,26 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 # Spinning threads make a busy machine many times slower; set before torch starts any.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import os
-
-import hypothesis
-import pytest
-import torch
-
-from quantkit.cli.exits import STOP, catch_signals
-from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
-
-torch.set_num_threads(1)  # the models here are too small for two
-# The same examples in every run, and no deadline, because other programs may share the machine.
-hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("same")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests; one that only hands them to others would import for seconds before it does."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    import hypothesis
+    import torch
+
+    from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
+
+    torch.set_num_threads(1)  # the models here are too small for two
+    # The same examples in every run, and no deadline, because other programs may share the machine.
+    hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("same")
 
 
 def pytest_collection_finish() -> None:
@@ -74,6 +77,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Catch signals as the command line does, and put the handlers of the tests back."""
+    from quantkit.cli.exits import STOP, catch_signals
+
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests with nohup ignores it

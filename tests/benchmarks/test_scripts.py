@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import solver
-from benchmarks.quantize import phases
+from benchmarks import quantize, solver
 from tests.bench.samples import LLAMA
 from tests.promises.model import write_json
-
-ROOT = Path(__file__).parents[2]
 
 
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def rows(path: Path, *arguments: object) -> list[dict[str, str]]:
-    """Run a script in a process of its own; returns the rows of its CSV."""
-    line = [sys.executable, *map(str, arguments), "--device", "cpu", "--csv", str(path)]
-    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return read(path)
 
 
 def test_the_solver_has_a_row_for_each_shape_in_each_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,17 +29,15 @@ def test_the_solver_has_a_row_for_each_shape_in_each_scheme(tmp_path: Path, monk
     assert all(0 < float(row["loss_of_rounding"]) < 1 for row in found)
 
 
-def test_the_phases_of_a_run_add_up_and_nothing_is_left(tmp_path: Path) -> None:
+def test_the_phases_of_a_run_add_up_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(tmp_path / "config.json", LLAMA | {"num_hidden_layers": 4})
     (tmp_path / "recipe.yaml").write_text("{scheme: {group_size: channel}, layout: marlin}")
     (tmp_path / "work").mkdir()
-    found = rows(
-        tmp_path / "a.csv",
-        ROOT / "benchmarks/quantize.py",
-        *("--model", tmp_path, "--recipe", tmp_path / "recipe.yaml", "--blocks", 3, "--samples", 4, "--max-length", 16),
-        *("--work", tmp_path / "work"),
-    )
-    *each, total = found
+    line = f"--model {tmp_path} --recipe {tmp_path}/recipe.yaml --blocks 3 --samples 4 --max-length 16"
+    line += f" --work {tmp_path}/work --device cpu --csv {tmp_path}/a.csv"
+    monkeypatch.setattr(sys, "argv", ["quantize.py", *line.split()])
+    quantize.main()
+    *each, total = read(tmp_path / "a.csv")
     by_name = {row["phase"]: row for row in each}
     assert {"forward", "hessian", "solve", "load", "save", "write"} <= by_name.keys()
     assert (total["blocks"], total["all_blocks"], total["ranks"], total["tokens"]) == ("3", "4", "1", "64")
@@ -65,7 +50,7 @@ def test_the_phases_of_a_run_add_up_and_nothing_is_left(tmp_path: Path) -> None:
 def test_an_estimate_grows_by_blocks_by_bytes_or_by_saved_blocks() -> None:
     blocks = [{"forward": 5.0, "check": 7.0}, {"forward": 2.0, "save": 3.0}, {"forward": 2.0}, {"forward": 1.0}]
     run = {"forward": 10.0, "check": 7.0, "open": 1.0, "save": 3.0}
-    found = {row["phase"]: row for row in phases(blocks, run, 10, 4.0, {"save": 2.0, "forward": 1.0}, 2)}
+    found = {row["phase"]: row for row in quantize.phases(blocks, run, 10, 4.0, {"save": 2.0, "forward": 1.0}, 2)}
     estimates = {name: row["estimate_all_blocks_s"] for name, row in found.items()}
     assert estimates == {"forward": 22.0, "check": 28.0, "open": 1.0, "save": 12.0, "all": 63.0}
     assert (found["save"]["block_s"], found["save"]["block_floor_s"]) == (1.5, 1.0)
