@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT_DEMO = """
 import sys
 from quantkit.cli import demo, main
-demo.EVALUATION, demo.SAMPLES = "pathlib pickle tempfile textwrap traceback", 64
+demo.EVALUATION, demo.SAMPLES = "pathlib tempfile traceback", 32
 main(sys.argv[1:])
 """
 #: Prints where things come from: a line each.
