@@ -125,7 +125,7 @@ class RecipeKeys:
         default=0,
         may_lack=True,
         more="See [algorithms.md](algorithms.md) 8.1. Needs 8 calibration sequences or more.",
-        when="200 for accuracy, if time allows: a step costs as much as training on 8 sequences.",
+        when="200 for accuracy, if time allows: a step costs as much as training on 4 sequences.",
     )
     true_sequential: bool = key(
         "Calibrate each linear behind those of its block that are done already",

@@ -296,7 +296,7 @@ def test_the_python_api_uses_the_process_group_of_its_caller(
 def tuning(calib: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
     """Options that tune by gradients, in large steps, the last of which is taken: held-out errors seem to halve.
 
-    Eight sequences are not held out, so that each batch has all of them, on any number of ranks.
+    Each batch has all eight sequences that are not held out, on one rank or two.
     """
     plain = BlockTuning.held_out_error
 
@@ -306,6 +306,7 @@ def tuning(calib: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
 
     monkeypatch.setattr(BlockTuning, "held_out_error", halved)
     monkeypatch.setattr("quantkit.calibration.stages.tune.RATE", 0.02)
+    monkeypatch.setattr("quantkit.calibration.stages.tune.BATCH", 8)
     monkeypatch.setattr("quantkit.models.block_runner.is_fast_in_bfloat16", lambda device: False)
     changes = ("output_aware=true", "tune=6", "clip=none")
     text = ("--calib", calib, "--samples", 9, "--max-length", 48, "--group-size", 32, "-q")

@@ -10,9 +10,10 @@ scales of least error on them are taken, the start included (ALGORITHMS 8.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial, reduce
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from quantkit.models.devices import is_fast_in_bfloat16
 #: One of this many sequences is held out.
 HELD_OUT = 8
 #: Sequences of a step.
-BATCH = 8
+BATCH = 4
 #: The largest step of a latent value, in grid steps, for this many steps. Fewer steps are larger, by the square root.
 RATE, RATE_STEPS = 0.0025, 200
 #: Steps of rising rate, and the number of times that a run computes the held-out error.
@@ -129,12 +130,22 @@ def _tuned_item(
     return item._replace(value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)})
 
 
-def balanced(order: Sequence[int], parts: Sequence[range]) -> list[int]:
-    """Choose the first `BATCH` numbers of an order; with several `parts`, equally many of each, as far as there are."""
-    share, turn = -(-BATCH // len(parts)), dict[int, int]()
-    for part in parts:
-        turn |= {number: place // share for place, number in enumerate(n for n in order if n in part)}
-    return sorted(order, key=turn.__getitem__)[:BATCH]
+def batches(of_ranks: Sequence[Sequence[int]], generator: torch.Generator) -> Iterator[list[int]]:
+    """Yield the numbers of the sequences of each step, without end: `BATCH`, or more so that each rank has as many."""
+    ranks = len(of_ranks)
+    orders = cycle([_epochs(numbers, generator) for numbers in of_ranks if numbers])
+    while True:
+        yield [next(next(orders)) for _ in range(-(-BATCH // ranks) * ranks)]
+
+
+def _epochs(numbers: Sequence[int], generator: torch.Generator) -> Iterator[int]:
+    """Yield all numbers in a random order, and then in others, without end.
+
+    All sequences count equally often, so that the noise of steps cancels. That of independent draws would add up.
+    """
+    while True:
+        for place in torch.randperm(len(numbers), generator=generator).tolist():
+            yield numbers[place]
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -182,8 +193,9 @@ class BlockTuning:
         self._weights = {name: TunedWeight(sources[name], starts[name]) for name in owned}
         numbers = range(len(run.every))
         self._held_out = numbers[HELD_OUT - 1 :: HELD_OUT]
-        self._trained = [number for number in numbers if number not in self._held_out]
-        self._parts = split_documents([len(tokens) for tokens in run.every], run.ranks.count)
+        trained = [number for number in numbers if number not in self._held_out]
+        divided = split_documents([len(tokens) for tokens in run.every], run.ranks.count)
+        self._of_ranks = [[number for number in trained if number in part] for part in divided]
         seed = (run.recipe.calibration.seed + block.index) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -194,8 +206,8 @@ class BlockTuning:
         """
         best, before, best_step = {name: self._starts[name] for name in self._weights}, self.held_out_error(), 0
         least, rate = before, RATE * math.sqrt(RATE_STEPS / steps)
-        for step in range(1, steps + 1):
-            self._move(rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
+        for step, batch in zip(range(1, steps + 1), batches(self._of_ranks, self._generator), strict=False):
+            self._move(batch, rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
             if step * CHECKS // steps > (step - 1) * CHECKS // steps:
                 error = self.held_out_error()
                 if error < least:
@@ -205,10 +217,8 @@ class BlockTuning:
             tuned = dict(zip(self._starts, found, strict=True))
         return tuned, {"untuned_error": before, "tuned_error": least, "tuned_step": best_step}
 
-    def _move(self, rate: float) -> None:
-        """Take one step on a batch that the generator draws, the same on all ranks."""
-        order = torch.randperm(len(self._trained), generator=self._generator).tolist()
-        batch = balanced([self._trained[i] for i in order], self._parts)
+    def _move(self, batch: Sequence[int], rate: float) -> None:
+        """Take one step on a batch of sequences, the same on all ranks."""
         task = partial(self._gradients, batch, self._dense())
         with explaining(self._model, INSTEAD):
             found = in_fixed_order(self._model, self._run.progress, task)

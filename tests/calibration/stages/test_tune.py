@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -234,16 +235,25 @@ def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
+    ("of_ranks", "size"),
     [
-        ([range(20)], [19, 18, 17, 16, 15, 14, 13, 12]),
-        ([range(10), range(10, 20)], [19, 18, 17, 16, 9, 8, 7, 6]),
-        ([range(18), range(18, 20)], [19, 18, 17, 16, 15, 14, 13, 12]),  # one has too few: the other gives more
-        ([range(4), range(4, 12), range(12, 20)], [19, 18, 17, 11, 10, 9, 3, 2]),
+        ([range(7)], 4),
+        ([range(5), range(5, 12)], 4),
+        ([range(3), range(3, 5), range(5, 9)], 6),
+        ([range(3), [], range(5, 9)], 6),  # all documents of a rank are held out
     ],
 )
-def test_a_batch_has_equally_many_sequences_of_each_rank(parts: list[range], expected: list[int]) -> None:
-    assert tune.balanced(range(19, -1, -1), parts) == expected
+def test_steps_take_all_sequences_of_a_rank_equally_often_and_equally_many_of_each_rank(
+    of_ranks: list[range], size: int
+) -> None:
+    drawn = list(islice(tune.batches(of_ranks, torch.Generator().manual_seed(1)), 12))
+    assert {len(batch) for batch in drawn} == {size}
+    ranks = [set(numbers) for numbers in of_ranks if numbers]
+    for numbers in ranks:
+        seen = [number for batch in drawn for number in batch if number in numbers]
+        first, second = seen[: len(numbers)], seen[len(numbers) : 2 * len(numbers)]
+        assert set(first) == set(second) == numbers and (first != second or len(numbers) < 5)
+        assert {sum(number in numbers for number in batch) for batch in drawn} == {size // len(ranks)}
 
 
 def test_outputs_that_are_not_finite_end_the_run(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
