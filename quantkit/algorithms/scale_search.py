@@ -143,7 +143,7 @@ def check_signed(scheme: Scheme, signed: bool) -> None:
     if signed and not takes_signed(scheme):
         raise RecipeError(
             Words(Setting("signed", True), f"is for symmetric integers, not for {scheme.label}"),
-            Words("drop", Setting("signed", True)),
+            Words("use", Setting("signed", False)),
             Words("use", Setting("format", "int4"), Setting("asym", False)),
         )
 

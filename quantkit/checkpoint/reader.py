@@ -19,7 +19,7 @@ from quantkit.checkpoint.stored_tensors import StoredTensors, file_in
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
-from quantkit.errors import CheckpointError, LayoutError, Words, about
+from quantkit.errors import CheckpointError, Command, LayoutError, Words, about
 from quantkit.io import config_checks, files, json_files, model_folder
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
@@ -60,7 +60,9 @@ class Checkpoint(StoredTensors):
         path = Path(os.path.realpath(folder))
         self.notices: list[str] = []
         if not path.is_dir():
-            raise CheckpointError(f"{folder} is no folder", "give the folder of a model")
+            is_gguf = path.suffix.lower() == gguf_source.ENDING and path.is_file()
+            way = Words("use", Command("quantize"), "first") if is_gguf else "give the folder of a model"
+            raise CheckpointError(f"{folder} is {'a GGUF file, a source' if is_gguf else 'no folder'}", way)
         with files.guarded(path):
             listing = sorted(os.listdir(path))
         if config is None and CONFIG not in listing:

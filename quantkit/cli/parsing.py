@@ -112,6 +112,9 @@ class Command(click.Command):
                 raise click.UsageError(f"{error.option_name} is now {now}.", ctx) from None
             options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
             near = did_you_mean(error.option_name, [name for name in options if name.startswith("--")])
+            for key in self.keys:
+                if error.option_name == Option(key.keyword).spelled():
+                    near = f" Use --set {key.name}=VALUE."
             raise click.UsageError(f"No such option {error.option_name!r}.{near}", ctx) from None
 
 

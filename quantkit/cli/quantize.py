@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,9 @@ def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
     from quantkit.recipes.recipe import from_pairs
 
     running = {name: given.pop(name) for name in RUNNING}
+    twice = [pattern for pattern, count in Counter(pattern for pattern, _ in given["override"]).items() if count > 1]
+    if twice:
+        raise click.UsageError(f"--override gives {twice[0]!r} two schemes: leave one")
     given["override"] = dict(given["override"])
     given["settings"] = from_pairs(given["settings"], keys_of(RecipeKeys))
     return running, api.build_recipe(given.pop("recipe"), **given)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class Rows:
         self, model: str | Path, out: Path, judges: Judges, progress: Progress, run: Mapping[str, Any]
     ) -> None:
         self._model, self._out, self._judges, self._progress = model, out, judges, progress
-        self._run: Any = dict(run)
+        self._run: Any = {**run, "min_share": 0.0}  # a row is judged, and tells what stays dense
         self._opened = open_writer(model, run["revision"], run["trust_remote_code"], dequantize=True)
         judges.require(self._opened)
         self._digests = {name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())}
@@ -248,10 +249,12 @@ class Rows:
 
     def _unquantized(self) -> Row:
         src = self._opened.src
-        bits = 8 * src.dtype_of_model.itemsize
-        facts = {"precision": f"{bits} bits", "grouping": "", "method": "", "stored": "dense", "bits": float(bits)}
-        size = sum(map(src.nbytes, src.names()))
-        return {**facts, "bytes": size, "seconds": 0.0, **self._machine()}
+        bits = 8.0 * src.dtype_of_model.itemsize
+        if src.low_bit is not None:
+            bits = 8 * src.source_bytes / sum(prod(src.shape(name)) for name in src.names())
+        precision = src.low_bit or f"{bits:.0f} bits"
+        facts = {"precision": precision, "grouping": "", "method": "", "stored": "dense", "bits": bits}
+        return {**facts, "bytes": src.source_bytes, "seconds": 0.0, **self._machine()}
 
     def _made(self, entry: Entry, folder: Path) -> Row:
         report, recipe = self._quantized(entry, folder), entry.recipe

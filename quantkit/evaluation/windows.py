@@ -111,9 +111,9 @@ def cut(
             Words("use", Option("window", len(read)), "or more tokens"),
         )
     if len(read) < window:
+        smaller = Words("use", Option("window", len(read)), "or") if len(read) > 1 else "use"
         raise CheckpointError(
-            f"the text has {len(read)} tokens, less than one window of {window}",
-            Words("use", Option("window", max(2, len(read))), "or a longer text"),
+            f"the text has {len(read)} tokens, less than one window of {window}", Words(smaller, "a longer text")
         )
     for model in models:
         rows = model.get_input_embeddings().get_parameter("weight").shape[0]

@@ -259,6 +259,7 @@ def _way_to_weights(listing: list[str], pickles: list[str]) -> str:
     if pickles:
         return (
             f", only {pickles[0]}, a kind that can run code when read: convert it where you trust it, by python -c "
-            "\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('OLD').save_pretrained('NEW')\""
+            '"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+            "[c.from_pretrained('OLD').save_pretrained('NEW') for c in (M, T)]\""
         )
     return ": check the path"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import reduce
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -42,6 +43,7 @@ from quantkit.engines.readers import limit_of_signed_scales
 from quantkit.engines.tables import TARGETS
 from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Setting, Words
 from quantkit.io.staging import WRITTEN, check_staging, is_complete, staging
+from quantkit.keys import keys_of
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
@@ -501,7 +503,10 @@ def dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = Non
     if src.layout is not None:
         src.require_quantized(src.layout.NAME, CONFIG)
         raise CheckpointError(
-            f"is quantized already ({src.layout.NAME})", Words("use", Command("pack"), "or convert"), subject=model
+            f"is quantized already ({src.layout.NAME})",
+            Words("for another layout use", Command("pack"), "or convert"),
+            "give the unquantized model",
+            subject=model,
         )
     return src
 
@@ -512,13 +517,15 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
     wide = [name for name in model.src.names() if model.src.written(name) == torch.float32]
     if recipe.dense_dtype is not None and model.src.written_dtype != torch.float32 and wide:
         found.append(f"{len(wide)} tensors stay float32, because transformers keeps them so: first {wide[0]}")
-    if not isinstance(recipe.scheme, Scheme) or model.src.dtype_of_model != torch.float32 or recipe.dense_dtype:
+    wide = [name for name in model.src.names() if model.src.written(name).itemsize > 2]
+    if not isinstance(recipe.scheme, Scheme) or model.src.dtype_of_model.itemsize == 2 or recipe.dense_dtype:
         wide = []
     dense = sum(model.src.nbytes(name) for name in wide if chosen.get(name.removesuffix(".weight")) is None)
     if dense:
         found.append(
             Words(
-                f"dense tensors stay float32 like the source ({dense / 1e9:.3g} GB); to halve them, use",
+                f"dense tensors stay {dtype_name(model.src.dtype_of_model)} like the source ({dense / 1e9:.3g} GB);",
+                "for 16 bits use",
                 Setting("dense_dtype", "bfloat16"),
             )
         )
@@ -527,6 +534,12 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
         if chosen[name] is None:
             reasons.setdefault(reason, []).append(name)
     found += [f"{names[0]}: left dense, {reason} ({len(names)} in all)" for reason, names in reasons.items()]
+    if not recipe.calibrated:
+        keys = [key for key in keys_of(type(recipe)) if key.path[0] in ("calibration", "gptq") and key.default]
+        idle = [key for key in keys if key.default is not ... and reduce(getattr, key.path, recipe) != key.default]
+        if idle:
+            named = [part for key in idle for part in (",", Setting(key.keyword))][1:]
+            found.append(Words("no text is read, and so nothing depends on", *named))
     if recipe.calibrated and model.text_path:
         found.append(
             f"calibrated through {model.text_path}, on text alone: {type(model.module).__name__} asks for other inputs"

@@ -53,12 +53,15 @@ def ways_out(
     for misfit in misfits:
         rules.setdefault(misfit.rule, []).append(misfit)
     everything = len(misfits) == sum(scheme is not None for scheme in schemes.values())
-    joint = [] if layout is None else _one_change(misfits, layout, recipe, source) or _two_changes(misfits, recipe)
+    joint: list[str] = []
+    if layout is not None:
+        unfit = [misfit for group in rules.values() if not _fits(group, layout) for misfit in group]
+        joint = _one_change(unfit, layout, recipe, source) or _two_changes(unfit, recipe)
     lines = []
     for rule, group in rules.items():
         options: list[str] = []
         if layout is not None:
-            options = [*joint] or _one_change(group, layout, recipe, source)
+            options = [] if _fits(group, layout) else [*joint] or _one_change(group, layout, recipe, source)
             if recipe is not None and _padding_helps(group, layout):
                 options.append(Words("add", Setting("pad", True), FILLED))
         if recipe is not None and not everything:
@@ -126,7 +129,7 @@ def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
 
 def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
     """Suggest a layout and a group size that together hold all misfits, if one change does not help."""
-    if recipe is None:
+    if recipe is None or not misfits:
         return []
     both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
     return [Words("use", Setting("layout", name), Setting("group_size", g or "channel")) for name, g in islice(both, 1)]

@@ -246,13 +246,14 @@ def _read_shared(asked: dict[str, Any]) -> dict[str, Any]:
 def _check(recipe: Recipe) -> None:
     """Raise RecipeError for keys that contradict each other."""
     method, gptq = recipe.method, recipe.gptq
-    refining = [name for name in ("refit", "descent") if getattr(gptq, name)]
-    refining += ["tune"] if recipe.tune else []
+    values = {"refit": gptq.refit, "descent": gptq.descent, "tune": recipe.tune}
+    refining = {name: type(value)(0) for name, value in values.items() if value}
     if method != "gptq" and refining:
+        off = {**refining, "output_aware": False} if recipe.output_aware else refining
         raise RecipeError(
-            Words(Setting(refining[0]), f"starts from the codes of gptq, the method is {method}"),
+            Words(Setting(next(iter(refining))), f"starts from the codes of gptq, the method is {method}"),
             Words("use", Setting("method", "gptq")),
-            "drop it",
+            Words("use", *(Setting(name, value) for name, value in off.items())),
         )
     if recipe.output_aware and not recipe.tune:
         raise RecipeError(

@@ -280,10 +280,10 @@ def _own(
     if facts:
         return sequences, facts
     left_out = f"; {len(found.left_out)} records left out: {found.left_out.why}" if found.left_out else ""
+    fewer = Words("use", Setting("samples", len(sequences)), ", or") if sequences else "use"
     raise CheckpointError(
         f"holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}{left_out})",
-        Words("use", Setting("samples", len(sequences) or 1)),
-        Words("a longer", Setting("calib"), "file"),
+        Words(fewer, "a longer", Setting("calib"), "file"),
         subject=found.source,
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, reason
+from quantkit.errors import CheckpointError, RecipeError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,8 +32,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def token_ids(tokenizer: Callable[..., Any], text: str, *, special: bool, is_target: bool = False) -> Tensor:
     """Return the tokens of a text, int64 `[t]`, with or without the special tokens that the tokenizer adds.
 
-    `is_target` is for a text that an encoder-decoder writes, which some tokenizers treat in another way.
+    `is_target` is for a text that an encoder-decoder writes, which some tokenizers treat in another way. RecipeError
+    for bytes of a command line or a pipe that are not UTF-8: Python reads them as lone surrogates.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RecipeError(f"the text is not UTF-8 (character {error.start})", "convert it first") from error
     key = {"text_target" if is_target else "text": text}
     return torch.tensor(tokenizer(**key, add_special_tokens=special, verbose=False)["input_ids"], dtype=torch.int64)
 

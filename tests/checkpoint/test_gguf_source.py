@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.api import plan, quantize
+from quantkit.api import pack, plan, quantize, verify
 from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
@@ -105,6 +106,12 @@ def test_an_output_has_the_bytes_of_quantizing_the_dequantized_folder(llama: tup
     assert "| source | GGUF Q4_0 (4.50 bits a weight), dequantized |" in card
     assert 'license: "apache-2.0"' in card and 'base_model: "maker/model"' in card
     assert not [f.name for f in (tmp_path / "a").iterdir() if str(src.path.parent) in f.read_text(errors="replace")]
+
+
+def test_commands_of_packed_folders_send_the_file_to_quantize(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    for command in (partial(pack, llama[0], tmp_path / "out", "marlin"), partial(verify, llama[0])):
+        with pytest.raises(CheckpointError, match=r"is a GGUF file, a source: use quantkit\.quantize first"):
+            command()
 
 
 def test_plan_and_report_state_the_same_size_of_a_source(llama: tuple[Path, Path], tmp_path: Path) -> None:

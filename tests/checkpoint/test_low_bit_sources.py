@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quantkit.api import eval_ppl
+from quantkit.api import compare, eval_ppl
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.evaluation.verify import verify
@@ -371,6 +371,18 @@ def test_perplexity_of_a_low_bit_folder_is_that_of_the_dense_one(deepseek: tuple
     text.write_text("A scale multiplies a block of weights. " * 40)
     found, expected = (eval_ppl(folder, data=str(text), window=64, device="cpu") for folder in deepseek)
     assert found.perplexity == expected.perplexity
+
+
+def test_a_comparison_has_the_size_of_a_low_bit_source_not_that_of_its_dequantized_weights(
+    llama: Path, tmp_path: Path
+) -> None:
+    low, _ = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
+    (tmp_path / "text.txt").write_text("A scale multiplies a block of weights. " * 40)
+    judged: dict[str, Any] = {"text": str(tmp_path / "text.txt"), "window": 64, "tokens": 64, "device": "cpu"}
+    row = compare(low, tmp_path / "table", recipes=["int4:g32:rtn"], **judged).rows[0]
+    stored = load_file(low / "model.safetensors").values()
+    assert row["bytes"] == sum(tensor.nbytes for tensor in stored)
+    assert row["precision"] == "FP8 (32x32 block scales)" and row["bits"] < 16
 
 
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj"

@@ -14,15 +14,17 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
 from quantkit.checkpoint.stored_tensors import Derived
 from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX
+from quantkit.text.tokenizer import load_tokenizer
 from tests.checkpoint.samples import ONE, TWO, dense_folder
 from tests.faults import memory_path
+from tests.tiny_models import write_model
 
 tmp_path = memory_path
 
@@ -186,10 +188,17 @@ def test_what_is_ignored_is_told(tmp_path: Path) -> None:
     assert Checkpoint(folder).notices == ["ignored: pytorch_model.bin, consolidated.safetensors"]
 
 
-def test_pickles_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    torch.save(ONE, tmp_path / "pytorch_model.bin")
-    assert "only pytorch_model.bin" in refusal(tmp_path) and "save_pretrained" in refusal(tmp_path)
+def test_pickles_alone_are_refused_with_a_program_that_makes_a_whole_folder(tmp_path: Path) -> None:
+    old, new = write_model("llama", tmp_path / "old"), tmp_path / "new"
+    weights = {name: tensor for path in old.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    torch.save(weights, old / "pytorch_model.bin")
+    for path in old.glob("*.safetensors*"):
+        path.unlink()
+    said = refusal(old)
+    assert "only pytorch_model.bin" in said
+    _, program, _ = said.split('"')
+    exec(program.replace("OLD", str(old)).replace("NEW", str(new)))
+    assert Checkpoint(new).notices == [] and load_tokenizer(new)
 
 
 @pytest.mark.parametrize("config", [True, False])

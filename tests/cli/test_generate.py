@@ -75,6 +75,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command(tiny_llama: Path) -> Non
         (["{model}", "abc", "--system", "be brief"], "--system begins a conversation: add --chat"),
         (["{model}", "abc", "--seed", "1"], "add --temperature 0.7, or drop --seed and --top-p"),
         (["{model}", "abc", "--top-p", "0"], "0.0 is not in the range 0<x<=1."),
+        (["{model}", "ab\udcff"], "the text is not UTF-8 (character 2): convert it first"),
         (["{model}", "--chat"], "has no chat template: use quantkit generate without --chat"),
     ],
 )

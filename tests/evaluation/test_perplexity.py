@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import NumericError, RecipeError
+from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.whole_model import load_dense_model
@@ -84,6 +84,11 @@ def test_the_first_tokens_are_read_in_whole_windows(
     found = perplexity(model, bytes_, TEXT, window=window, tokens=tokens)
     assert (found.windows, found.window, found.text_tokens) == (windows, window or 100, min(tokens, 300))
     assert found.nll == perplexity(model, bytes_, TEXT[: windows * found.window], window=found.window).nll
+
+
+def test_a_text_of_one_token_is_not_sent_to_the_window_that_it_has(model: Any, bytes_: Any) -> None:
+    with pytest.raises(CheckpointError, match="has 1 tokens, less than one window of 2: use a longer text"):
+        perplexity(model, bytes_, "a")
 
 
 def test_bos_without_a_bos_token_is_refused(model: Any, bytes_: Any) -> None:

@@ -140,7 +140,9 @@ def test_a_side_file_of_quantized_weights_is_not_stale(model: Path, tmp_path: Pa
 def test_float32_tensors_stay_with_one_notice(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "out", from_mapping(RTN))
     (notice,) = [line for line in report_of(tmp_path / "out")["notices"] if "float32" in line]
-    assert notice.endswith("to halve them, use --dense-dtype bfloat16") and "dense tensors stay float32" in notice
+    assert notice.endswith("for 16 bits use --dense-dtype bfloat16") and "dense tensors stay float32" in notice
+    wide = write_model("llama", tmp_path / "wide", torch.float64, num_hidden_layers=1)
+    assert any("dense tensors stay float64" in line for line in plan(wide, from_mapping(RTN)).notices)
     half = write_model("llama", tmp_path / "half", torch.bfloat16, num_hidden_layers=1)
     assert not any("float32" in line for line in plan(half, from_mapping(RTN)).notices)
 

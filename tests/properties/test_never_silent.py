@@ -83,6 +83,16 @@ def test_an_option_without_effect_is_reported(small_llama: Path, tmp_path: Path,
     assert "end at the model's 512 positions, --max-length is 4096" in text
 
 
+def test_a_calibration_text_that_rounding_never_reads_is_reported(
+    small_llama: Path, tmp_path: Path, calib: dict[str, Any]
+) -> None:
+    quantize(small_llama, tmp_path / "out", from_mapping({**RTN, "calibration": calib, "gptq": {"damp": 0.1}}))
+    _, text = report_and_summary(tmp_path / "out")
+    assert "nothing depends on --set gptq.damp, --calib, --samples, --max-length" in text
+    quantize(small_llama, tmp_path / "plain", from_mapping(RTN))
+    assert "nothing depends" not in report_and_summary(tmp_path / "plain")[1]
+
+
 def test_rounding_instead_of_gptq_is_reported(tmp_path: Path, calib: dict[str, Any]) -> None:
     model = edited(tmp_path / "model", "up_proj", torch.zeros_like)  # then the inputs of down_proj are zero
     with pytest.raises(NumericError, match=r"down_proj: no input channel ever moved"):
