@@ -81,7 +81,7 @@ class TunedWeight:
         if self._dense is not None:
             self._descend_by_kernel(self._dense, gradient, rate)
             return
-        slope = self._grouped(gradient.float()).mul_(self._scales.unsqueeze(-1))
+        slope = self._grouped(gradient).mul_(self._scales.unsqueeze(-1))
         self._factors.descend((slope * self._values()).sum(-1), rate)
         self._factors.value.clamp_(*FACTORS)
         self._latent.descend(slope.mul_(self._step), rate * self._step)

@@ -245,7 +245,7 @@ class BlockTuning:
         return added
 
     def _dense(self) -> dict[str, Tensor]:
-        """Gather the dequantized weights `[n, k]`; several ranks send them as products take them."""
+        """Gather the dequantized weights `[n, k]`; several ranks send them as products take them, and get float32."""
         if self._run.ranks.count == 1:
             return {name: weight.dense() for name, weight in self._weights.items()}
         dtype = torch.bfloat16 if is_fast_in_bfloat16(self._model.device) else torch.float32
@@ -253,7 +253,7 @@ class BlockTuning:
             each = self._run.ranks.each(
                 list(self._starts), self._owners, lambda name: self._weights[name].dense().to(dtype)
             )
-            return {name: w if w.is_cuda else w.float() for name, w in zip(self._starts, each, strict=True)}
+            return {name: weight.float() for name, weight in zip(self._starts, each, strict=True)}
 
     def held_out_error(self) -> float:
         """Compute the mean error of the tokens of the held-out sequences."""
