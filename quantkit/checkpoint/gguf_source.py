@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredFile, file_in, read_bytes
+from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import config_checks, files
 from quantkit.io.gguf_header import GgufHeader, GgufTensor, read_gguf_header
@@ -118,7 +119,7 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
         config_checks.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
         if (factors := header.tensors.pop(FACTORS, None)) is not None:
             _scale_positions(config, read_bytes(folder, file, factors.start, factors.nbytes).view(torch.float32))
-        with init_empty_weights():
+        with building(), init_empty_weights():
             module: Any = AutoModelForCausalLM.from_config(config)
         read = _Reading(folder, file, header, module, config)
         tensors = read.tensors()

@@ -6,6 +6,8 @@ one operation has one thread. Several threads work on several parts, and the bou
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +16,15 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+#: The lock of each process: a fork has its own.
+_BUILDS: dict[int, threading.RLock] = {}
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Let transformers build one model at a time: meanwhile it changes torch's default dtype, for all threads."""
+    with _BUILDS.setdefault(os.getpid(), threading.RLock()):
+        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
+from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Command, QuantkitError, Words
 from quantkit.inference.swap_linears import require_kernels
 from quantkit.models.devices import compute_dtype, device_of
@@ -140,7 +141,7 @@ def _from_pretrained(
         remote = trust_remote_code and "auto_map" in src.config
         options: Any = {"device_map": device_map, "dtype": dtype, "trust_remote_code": remote}
         auto = auto_class(src, config, trust_remote_code)
-        with silent_transformers():
+        with building(), silent_transformers():
             loaded: Any = auto.from_pretrained(src.path, config=config, output_loading_info=True, **options)
         model, loading = loaded
     except (QuantkitError, torch.OutOfMemoryError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Setting, Words, reason
 from quantkit.inference.load import silent_transformers
 from quantkit.layouts.compressed_tensors import METHOD
@@ -91,7 +92,7 @@ def _opened(question: _Question) -> dict[str, list[str]] | str:
     cls: Any = question.cls
     try:
         # compressed-tensors has bars of its own.
-        with silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
+        with building(), silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
             _, found = cls.from_pretrained(None, config=question.config, state_dict=states, **options)
     except ImportError as error:
         raise NotTried(reason(error)) from error

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io.json_files import decode_floats
 from quantkit.models.experts import find_routers
@@ -21,6 +24,9 @@ from quantkit.models.linears import is_linear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PretrainedConfig
+
+#: Whether a thread builds a model whose parameters are on the meta device.
+_THREAD = threading.local()
 
 
 class Configured(Protocol):
@@ -38,7 +44,8 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
 
     CheckpointError for a model type that transformers does not know, or a config that it cannot read.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    with building():  # threads that import a name of transformers at once may not find it
+        from transformers import CONFIG_MAPPING, AutoConfig
 
     family = str(src.config.get("model_type"))
     remote = trust_remote_code and "auto_map" in src.config
@@ -122,19 +129,29 @@ def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> Pr
         each.use_cache = False
     auto = auto_class(src, config, trust_remote_code)
     remote = trust_remote_code and "auto_map" in src.config
-    hook = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # it may return another
+    _hook()
+    _THREAD.builds = True
     try:
-        module: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=remote)
+        with building():
+            module: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=remote)
     except Exception as error:  # as above
         raise unbuildable(src, error) from error
     finally:
-        hook.remove()
+        _THREAD.builds = False
     module.eval()
     return module
 
 
-def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Give a module a meta parameter for which transformers draws no first values."""
+@cache
+def _hook() -> None:
+    """Register `_on_meta` for the process, once: a thread that makes a module must not see the hooks change."""
+    register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # it may return another
+
+
+def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    """Give a module a meta parameter for which transformers draws no first values; None in threads of others."""
+    if not getattr(_THREAD, "builds", False):
+        return None
     made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     made._is_hf_initialized = True  # type: ignore[attr-defined]
     return made

@@ -1,0 +1,52 @@
+"""A model built without weights leaves the modules that other threads make at the same time as they are."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models.meta_model import skeleton
+
+
+def test_modules_that_another_thread_makes_meanwhile_have_values(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = transformers.AutoModelForCausalLM.from_config, list[nn.Linear]()
+
+    def meanwhile(*args: Any, **more: Any) -> Any:
+        other = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
+        other.start()
+        other.join()
+        return real(*args, **more)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", meanwhile)
+    built = skeleton(Checkpoint(tiny_llama), torch.float16, trust_remote_code=False)
+    assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
+    assert made[0].weight.device.type == "cpu" and nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_threads_that_build_models_leave_the_default_dtype(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, inside = transformers.AutoModelForCausalLM.from_config, threading.Barrier(2)
+
+    def meet(*args: Any, **more: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            inside.wait(0.3)  # two builds at once would meet here, and nest the dtypes that they restore
+        return real(*args, **more)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", meet)
+    src = Checkpoint(tiny_llama)
+    threads = [threading.Thread(target=skeleton, args=(src, torch.bfloat16, False)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside.broken, "two threads built a model at the same time"
+    assert torch.get_default_dtype() == torch.float32
