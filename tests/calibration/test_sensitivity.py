@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.preflight import new_run
+from quantkit.calibration.stages.gradients import drawn_tokens
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
@@ -37,7 +38,7 @@ def seen_in_the_whole_model(folder: Path, seed: int) -> dict[str, list[tuple[Ten
     for number, tokens in enumerate(sequences()):
         generator.manual_seed(seed + number)
         logits = model(tokens[None], use_cache=False).logits[0]
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        drawn = drawn_tokens(logits.detach().softmax(-1), generator)
         (-logits.log_softmax(-1).gather(1, drawn).sum()).backward()
     return seen
 
