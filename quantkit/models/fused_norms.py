@@ -47,10 +47,10 @@ def _epsilon(module: nn.Module) -> float | None:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
-    """Compare outputs for large inputs, and for inputs so small that epsilon counts."""
+    """Compare outputs for large inputs, and for inputs so small that epsilon counts; the mean of all is not zero."""
     weight = module.get_parameter("weight")
     sizes = torch.tensor([1.0, epsilon**0.5], device=weight.device)
-    x = torch.arange(weight.numel(), device=weight.device).add(1.0).sin().view(weight.shape)
+    x = torch.arange(weight.numel(), device=weight.device).sin().add(1.0).view(weight.shape)
     x = (sizes.view(-1, *[1] * weight.ndim) * x).to(weight.dtype)
     try:
         own = module(x)

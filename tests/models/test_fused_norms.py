@@ -57,6 +57,12 @@ def test_a_norm_that_differs_keeps_its_code(numbers: dict[str, Any], count: int)
     assert len(rms_norms(nn.Sequential(GatedNorm(**numbers)))) == count
 
 
+def test_a_norm_that_subtracts_the_mean_keeps_its_code_at_any_width() -> None:
+    # With 288 channels, the sines of 1 to 288 have nearly no mean, which would hide that it is subtracted.
+    norms = nn.Sequential(*(nn.LayerNorm(width, bias=False) for width in range(8, 513, 8)))
+    assert rms_norms(norms) == []
+
+
 def test_a_gate_or_another_dtype_reaches_the_code_of_the_norm() -> None:
     norm = GatedNorm()
     x, gate, half = torch.randn(4, 64), torch.rand(4, 64), torch.randn(4, 64).to(torch.bfloat16)
