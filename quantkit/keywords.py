@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from types import NoneType, SimpleNamespace, UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quantkit.errors import QuantkitError, RecipeError
@@ -95,7 +95,8 @@ def _classes(kind: Any) -> tuple[type, ...]:
 
 
 def _mistyped(function: str, name: str, kinds: tuple[type, ...], value: object) -> str:
-    names = ("None" if kind is NoneType else kind.__name__ for kind in kinds)
+    spelled = {"NoneType": "None", "dtype": "torch.dtype"}
+    names = (spelled.get(kind.__name__, kind.__name__) for kind in kinds)
     return f"{function}() argument {name!r} must be {' or '.join(names)}, not {value!r:.80}"
 
 

@@ -134,6 +134,7 @@ def test_signatures_have_types_and_defaults() -> None:
         ("quantize", ("a", "b"), {"asym": "yes"}, "argument 'asym' must be bool or None, not 'yes'"),
         ("quantize", ("a", "b"), {"override": "k=int4"}, "argument 'override' must be Mapping or None"),
         ("quantize", ("a", "b"), {"progress": 3}, "argument 'progress' must be Progress or Callable or None, not 3"),
+        ("load", ("a",), {"dtype": "float32"}, "load() argument 'dtype' must be torch.dtype or None, not 'float32'"),
         ("plan", (7,), {}, "plan() argument 'model' must be str or Path, not 7"),
         ("eval_ppl", ("a",), {"window": "x" * 500}, "argument 'window' must be int or None, not 'xxx"),
     ],

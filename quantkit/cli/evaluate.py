@@ -11,7 +11,7 @@ import click
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import MISSED, emit, leave
 from quantkit.cli.options import command, count, text
-from quantkit.cli.parsing import Commands, combined, section
+from quantkit.cli.parsing import Commands, Range, combined, section
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def evaluate() -> None:
 @command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @protocol_options
-@section("Output", text("--max-perplexity", "X", "Leave with exit code 4 if the perplexity is above X.", type=float))
+@section("Output", text("--max-perplexity", "X", "Leave with exit code 4 if the perplexity is above X.", type=Range(1)))
 def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: Progress, **protocol: Any) -> None:
     """Measure perplexity.
 
@@ -80,7 +80,7 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
     text("--versus", "CHECKPOINT", "Another checkpoint, compared in pairs on the same windows.", completers.folders),
 )
 @protocol_options
-@section("Output", text("--max-kld", "X", "Leave with exit code 4 if the divergence is above X nats.", type=float))
+@section("Output", text("--max-kld", "X", "Leave with exit code 4 if the divergence is above X nats.", type=Range(0)))
 def divergence(checkpoint: str, max_kld: float | None, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Measure KL divergence.
 

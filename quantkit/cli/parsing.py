@@ -132,6 +132,14 @@ class Choice(click.Choice):  # type: ignore[type-arg]
             raise click.BadParameter(error.message + near, ctx, param) from None
 
 
+class Range(click.FloatRange):
+    """A range of numbers, and never NaN, which click lets through: nothing is above or below it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if number == number else self.fail(f"{value!r} is no number.", param, ctx)
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Make the sentence that names the word nearest to `word`; empty if none is near.
 

@@ -10,7 +10,7 @@ import click
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command, count, text
-from quantkit.cli.parsing import section
+from quantkit.cli.parsing import Range, section
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
     click.option("--top-p", type=float, default=0.95, metavar="X", help="Draw from the likeliest tokens [0.95]."),
     count("--max-new-tokens", "Most tokens of a program", 512),
     count("--batch-size", "Texts at a time", 16),
-    click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, metavar="S", help="Most seconds each [5]."),
+    click.option("--timeout", type=Range(0.1), default=5.0, metavar="S", help="Most seconds each [5]."),
     click.option(
         "--namespaces/--no-namespaces",
         default=True,

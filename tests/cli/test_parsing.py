@@ -56,6 +56,19 @@ def test_help_and_wrong_usage_import_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("ppl", "model", "--max-perplexity", "nan"),
+        ("ppl", "model", "--max-perplexity", "-5"),
+        ("kld", "model", "--against", "model", "--max-kld", "nan"),
+        ("code", "model", "--data", "data.jsonl", "--timeout", "nan"),
+    ],
+)
+def test_a_limit_that_no_run_can_keep_is_refused_before_the_run(line: tuple[str, ...]) -> None:
+    assert f"Invalid value for '{line[-2]}'" in call("eval", *line, code=2).stderr
+
+
 def test_the_names_of_choices_are_those_of_the_tables() -> None:
     assert tuple(FORMATS) == names.FORMATS
     assert tuple(LAYOUTS) == names.LAYOUTS
