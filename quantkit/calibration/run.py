@@ -68,7 +68,7 @@ class Stream:
     """Documents on their way through the blocks: their `sequences`, and the `activations` that enter the next block.
 
     `at_once` is the number of tokens that run together. It is halved where a GPU has no memory left. `padding` is a
-    token that is known to be one, read once: a GPU that is asked for a number must first finish its work.
+    token of the text, which fills up shorter documents. It is read once, because reading from a GPU waits for its work.
     """
 
     def __init__(self, run: Run, activations: Activations) -> None:

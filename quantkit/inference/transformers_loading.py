@@ -84,7 +84,7 @@ class _Question:
     forms: Forms = field(compare=False)
 
 
-@lru_cache(maxsize=1)  # a run asks the same before its work and of what it has written
+@lru_cache(maxsize=1)  # a run asks twice: of its plan, and of the files that it wrote
 def _opened(question: _Question) -> dict[str, list[str]] | str:
     """Return the names that `from_pretrained` reports, or the reason why it refuses."""
     states = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in question.forms.items()}
