@@ -19,10 +19,11 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import QuantkitError
+from quantkit.errors import LayoutError, QuantkitError
 from quantkit.evaluation.verification import Row
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS
+from quantkit.layouts.recast import recast
 from quantkit.progress import Clock
 
 
@@ -60,7 +61,7 @@ def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tupl
                 digest = job.pool.submit(q.matches, layer.get("digest"))
             row = replace(row, shape=src.true_size(module) if src.is_padded(module) else q.shape, scheme=q.scheme.label)
             changed = _changed_by_repacking(src, tensors, q, notices)
-        differences = _compare(job, module, q)
+        differences = _compare(job, module, q, notices)
         notices += _notices(src, module, q)
     except QuantkitError as error:
         if str(error.subject) in (f"{src.path}: {module}", str(src.path), module):
@@ -125,15 +126,33 @@ def _same(tensor: Tensor, packed: Tensor | None) -> bool:
     return torch.equal(tensor.contiguous().view(torch.uint8), packed.contiguous().view(torch.uint8))
 
 
-def _compare(job: Job, module: str, q: QuantizedTensor) -> list[str] | None:
-    """List the differences from the other checkpoint, None if it does not have the weight."""
+def _compare(job: Job, module: str, q: QuantizedTensor, notices: list[str]) -> list[str] | None:
+    """List the differences from the other checkpoint, None if it does not have the weight.
+
+    The same values in another scheme, which a conversion recast, are a notice.
+    """
     src, other = job.src, job.other
     if other is None or module not in set(other.modules()):
         return None
     with job.clock.phase("against"):
         mine = src.unpadded(module).to(job.device) if src.is_padded(module) else q
-        differences = _differences(mine, other.unpadded(module).to(job.device))
+        theirs = other.unpadded(module).to(job.device)
+        differences = _differences(mine, theirs)
+        if differences and mine.scheme != theirs.scheme and _are_recast(mine, theirs):
+            notices.append(f"weights in {mine.scheme.label} have the values of {theirs.scheme.label} in {other.path}")
+            return []
     return [f"{line} in {other.path}" for line in differences]
+
+
+def _are_recast(q: QuantizedTensor, other: QuantizedTensor) -> bool:
+    """Return True if one of two records is the other in another scheme, value for value (docs/layouts.md 11)."""
+    for source, recorded in ((other, q), (q, other)):
+        try:
+            if not _differences(recorded, recast(source, recorded.scheme, recorded.shape)):
+                return True
+        except LayoutError:  # the scheme, or the data, cannot hold those values
+            continue
+    return False
 
 
 def _differences(q: QuantizedTensor, other: QuantizedTensor) -> list[str]:
