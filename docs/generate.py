@@ -56,6 +56,12 @@ RESULTS = (
     Pushed,
     Event,
 )
+#: The public names, in the order of the page.
+NAMES = (
+    *("plan", "quantize", "prune", "pack", "convert", "distill", "verify", "eval_ppl", "eval_kld", "eval_tasks"),
+    *("eval_code", "eval_rouge", "compare", "load", "push", "register", "QuantkitError", "Recipe"),
+)
+assert {*NAMES} == {*quantkit.__all__} - {"__version__"}
 #: Section of a recipe -> its help.
 SECTIONS = {each.name: each.metadata["section"][0] for each in fields(RecipeKeys) if "section" in each.metadata}
 #: Options that every command has; the page names them once.
@@ -194,7 +200,7 @@ def conversions_page() -> str:
 def api_page() -> str:
     """Make the page of the public names, then of the results that they return."""
     parts = [API]
-    for name in quantkit._HOME:
+    for name in NAMES:
         parts += _described(name, getattr(quantkit, name))
     parts.append("# Results")
     for kind in RESULTS:

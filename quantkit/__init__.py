@@ -55,33 +55,18 @@ __all__ = [
     "verify",
 ]
 
-#: Name -> its module, in the order of docs/api.md.
+#: Name -> its module, for names that are not in `api`.
 _HOME = {
-    "plan": "quantkit.api",
-    "quantize": "quantkit.api",
-    "prune": "quantkit.api",
-    "pack": "quantkit.api",
-    "convert": "quantkit.api",
-    "distill": "quantkit.api",
-    "verify": "quantkit.api",
-    "eval_ppl": "quantkit.api",
-    "eval_kld": "quantkit.api",
-    "eval_tasks": "quantkit.api",
-    "eval_code": "quantkit.api",
-    "eval_rouge": "quantkit.api",
-    "compare": "quantkit.api",
-    "load": "quantkit.api",
-    "push": "quantkit.api",
-    "register": "quantkit.inference.transformers_plugin",
     "QuantkitError": "quantkit.errors",
     "Recipe": "quantkit.recipes.recipe",
+    "register": "quantkit.inference.transformers_plugin",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_HOME.get(name, "quantkit.api")), name)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,7 @@
-"""Tune the codes and scales of quantized weights by the gradient of a shared loss.
+"""Tune the codes and scales of quantized weights by the gradient of a shared loss (ALGORITHMS 8.1).
 
-Each code has a latent value, and each scale a factor. The codes are those nearest to the latent values. The gradient
-passes the rounding unchanged (straight through), and moves latent values and factors, scaled by its own mean square.
-There is no momentum, because it would overshoot codes that the solver has fitted to each other. A weight starts at its
-solved codes: its latent values are the nearest ones to the original weights that round to these codes (ALGORITHMS 8.1).
-On a GPU a kernel takes a step, where it can be compiled.
+Each code has a latent value, and each scale a factor; the gradient passes the rounding unchanged (straight through).
+There is no momentum, because it would overshoot codes that the solver has fitted to each other.
 """
 
 from __future__ import annotations

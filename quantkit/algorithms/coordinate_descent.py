@@ -1,9 +1,7 @@
 """Refine a swept weight: move single codes by coordinate descent, then refit all scales of a row by least squares.
 
-With all other codes fixed, the loss of a row is a parabola in each of its weights. The best code for a column is the
-one nearest to the parabola's minimum. With all codes fixed, the loss is a quadratic form in the row's scales. Both also
-fit the noise of the calibration tokens, so descent needs enough of them, and a recipe must ask for the refit
-(ALGORITHMS 8).
+With all other codes fixed, the loss of a row is a parabola in each of its weights; with all codes fixed, it is a
+quadratic form in the row's scales. Both also fit the noise of the calibration tokens (ALGORITHMS 8).
 """
 
 from __future__ import annotations

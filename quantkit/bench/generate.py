@@ -1,9 +1,7 @@
 """Time whole models that read prompts and write tokens: each packed layout beside the same model dense.
 
-All variants run the same two calls (`decode_graphs`) as CUDA graphs: one reads the prompts, the other makes one token
-and is replayed for each new one. So no launch from Python is timed. In a step torch.compile fuses the small operations
-between the products. Weights are random (`random_model`). The floor of a step is one read of all weights at the speed
-of a copy.
+All variants run the same two calls (`decode_graphs`) as CUDA graphs, so that no launch from Python is timed. The floor
+of a step is one read of all weights at the speed of a copy.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The loop over blocks that quantizes with activations.
 
-One block is in memory. Its linears are solved in groups that share an input, in the order in which the block calls
-them. Each stage of the recipe is called before the groups, at each group, and after them. Solved weights replace the
-original ones before the next group is calibrated (ALGORITHMS 2 and 12). The finished block turns the stored activations
-into the inputs of the next. Every finished block is a commit.
-
-Several ranks divide the documents and the work of solving. Each has the whole block, and the activations of its own
-documents. All put back the same weights.
+Each stage of the recipe works before the groups of a block, at each group, and after them. Solved weights replace the
+original ones before the next group is calibrated (ALGORITHMS 2 and 12), so the finished block turns the stored
+activations into the inputs of the next. Several ranks divide documents and solving, and all put back the same weights.
 """
 
 from __future__ import annotations

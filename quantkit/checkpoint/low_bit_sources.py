@@ -291,7 +291,7 @@ def _weight(
         prefix + end if prefix + end in stored else None for end in (ZERO, ORDER, DIVISOR, SHAPE)
     )
     shape = _shape(src, name, scale, size, scheme)
-    rows, columns, words = _shared_by(src, name, scale, shape, scheme.block)
+    rows, columns, words = _shared_by(src, scale, shape, scheme.block)
     weight = LowBitWeight(
         *(name, scale, shape, (rows, columns), scheme.unpack, zero, order, divisor),
         others=() if size is None else (size,),
@@ -338,7 +338,7 @@ def _check_parts(src: StoredTensors, w: LowBitWeight, scheme: Scheme) -> None:
         raise CheckpointError(f"{w.divisor} has shape {list(src.shape(w.divisor))}, its weight needs [1]", AGAIN)
 
 
-def _shared_by(src: StoredTensors, name: str, scale: str, shape: tuple[int, ...], block: Block) -> tuple[int, int, str]:
+def _shared_by(src: StoredTensors, scale: str, shape: tuple[int, ...], block: Block) -> tuple[int, int, str]:
     """Return how many rows and columns share a scale, also in words; CheckpointError for another shape of scales."""
     *_, n, k = shape
     found, whole = src.shape(scale), [(1, k, "one scale a row"), (n, k, "one scale a tensor")]

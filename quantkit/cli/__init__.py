@@ -1,8 +1,7 @@
 """The command line: parse, call one function, print. Results go to stdout, progress and warnings to stderr.
 
 `main` sets the environment and the signal handlers before it imports anything heavy. So an interruption during the
-imports has its exit code, and libraries read the settings at their first import. `commands` has the click group, one
-module each has the commands, `options` what they share, `show` the text of results, `exits` the exit codes.
+imports has its exit code, and libraries read the settings at their first import. Begin with `commands`.
 """
 
 from __future__ import annotations

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import Any
 
 from quantkit.cli import show
-from quantkit.cli.checks import Check, package, required
 from quantkit.cli.exits import FAILED, emit, leave
 from quantkit.cli.options import command
 from quantkit.core.units import format_bytes
@@ -23,6 +24,17 @@ from quantkit.progress import Progress
 from quantkit.version import __version__
 
 PYTHON = ((3, 10), (3, 15))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the diagnosis. `ok` is None if the thing is missing and nothing here needs it."""
+
+    name: str
+    found: str | None
+    needs: str
+    ok: bool | None
+    fix: str | None = None
 
 
 @command("doctor", "quantkit doctor", computes=False)
@@ -117,3 +129,36 @@ def _broken(error: ImportError | OSError) -> Check:
     name = (getattr(error, "name", None) or "torch").partition(".")[0].replace("_", "-")
     fix = f"pip install --force-reinstall --no-cache-dir {name if name in required() else 'torch'}"
     return Check(name, f"does not load: {reason(error)}", "a package that loads", False, fix)
+
+
+def required() -> dict[str, str]:
+    """Read the packages that quantkit needs, each with its lowest version; none if quantkit is not installed."""
+    stated = metadata.requires("quantkit") or [] if installed_version("quantkit") else []
+    rule = re.compile(r"([\w.-]+)[^;]*>=([\d.]+)[^;]*")  # other releases may be left out; behind a `;` stands an extra
+    return dict((found[1], found[2]) for each in stated if (found := rule.fullmatch(each)))
+
+
+def package(name: str, lowest: str, why: str = "") -> Check:
+    """Check a package that quantkit needs, or only the uses that `why` names."""
+    found = installed_version(name)
+    ok = at_least(found, lowest) if found is not None else None if why else False
+    return Check(
+        name, found, f">={lowest} {why}".rstrip(), ok, None if ok else f"pip install --upgrade '{name}>={lowest}'"
+    )
+
+
+def at_least(version: str, lowest: str) -> bool:
+    """Compare the leading numbers of two versions (`2.13.0+cpu` is 2.13.0): is the first one as high or higher?"""
+    return _numbers(version) >= _numbers(lowest)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def installed_version(package: str) -> str | None:
+    """Find the version of an installed package, None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

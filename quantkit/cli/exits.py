@@ -1,7 +1,6 @@
 """How a command ends: its exit code, and one line for everything that a user can meet.
 
-Codes: 0 done, 1 failed, 2 wrong usage, 3 verification failed, 4 a quality threshold was missed, 75 stopped and can be
-resumed, 130 interrupted. An exception that is not listed here is a bug and shows its traceback.
+An exception that is not listed here is a bug and shows its traceback.
 """
 
 from __future__ import annotations

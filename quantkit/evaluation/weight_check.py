@@ -1,8 +1,4 @@
-"""The checks of one packed weight.
-
-A weight is unpacked and packed again, compared with its recorded digest and with another checkpoint, and multiplied by
-a kernel.
-"""
+"""The checks of one packed weight: repacked, compared with its digest and another checkpoint, and multiplied."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The products of a mixture of experts with packed weights, as one operator: routed tokens in, their sum out.
 
-`prepare_experts` checks the packed weights of a layer and compiles its kernels. `torch.ops.quantkit.engine_experts`
-multiplies, for inference engines: torch.compile and CUDA graphs see one operator. Weights are stacked `[experts, ...]`.
-A grouped kernel multiplies with all experts in one launch.
+`torch.ops.quantkit.engine_experts` works as `engine_linear`. Weights are stacked `[experts, ...]`, and a grouped kernel
+multiplies with all experts in one launch.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 For a small weight a kernel launch costs as much as the product. So sibling linears, found by their names, are stacked
 into one packed weight if their layout allows it.
-
-The first sibling that gets a tensor multiplies it with all weights (`SharedProduct`). Each sibling returns a view of
-the product.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the folder kernels/.
 
-One module per layout (`marlin`, `marlin24`, `quick`, `tcfpx`) declares the weights that its kernels take, and their
-tiles. `naive`, `portable` and `hopper` launch the three kinds of kernel. `grouped` multiplies with the weights of
-several experts, whose rows `routing` sorts; `expert_steps` has the rest of their layer. `loader` and `driver` compile
-and start kernels, and `proof` compares products with the weight. Not in here: the CUDA code, and torch modules that use
-it (`inference`). Begin with `launcher`; docs/kernels.md explains the kernels themselves.
+One module per layout declares the weights that its kernels take, and their tiles. Begin with `launcher`;
+docs/kernels.md explains the kernels themselves.
 """
 
 from __future__ import annotations

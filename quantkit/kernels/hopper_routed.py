@@ -83,7 +83,7 @@ class RoutedHopper(HopperKernel):
         """Write row r // `choices` of `x` times the weight of r's expert and `weights[r]` into row r of `y`."""
         n, k, device = weight.n, weight.k, x.device
         gathered, powers = expert_steps.gather_rows(x, routing, choices, y, self.operands(x.dtype))
-        plan = _planned(self, device, x.dtype, routing.tile, n, k)
+        plan = _planned(self, device, x.dtype, routing.tile)
         maps = weight_maps(self, plan.tile, n, k, routing.experts)(tuple([tensor.data_ptr() for tensor in packed]))
         x_map = tensor_map(gathered.data_ptr(), tuple(gathered.shape), (plan.tile.tokens, 64), 2, True)
         state = driver.stream_state(device)
@@ -109,7 +109,7 @@ class _Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(kernel: RoutedHopper, device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int) -> _Plan:
+def _planned(kernel: RoutedHopper, device: torch.device, dtype: torch.dtype, rows: int) -> _Plan:
     sms, _ = multiprocessors(device)
     tile = kernel.tile(rows)
     function = loader.load(kernel.source, kernel.instances_by_dtype[dtype], device).functions[

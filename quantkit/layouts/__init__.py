@@ -1,9 +1,6 @@
 """File layouts: the place of each code, scale and zero point in a checkpoint, and the form of its config.json.
 
-Each layout is a subclass of `base.Layout` and shares a module with its variants; `LAYOUTS` has one instance of each.
-`Arrangement` packs codes by a line of axis names. `recast` and `compatibility` say which layout can hold the weights of
-another. Files, quantization and kernels are elsewhere; docs/layouts.md has the bit-exact definitions. To add a layout,
-start with `marlin.py`, the shortest one.
+docs/layouts.md has the bit-exact definitions. To add a layout, start with `marlin.py`, the shortest one.
 """
 
 from __future__ import annotations

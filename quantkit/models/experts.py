@@ -1,8 +1,7 @@
 """An unfused view of a mixture of experts: one linear for each projection of each expert.
 
-transformers keeps the experts of a layer in three-dimensional parameters, which a few large products compute. On the
-hub, and in quantized checkpoints for engines, each projection of an expert has its own matrix. `unfuse_experts` gives
-the model the names of the checkpoint. A checkpoint that stores three-dimensional tensors presents their slices instead.
+`unfuse_experts` gives the model the names of the checkpoint, in which each projection of an expert has its own matrix.
+A checkpoint that stores three-dimensional tensors, as transformers does, presents their slices instead.
 """
 
 from __future__ import annotations

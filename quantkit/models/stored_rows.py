@@ -1,8 +1,7 @@
 """Linears as the checkpoint stores them, where transformers splits or stacks their rows on loading.
 
-Queries, keys and values may be one stored matrix and three linears in memory, or gate and up two stored matrices and
-one linear. `follow_storage` puts a linear for each stored matrix into the model. The model's own linears return its
-rows. So a matrix is quantized, packed and loaded under its stored name, which is the name that engines know.
+`follow_storage` puts a linear for each stored matrix into the model, and the model's own linears return its rows. So a
+matrix is quantized, packed and loaded under its stored name, which is the name that engines know.
 """
 
 from __future__ import annotations

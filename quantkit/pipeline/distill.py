@@ -1,8 +1,6 @@
 """`distill`: scales and norms of a quantized folder, and codes if asked, learn from the unquantized model.
 
-Both models are in memory. Each step lowers the KL divergence of next-token distributions from those of the unquantized
-model on some calibration sequences. Every eighth sequence is held out, and the step that is best on these is written
-into a new folder (ALGORITHMS 8.2).
+Both models are in memory. The step that is best on held-out sequences is written into a new folder (ALGORITHMS 8.2).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The whole job: plan, one of two loops, one writer.
 
-There are only two kinds of work. `streamed` needs no activations and walks the shards, one tensor in memory;
-`calibrated` (in `calibrate`) walks the blocks. Both yield items; `publish.write` packs and stores them, commits to the
-journal and collects the report. An output folder appears complete, by one rename, or not at all.
+`streamed` needs no activations and walks the shards, one tensor in memory; `calibrated` (in `calibration.loop`) walks
+the blocks. Both yield items; `publish.write` packs and stores them, commits to the journal and collects the report.
 """
 
 from __future__ import annotations

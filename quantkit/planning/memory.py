@@ -1,8 +1,7 @@
 """Add up the peak memory of a run, by part, from shapes only.
 
-A calibrated run peaks in its largest block. In memory are then the block's weights, the calibration activations, one
-Hessian with its factor, and the solver's copies of the rows that share that Hessian. Each part states its bytes in its
-largest step, from measured runs. They are rounded up, so that the estimate is never too low.
+A calibrated run peaks in its largest block. Each part states its bytes in its largest step, from measured runs. They
+are rounded up, so that the estimate is never too low.
 """
 
 from __future__ import annotations

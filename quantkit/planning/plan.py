@@ -386,7 +386,7 @@ def _assemble(
         memory=memory,
         misfits=tuple(misfits),
         remarks=tuple(src.notices),
-        layout_remarks=tuple(_layout_remarks(src, layout, rows, folder)) if layout and folder else (),
+        layout_remarks=tuple(_layout_remarks(layout, rows, folder)) if layout and folder else (),
         readers=tuple(readers.opened_by(folder)) if folder else (),
         folder=folder,
         disk_free=free,
@@ -423,7 +423,7 @@ def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> Folder:
     return Folder(layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config, is_half)
 
 
-def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: Folder) -> list[str]:
+def _layout_remarks(layout: Layout, rows: list[Row], folder: Folder) -> list[str]:
     """Return the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
     found = [*readers.refusals(folder), *readers.cautions(folder)]
     if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quantkit import kernels
-from quantkit.cli import checks, doctor, gpu_diagnosis
-from quantkit.cli.checks import at_least, package
+from quantkit.cli import doctor, gpu_diagnosis
+from quantkit.cli.doctor import at_least, package
 from quantkit.kernels import toolchain
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -43,9 +43,9 @@ def test_this_environment_is_complete() -> None:
 
 def test_a_needed_package_of_which_a_release_is_left_out_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = ["scipy!=1.17.1,>=1.11", "torch>=2.10", 'gguf>=0.18; extra == "gguf"', 'scipy!=2,>=1; extra == "x"']
-    monkeypatch.setattr(checks.metadata, "requires", lambda name: stated)
-    monkeypatch.setattr(checks, "installed_version", lambda name: "1")
-    assert checks.required() == {"scipy": "1.11", "torch": "2.10"}
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: stated)
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "1")
+    assert doctor.required() == {"scipy": "1.11", "torch": "2.10"}
 
 
 def test_a_missing_or_old_package_has_a_fix() -> None:

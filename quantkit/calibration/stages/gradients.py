@@ -1,11 +1,7 @@
-"""How strongly the model's likelihood depends on each block's hidden states.
+"""How strongly the model's likelihood depends on each block's hidden states (ALGORITHMS 8.3).
 
-The unquantized model runs on some calibration documents, and draws the next token of every position from its own
-distribution. The gradients of the log likelihood of these tokens are a sample of the Fisher information (ALGORITHMS
-8.3). One block is in memory at a time. The hidden states that enter each block are saved on the way forward. On the way
-back the gradients take their place.
-
-A run that is resumed reads the saved gradients, or computes them again to the same bits.
+One block is in memory at a time. The hidden states that enter each block are saved on the way forward, and on the way
+back the gradients take their place. A run that is resumed reads them, or computes them again to the same bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Tune the solved linears of one block together towards the unquantized model's hidden states.
+"""Tune the solved linears of one block together towards the unquantized model's hidden states (ALGORITHMS 8.1).
 
-The inputs come from the quantized blocks before it. The target is the hidden state of the unquantized model after the
-block, so a block also makes up for the errors of earlier blocks. The error of each token is relative to its target,
-because the next norm divides by its size, and an attention sink is a thousand times larger than other tokens. Output
-gradients, if the run has them, weigh the channels of the error. An eighth of the sequences is held out; the codes and
-scales of least error on them are taken, the start included (ALGORITHMS 8.1).
+The inputs come from the quantized blocks before it, so a block also makes up for the errors of earlier blocks.
 """
 
 from __future__ import annotations
