@@ -41,7 +41,7 @@ def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Chec
     """
     source, device, trust_remote_code = resolve(str(model), run.revision), run.device, run.trust_remote_code
     src = Checkpoint(source, trust_remote_code, dequantize=True)
-    text, what = load_material(src, data, trust_remote_code)
+    text, what = load_material(src, data, trust_remote_code, "eval")
     words = load_tokenizer(src.path)
     length = len(token_ids(words, text, special=False)) if isinstance(text, str) else None
     if length is not None and length < 2:

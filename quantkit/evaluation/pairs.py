@@ -69,19 +69,22 @@ class Pairs:
         return self.summaries[number]
 
 
-def load_material(src: Checkpoint, source: str, trust_remote_code: bool = False) -> tuple[Material, str]:
+def load_material(
+    src: Checkpoint, source: str, trust_remote_code: bool = False, option: str = "data"
+) -> tuple[Material, str]:
     """Return the text on which a model is judged, or records for an encoder-decoder, and one line that describes it.
 
-    CheckpointError as `load_evaluation_text` and `records_with`, and for an encoder-decoder that reads no text.
+    `option` of the command takes the text. CheckpointError as `load_evaluation_text` and `records_with`, and for an
+    encoder-decoder that reads no text.
     """
     config = config_of(src, trust_remote_code)
     if not config.is_encoder_decoder:
-        return load_evaluation_text(source)
+        return load_evaluation_text(source, option)
     require_text(src, config, trust_remote_code)
     if source in NAMED:
         raise CheckpointError(
             f"{config.model_type} is an encoder-decoder, which is judged on documents with summaries",
-            Words("give records of both with", Option("data", FILE)),
+            Words("give records of both with", Option(option, FILE)),
             subject=src.path,
         )
     rows = [row for _, row in records_with(Path(source), {"document": str, "summary": str})]

@@ -66,7 +66,7 @@ class Judges:
     """All that judges a row: texts, and `exams` with tasks, code and rouge. QuantkitError for an unreadable text."""
 
     def __init__(self, texts: Mapping[str, str], protocol: Mapping[str, Any], exams: Mapping[str, Any]) -> None:
-        self.texts = {label: load_evaluation_text(source)[0] for label, source in texts.items()}
+        self.texts = {label: load_evaluation_text(source, "text")[0] for label, source in texts.items()}
         self.protocol, self._exams = protocol, exams
         self._tasks: Exam | None = exams.get("tasks")
         #: What is measured -> its name in a journal, which changes with everything that the result depends on.

@@ -159,21 +159,22 @@ def load_documents(
     return Documents(texts, source, rule, undivided, left_out)
 
 
-def load_evaluation_text(source: str) -> tuple[str, str]:
+def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:
     """Return the text for an evaluation and one line that describes it.
 
     Data sets give their test split, rows joined as in the published figures (`c4`: the first 1100 documents of its
     first validation file). A .txt file is used unchanged but for CRLF; the texts of records are joined by blank lines.
-    `ptb-new` and `c4-new` are the names of papers for `ptb` and `c4`. CheckpointError as for `load_documents`.
+    `ptb-new` and `c4-new` are the names of papers for `ptb` and `c4`. CheckpointError as for `load_documents`; it names
+    the `option` of the command that takes the text.
     """
     source = AS_IN_PAPERS.get(source, source)
     if source in NAMED:
         named = NAMED[source]
-        rows = _fetch(source, named, named.test, named.test_rows, Option("data", FILE))
+        rows = _fetch(source, named, named.test, named.test_rows, Option(option, FILE))
         text = named.join.join(rows)
         what = f"{source} ({named.repository}, {named.test['split']}, {len(rows)} rows joined by {named.join!r})"
     else:
-        path = _file(source, Option("data", FILE))
+        path = _file(source, Option(option, FILE))
         if path.suffix.lower() == ".txt":
             text, ends = _plain(path)
             what = f"{path.name} (as it is{ends})"
@@ -181,7 +182,7 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
             rows = [evaluated(where, row) for where, row in file_rows(path)]
             text, what = "\n\n".join(rows), f"{path.name} ({len(rows)} records joined by '\\n\\n')"
     if not text.strip():
-        raise CheckpointError("holds no text", Words("give another file with", Option("data")), subject=source)
+        raise CheckpointError("holds no text", Words("give another file with", Option(option)), subject=source)
     return text, what
 
 

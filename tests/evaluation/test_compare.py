@@ -285,7 +285,7 @@ def test_programs_and_summaries_are_judged_and_their_batches_kept(
         ("--recipes int4:g64", 2, "unknown recipe 'int4:g64': use "),
         ("--recipes int4:g96:rtn", 1, "int4:g96:rtn: group size 96 does not divide"),
         ("--recipes ,", 2, "there is nothing to compare"),
-        ("--text none.txt", 1, "none.txt: no such text"),
+        ("--text none.txt", 1, "file with --text FILE"),
         ("--calib none.txt", 1, "none.txt: no such text"),
         ("--calib {calib} --samples 9999", 1, "usable documents, 9999 were asked for"),
         ("--tasks piqqa --data {empty}", 2, "unknown task 'piqqa': lm-eval has piqa"),

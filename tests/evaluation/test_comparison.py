@@ -103,7 +103,8 @@ def test_a_text_that_cannot_be_used_is_found_before_the_work(
 ) -> None:
     if content is not None:
         (tmp_path / "text.txt").write_text(content)
-    assert problem in refused("quantize", small_llama, *RTN, "--eval", tmp_path / "text.txt", out=tmp_path / "out")
+    said = refused("quantize", small_llama, *RTN, "--eval", tmp_path / "text.txt", out=tmp_path / "out")
+    assert problem in said and "--data" not in said
 
 
 def test_too_little_memory_is_found_before_the_work(
