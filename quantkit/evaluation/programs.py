@@ -187,6 +187,8 @@ class CodeExam:
             )
         self._draws = [_sampling(temperature, top_p, seed, samples, len(seeds)) for seed in seeds]
         self._counts = [each for each in USUAL_K if each <= samples] if k is None else list(k)
+        if len(set(seeds)) < len(seeds):
+            raise RecipeError(f"a seed is given twice in {list(seeds)}", "give each once")
         if not seeds or not self._counts or not all(1 <= each <= samples for each in self._counts):
             raise RecipeError(
                 f"{samples} samples and {len(seeds)} seeds give no pass@k of {self._counts}",
@@ -202,12 +204,16 @@ class CodeExam:
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for an encoder-decoder, too few positions, or programs that cannot be contained."""
         opened.require_decoder_only()
-        longest, new = max(map(len, self._prompts(opened))), self._about["max_new_tokens"]
+        new = self._about["max_new_tokens"]
         room = room_for_prompt(opened.config, new)
+        longest, number = max((len(ids), number) for number, ids in enumerate(self._prompts(opened), start=1))
         if room is not None and longest > room:
+            left = room + new - longest
             raise RecipeError(
-                f"a problem has {longest} tokens, and with {new} new ones more than the model's {room + new} positions",
-                Words("use fewer", Option("max_new_tokens")),
+                f"problem {number} has {longest} tokens, and with {new} new ones more than the model's {room + new} "
+                "positions",
+                Words("use", Option("max_new_tokens", left), "or less") if left > 0 else "take it out",
+                subject=self._data,
             )
         self._sandbox.require()
 
@@ -277,10 +283,13 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
             raise CheckpointError(f"is a problem in {language}", "use those in JavaScript, or HumanEval", subject=where)
         return Problem(prompt, prompt, f"\n{row['test']}\ncheck({row['entry_point']})\n", STOPS)
     tests = "\n".join(map(str, row["test_list"]))
-    imports = "\n".join(map(str, row.get("test_imports", [])))
+    imports = row.get("test_imports") or []
+    if not isinstance(imports, list):
+        raise CheckpointError("test_imports is no list", "repair the record", subject=where)
     prompt = f'"""\n{row.get("text", row.get("prompt"))}\n{tests}\n"""\n'
     # The setup makes objects of the solution's classes.
-    return Problem(prompt, f"{imports}\n", f"\n{row.get('test_setup_code', '')}\n{tests}\n", SOLUTION_STOPS)
+    setup, head = row.get("test_setup_code") or "", "\n".join(map(str, imports))
+    return Problem(prompt, f"{head}\n", f"\n{setup}\n{tests}\n", SOLUTION_STOPS)
 
 
 def _sampling(temperature: float, top_p: float, seed: int, samples: int, seeds: int) -> Sampling:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from quantkit.errors import Option, RecipeError, Words
+from quantkit.errors import CheckpointError, Option, RecipeError, Words
 from quantkit.evaluation.divergence import interval
 from quantkit.evaluation.finished import Finished, Get
 from quantkit.evaluation.opened import Opened, open_writer, require_package
@@ -118,7 +118,7 @@ class SummaryExam:
             raise RecipeError(f"{prompt!r} has no {PLACE}", "write where the document goes", subject=Option("prompt"))
         self._data = Path(data)
         shape = {"document": str, "summary": str}
-        self._records = [row for _, row in islice(records_with(self._data, shape), limit)]
+        self._records = [_scorable(*record) for record in islice(records_with(self._data, shape), limit)]
         self._about: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
         self.run = {"data": hash_of_file(self._data), "records": len(self._records), **self._about}
 
@@ -167,6 +167,19 @@ def score(references: Sequence[str], texts: Sequence[str]) -> dict[str, float | 
         low, high = interval(values) or (None, None)
         scores |= {kind: float(values.mean()), f"{kind}_low": low, f"{kind}_high": high}
     return scores
+
+
+def _scorable(where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a record; CheckpointError if its summary is mostly in letters that `rouge-score` passes over."""
+    letters = [letter for letter in row["summary"] if letter.isalnum()]
+    if 2 * sum(map(str.isascii, letters)) <= len(letters):
+        raise CheckpointError(
+            "summary has few words that ROUGE counts, which are of a to z and digits",
+            "remove the record",
+            "judge other scripts by eval kld",
+            subject=where,
+        )
+    return row
 
 
 def _fitted(tokenizer: Any, prompt: str, document: str, room: int | None) -> tuple[Tensor, bool]:

@@ -127,11 +127,11 @@ def _load(
             changes |= {"fewshot_split": next(split for split in ("train", "test", "validation") if split in local)}
         loaded = manager.load([{"group": "quantkit", "task": [{"task": name, **changes}]}])
         task = loaded["tasks"][name]
-        for doc in islice(task.eval_docs, limit) if kind == "TASK" else ():
+        wrong = ""
+        for number, doc in enumerate(islice(task.eval_docs, limit) if kind == "TASK" else (), start=1):
             task.doc_to_text(doc)
-            target = task.doc_to_target(doc)
-            if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int):
-                task.doc_to_choice(doc)[target]
+            task.doc_to_target(doc)
+            wrong = wrong or _unanswerable(task, doc, number)
     except Exception as error:  # lm-eval, the hub's client and a task's own code have no common base class
         if local is None and is_unreachable(error):
             raise CheckpointError(
@@ -143,8 +143,21 @@ def _load(
             "give records with the keys of the hub's data set" if data is not None else "check the task",
             subject=subject,
         ) from error
+    if wrong and data is not None:
+        raise CheckpointError(wrong, "repair the record, or leave it out if its answer is secret", subject=data / name)
     if getattr(task, "UNSAFE_CODE", False):
         raise RecipeError(
             f"{name} runs programs that the model writes, uncontained", "use quantkit eval code", subject="lm-eval"
         )
     return task
+
+
+def _unanswerable(task: Any, doc: Any, number: int) -> str:
+    """Say what is wrong with the answer of a question, which lm-eval would count as missed by every model."""
+    if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
+        return ""
+    choices, gold = task.doc_to_choice(doc), (task.doc_to_text if task.multiple_input else task.doc_to_target)(doc)
+    for each in gold if isinstance(gold, list) else [gold]:
+        if not (each in choices if isinstance(each, str) else isinstance(each, int) and 0 <= each < len(choices)):
+            return f"the answer of question {number} is {each!r}, which is none of its {len(choices)} choices"
+    return ""

@@ -145,11 +145,11 @@ def evaluated(where: str, row: Any) -> str:
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
         null = isinstance(row, dict) and "text" in row and text is None
-        rule, way = (
-            ("text is null", "remove the record")
-            if null
-            else (f"has no string called text: {_keys(row)}", "rename the key or column")
-        )
+        rule, way = f"has no string called text: {_keys(row)}", f"write it as {RECORD}"
+        if null:
+            rule, way = "text is null", "remove the record"
+        elif isinstance(row, dict) and not any(isinstance(row.get(key), list) for key in CONVERSATIONS):
+            way = "rename the key or column"
         raise CheckpointError(rule, way, subject=where)
     return text
 

@@ -208,9 +208,8 @@ def _file(source: str, option: Setting | Option) -> Path:
         ways = Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"
         raise CheckpointError("no such text", *ways, subject=source)
     if path.suffix.lower() not in SUFFIXES:
-        raise CheckpointError(
-            "unknown kind of text file", f"rename or convert it to {', '.join(SUFFIXES)}", subject=source
-        )
+        way = "decompress it" if path.suffix.lower() == ".gz" else f"rename or convert it to {', '.join(SUFFIXES)}"
+        raise CheckpointError("unknown kind of text file", way, subject=source)
     return path
 
 

@@ -100,6 +100,7 @@ def test_the_mean_is_over_problems_and_the_deviation_over_seeds() -> None:
         (MBPP, SOLUTION + "\nassert count(1) == 2", 1),
         (MBPP, "def count(n): return 1", 0),
         (SANITIZED, "def root(x): return math.isqrt(x)\nprint(1/0)", 1),
+        (MBPP | {"test_imports": None}, SOLUTION, 1),
     ],
 )
 def test_a_program_is_the_prompt_the_completion_and_the_tests(
@@ -200,9 +201,12 @@ def test_equal_seeds_write_equal_programs_and_the_rest_of_a_killed_run_is_the_sa
             "is a problem in rb: use those in JavaScript, or Hum",
         ),
         ({**MULTIPL_E, "stop_tokens": "\n//"}, "--allow-code-execution", "stop_tokens is no list, or empty"),
+        ({**SANITIZED, "test_imports": "import math"}, "--allow-code-execution", "line 1: test_imports is no list"),
+        ({**MBPP, "text": "rain " * 600}, "--allow-code-execution --max-new-tokens 8", "positions: take it out"),
         (HUMANEVAL, "--allow-code-execution --temperature -1", "temperature is -1"),
         (HUMANEVAL, "--allow-code-execution --top-p 2", "top_p 2.0 is not in (0, 1]"),
         (HUMANEVAL, "--allow-code-execution --seeds 1,-1", "seed is -1"),
+        (HUMANEVAL, "--allow-code-execution --seeds 1,0,1", "a seed is given twice in [1, 0, 1]: give each once"),
     ],
 )
 def test_bad_input_is_one_line_before_any_weight_is_read(

@@ -119,6 +119,12 @@ def test_a_run_that_was_killed_continues_with_the_next_batch(
         ('{"document": ', (), "line 1: is not JSON"),
         ("[1]", (), "it is no object with keys"),
         ("", (), "has no records"),
+        (
+            '{"document": "Шёл дождь весь день.", "summary": "В 2009 шёл дождь."}',
+            (),
+            "summary has few words that ROUGE",
+        ),
+        ('{"document": "a", "summary": "..."}', (), "summary has few words that ROUGE counts"),
         (json.dumps(RECORDS[0]), ("--max-new-tokens", 512), "the model has 512 positions"),
     ],
 )

@@ -215,6 +215,11 @@ PIQA = piqa(random.Random(0))
         ("arc_easy", [PIQA], "", "arc_easy: has no validation.jsonl and no test.jsonl: fill it with"),
         ("piqa", [{"goal": "a", "label": 0}], "", "lm-eval cannot read the questions of piqa ("),
         ("piqa", [PIQA, {**PIQA, "label": "x"}], "", "lm-eval cannot read the questions of piqa ("),
+        *(
+            ("piqa", [PIQA, {**PIQA, "label": label}], "", f"piqa: the answer of question {number} is {shown}, which")
+            for label, number, shown in ((-1, 2, "-1"), (2, 2, "2"), (None, 2, "None"), (0.5, 1, "0.0"))
+        ),
+        ("piqa", [{**PIQA, "label": "1"}], "", "is '1', which is none of its 2 choices: repair the record"),
         ("piqa", [PIQA, {"goal": "a"}], "", "validation.jsonl: line 2: has the keys goal, and the first record goal,"),
         ("piqa", [], "", "validation.jsonl: has no records"),
         ("piqa", [3], "", "line 1: needs the keys"),

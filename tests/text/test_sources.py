@@ -111,6 +111,23 @@ def test_a_bad_file_is_refused_with_its_name(name: str, content: bytes, says: st
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "way"),
+    [
+        ("a.jsonl", b'{"body": "x"}', "found the keys body: rename the key or column"),
+        ("a.jsonl", b'["x"]', 'it is no object with keys: write it as {"text": "..."}'),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}', 'keys messages: write it as {"text": "..."}'),
+        ("a.txt.gz", b"", "unknown kind of text file: decompress it"),
+    ],
+)
+def test_what_is_no_evaluation_text_is_refused_with_a_way_that_helps(
+    name: str, content: bytes, way: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_evaluation_text(write(tmp_path / name, content))
+    assert str(caught.value).endswith(way)
+
+
 def test_a_missing_file_is_refused_with_the_names_of_data_sets() -> None:
     with pytest.raises(CheckpointError, match="wikitext2, ptb, c4"):
         load_documents("wikitext3")
@@ -144,7 +161,7 @@ def test_records_of_messages_are_conversations(key: str, tmp_path: Path) -> None
             tuple(TALK),
             tuple(TALK[:1]),
         ]
-    with pytest.raises(CheckpointError, match=r"line 1: has no string called text: found the keys .*: rename"):
+    with pytest.raises(CheckpointError, match=r"line 1: has no string called text: found the keys .*: (rename|write)"):
         load_evaluation_text(jsonl)
 
 
