@@ -74,6 +74,16 @@ ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mbart": ("MBartConfig", {**_ENCODER, "max_position_embeddings": 64}),
     "pegasus": ("PegasusConfig", {**_ENCODER, "max_position_embeddings": 64}),
     "marian": ("MarianConfig", {**_ENCODER, "max_position_embeddings": 64}),
+    "led": (
+        "LEDConfig",
+        {**_ENCODER, "attention_window": 16}
+        | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 32},
+    ),
+    "fsmt": (
+        "FSMTConfig",
+        {**_ENCODER, "langs": ["en", "de"], "src_vocab_size": 257, "tgt_vocab_size": 257}
+        | {"max_position_embeddings": 64},
+    ),
     "t5": ("T5Config", {**_T5, "vocab_size": 257}),
     "flan-t5": ("T5Config", {**_T5, "vocab_size": 257, "feed_forward_proj": "gated-gelu"}),
     "mt5": ("MT5Config", {**_T5, "vocab_size": 257}),

@@ -5,7 +5,6 @@ The decoder is given the summary up to each token (teacher forcing), so that its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import FILE, CheckpointError, Option, RecipeError, Words
 from quantkit.evaluation.windows import Windows, cut, require_finite
-from quantkit.models.meta_model import config_of, require_text
+from quantkit.models.meta_model import config_of, positions_of, require_text
 from quantkit.progress import Progress
 from quantkit.text.records import records_with
 from quantkit.text.sources import NAMED, load_evaluation_text
@@ -61,7 +60,9 @@ class Pairs:
         """
         document, summary = (tokens[number][None].to(model.device) for tokens in (self.documents, self.summaries))
         with torch.inference_mode():
-            logits: Tensor = model(input_ids=document, labels=summary, use_cache=False).logits[0]
+            shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # FSMT does not shift labels itself
+            written = {"labels": summary} if shifted is None else {"decoder_input_ids": shifted(summary)}
+            logits: Tensor = model(input_ids=document, **written, use_cache=False).logits[0]
         return require_finite(logits, f"pair {number}")
 
     def targets(self, number: int) -> Tensor:
@@ -112,14 +113,14 @@ def pieces_of(
             raise RecipeError(
                 Words(Option(name, value), "is about a running text, and pairs have none"), "leave it out"
             )
-    longest = min(getattr(m.config, "max_position_embeddings", None) or math.inf for m in models)
-    end = None if longest == math.inf else int(longest)
+    limits = zip(*(positions_of(model.config) for model in models), strict=True)
+    most_read, most_written = (min((limit for limit in side if limit is not None), default=None) for side in limits)
     documents, summaries, total, read = [], list[Tensor](), 0, 0
     for row in material:
-        summary = token_ids(tokenizer, row["summary"], special=True, is_target=True)[:end]
+        summary = token_ids(tokenizer, row["summary"], special=True, is_target=True)[:most_written]
         if tokens is not None and summaries and read + len(summary) > tokens:
             break
-        documents.append(token_ids(tokenizer, row["document"], special=True)[:end])
+        documents.append(token_ids(tokenizer, row["document"], special=True)[:most_read])
         summaries.append(summary)
         read += len(summary)
         total += len(documents[-1]) + len(summary)

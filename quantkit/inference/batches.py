@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from quantkit.errors import Option, RecipeError, Words
 from quantkit.inference.generate import Sampling, writing
+from quantkit.models.meta_model import positions_of
 from quantkit.text.tokenizer import check_tokens
 
 if TYPE_CHECKING:
@@ -97,10 +98,10 @@ def room_for_prompt(config: Any, max_new_tokens: int) -> int | None:
 
     The prompt of an encoder-decoder has positions of its own. RecipeError if the model has no room for a prompt.
     """
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most_read, positions = positions_of(config)
     if positions is not None and positions <= max_new_tokens:
         raise RecipeError(
             f"the model has {positions} positions, and the prompt needs some",
             Words("use fewer", Option("max_new_tokens"), f"than {positions}"),
         )
-    return None if positions is None else positions if config.is_encoder_decoder else positions - max_new_tokens
+    return most_read if positions is None or config.is_encoder_decoder else positions - max_new_tokens

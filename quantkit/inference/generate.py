@@ -19,7 +19,7 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, is_out_of_memory, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.models.meta_model import config_of, require_decoder_only, require_text
+from quantkit.models.meta_model import config_of, positions_of, require_decoder_only, require_text
 from quantkit.progress import Progress
 from quantkit.text.tokenizer import check_tokens, load_tokenizer, token_ids
 
@@ -229,15 +229,15 @@ def _write(
     sampling: Sampling,
     listener: Listener | None,
 ) -> Generated:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    read, written = positions_of(model.config)
     apart = bool(model.config.is_encoder_decoder)  # the prompt has positions of its own
-    room = 0 if positions is None else positions if apart else positions - len(ids)
-    if positions is not None and (max_new_tokens > room or len(ids) > positions):
-        each = " in the encoder and in the decoder" if apart else ""
+    room = written if apart or written is None else written - len(ids)
+    is_long = read is not None and len(ids) > read
+    if is_long or (room is not None and max_new_tokens > room):
+        each = f"{read} positions in the encoder and {written} in the decoder" if apart else f"{read} positions"
         raise RecipeError(
-            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's "
-            f"{positions} positions{each}",
-            Words("use", Option("max_new_tokens", max(1, room)), "or a shorter prompt"),
+            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's {each}",
+            "use a shorter prompt" if is_long or not room else Words("use", Option("max_new_tokens", room), "or less"),
         )
     embeddings: Any = model.get_input_embeddings()
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])

@@ -118,6 +118,16 @@ def require_text(src: Configured, config: PretrainedConfig, trust_remote_code: b
         )
 
 
+def positions_of(config: PretrainedConfig) -> tuple[int | None, int | None]:
+    """Return the most tokens that a model reads, and that its decoder writes; None without a limit.
+
+    They are the same number, except in LED. In a decoder alone, what it reads and writes takes one range of positions.
+    """
+    both = getattr(config.get_text_config(), "max_position_embeddings", None)
+    encoder, decoder = (getattr(config, f"max_{side}_position_embeddings", both) for side in ("encoder", "decoder"))
+    return encoder, decoder
+
+
 def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model with meta parameters and real buffers (rotary tables are computed, not stored).
 

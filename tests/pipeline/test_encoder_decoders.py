@@ -161,6 +161,31 @@ def test_a_folder_without_computed_tables_is_the_same_model(
     assert same(answers(model, family), answers(decoded(tmp_path / "a", tmp_path / "old", tmp_path / "d"), family))
 
 
+@pytest.mark.parametrize(("family", "written"), [("led", 32), ("fsmt", 64), ("encoder-bart", 64)])
+def test_texts_longer_than_the_model_are_cut_or_refused(
+    family: str, written: int, source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """LED has positions of its own in the encoder; FSMT shifts no labels."""
+    record = {"document": "a document. " * 20, "summary": "a summary. " * 20}
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(record))
+    found = quantkit.eval_ppl(source(family), data=data, device="cpu")
+    model = quantkit.load(source(family), device="cpu")
+    words = open_writer(source(family), None, False).tokenizer
+    document, summary = (torch.tensor([words(record[key])["input_ids"]]) for key in ("document", "summary"))
+    target = summary[:, :written]
+    begun = target.roll(1, 1) if family == "fsmt" else torch.cat([torch.tensor([[256]]), target[:, :-1]], 1)
+    with torch.inference_mode():
+        logits = model(input_ids=document[:, :64], decoder_input_ids=begun, use_cache=False).logits[0].double()
+    assert found.nll == pytest.approx(float(torch.nn.functional.cross_entropy(logits, target[0])), rel=1e-5)
+    assert found.tokens == written
+    assert quantkit.eval_rouge(source(family), data=data, max_new_tokens=4, device="cpu").truncated == 1
+    with pytest.raises(QuantkitError, match=f"64 positions in the encoder and {written} in the decoder: use a shorter"):
+        generate(source(family), record["document"], max_new_tokens=4, device="cpu")
+    with pytest.raises(QuantkitError, match=f"use --max-new-tokens {written} or less"):
+        generate(source(family), "Hello", max_new_tokens=100, device="cpu")
+
+
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_calibration_is_refused_before_any_work(family: str, source: Callable[[str], Path], tmp_path: Path) -> None:
     before = state(tmp_path)
