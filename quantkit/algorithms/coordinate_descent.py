@@ -105,9 +105,8 @@ def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Colum
     """Move the values `v` `[b, n]` of a block, one column after the other, and update their errors `e` `[b, n]`.
 
     `slope` `[b, n]` is `H e` as the block begins, and is overwritten. `h` `[b, b]` is the block of H, `columns` the
-    scales and zeros. A dead column (`H_jj = 0`) stays; with `frozen` so does every zero.
-
-    On a GPU a kernel does this, where it can be compiled.
+    scales and zeros. A dead column (`H_jj = 0`) stays; with `frozen` so does every zero. On a GPU a kernel does this,
+    where it can be compiled.
     """
     if v.dtype == torch.float32 and kernels.runs_on(v.device):
         kernels.descend_block(slope, e, v, h, columns, fmt, frozen)

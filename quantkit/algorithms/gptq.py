@@ -77,10 +77,9 @@ def quantize(
 
     `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorisation. No row is worse than
     plain rounding (for a 2:4 weight: under the same mask), measured with the undamped `h`. `floor`, float32 `[n]`,
-    raises the searched scales of FP6 and FP5 that are smaller, by powers of two up to 2^MOST_BINADES.
-
-    Raises the errors of `rtn.quantize` and `factorize`. With `on_unsolvable="rtn"`, a Hessian that cannot be factored
-    gives plain rounding, and the facts say so.
+    raises the searched scales of FP6 and FP5 that are smaller, by powers of two up to 2^MOST_BINADES. Raises the errors
+    of `rtn.quantize` and `factorize`. With `on_unsolvable="rtn"`, a Hessian that cannot be factored gives plain
+    rounding, and the facts say so.
     """
     check_weight(weight)
     check_size(h, weight.shape[1])

@@ -29,9 +29,8 @@ class Hessian:
     """Sum `x^T x` over tokens in float32, each with its weight.
 
     Tokens are summed in chunks of `chunk` in the order of their arrival, so their division between calls does not
-    matter (ALGORITHMS 2). `tokens` counts them.
-
-    With `checks` False no call waits for a GPU, and `may_be_broken` reports at the end whether numbers were not finite.
+    matter (ALGORITHMS 2). `tokens` counts them. With `checks` False no call waits for a GPU, and `may_be_broken`
+    reports at the end whether numbers were not finite.
     """
 
     def __init__(self, k: int, device: torch.device | str, *, checks: bool = True, chunk: int = CHUNK) -> None:
@@ -55,10 +54,9 @@ class Hessian:
     def add(self, x: Tensor, weights: Tensor | None = None) -> None:
         """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any entry is not finite.
 
-        NumericError, too, if `k` differs from the linear's. Without checks this is the only one.
-
-        `weights`, float32, one for each token, multiply its part of the sum. Half-precision inputs on a GPU are
-        multiplied as they are with a float32 result, all others as float32.
+        NumericError, too, if `k` differs from the linear's. Without checks this is the only one. `weights`, float32,
+        one for each token, multiply its part of the sum. Half-precision inputs on a GPU are multiplied as they are with
+        a float32 result, all others as float32.
         """
         if x.shape[-1] != len(self._sum):
             raise NumericError(

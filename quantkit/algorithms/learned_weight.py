@@ -28,10 +28,9 @@ class LearnedWeight:
 
     `factors` `[n, g]` are logarithms: a scale is its start value times `exp(factor)`, and keeps its sign. `positions`
     `[n, k]` count the format's values in order, and the nearest whole number is the code; None leaves all codes fixed.
-    Zero codes of a 2:4 weight stay zero. Until a parameter changes, the values equal the record's.
-
-    `stored` is the dtype of the source's weights, as for `grid.stored_scale`. `source` `[n, k]` is the unquantized
-    weight, if codes are learned: positions start as near to it as the codes allow.
+    Zero codes of a 2:4 weight stay zero. Until a parameter changes, the values equal the record's. `stored` is the
+    dtype of the source's weights, as for `grid.stored_scale`. `source` `[n, k]` is the unquantized weight, if codes are
+    learned: positions start as near to it as the codes allow.
     """
 
     def __init__(self, tensor: QuantizedTensor, stored: torch.dtype, source: Tensor | None = None) -> None:

@@ -13,14 +13,11 @@ from quantkit.names import Clip, Metric, Rule
 
 @dataclass(frozen=True)
 class Options:
-    """Hold damping, column order, block width, scales and refinement of one GPTQ run.
+    """Hold damping, column order, block width, scales and refinement of one GPTQ run; RecipeError for a value out of
+    range.
 
-    `damp_kind` "own" adds `damp` times each channel's own diagonal; "mean" adds `damp` times the mean diagonal, as
-    published. `block` (columns) changes speed only. `on_unsolvable` decides whether a broken Hessian stops the run or
-    falls back to RTN. `signed` allows negative scales for symmetric integers (ALGORITHMS 3). `descent` (passes)
-    and `refit` refine the result of the sweep (ALGORITHMS 8). `prune` chooses the mask of a 2:4 weight, whose
-    scales are static in any order (ALGORITHMS 9). `first_token` is the weight of a document's first token in Hessians
-    of normalised inputs, in parts of the document's length (ALGORITHMS 2). RecipeError for a value out of range.
+    `prune` chooses the mask of a 2:4 weight, whose scales are static in any order (ALGORITHMS 9). The others are as a
+    recipe describes them.
     """
 
     damp: Annotated[float, Meta(gt=0, le=1)] = key(

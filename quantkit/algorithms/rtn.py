@@ -37,10 +37,9 @@ def quantize(
 
     `clip="search"` searches each scale for the least `metric`; "diag" and "block" need `hessian` `[k, k]`. FP6 and FP5
     without search follow the published rule: codes from the unrounded scale (LAYOUTS 6.3). `signed` allows negative
-    scales. A weight of a 2:4 scheme is first pruned by the mask that `fixed_mask` makes for `prune`.
-
-    NumericError if the weight is not finite, or if dequantized weights overflow float16. LayoutError if the group size
-    does not divide k. RecipeError as `check_signed` and `fixed_mask`.
+    scales. A weight of a 2:4 scheme is first pruned by the mask that `fixed_mask` makes for `prune`. NumericError if
+    the weight is not finite, or if dequantized weights overflow float16. LayoutError if the group size does not divide
+    k. RecipeError as `check_signed` and `fixed_mask`.
     """
     check_weight(weight)
     if hessian is not None:

@@ -137,9 +137,7 @@ def round_block(
 
     `w` `[b, n]` are the weights, `v` `[b, b]` the block of V, `columns` their scales and zeros. Without `columns` and
     `fmt` nothing is rounded. Entries that `pattern` removes become zero; it sees a quad's targets before the first
-    column of the quad is processed.
-
-    On a GPU a kernel does this, where it can be compiled.
+    column of the quad is processed. On a GPU a kernel does this, where it can be compiled.
     """
     if t.dtype == torch.float32 and kernels.runs_on(t.device):
         for a in range(0, len(t), kernels.COLUMNS):

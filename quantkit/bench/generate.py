@@ -145,10 +145,9 @@ def _per_call(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None], calls: in
 def measure(model: Outline, variants: Sequence[Variant], load: Workload, progress: Progress) -> dict[str, Any]:
     """Time the variants of a model in all batches, the dense one in those that fit.
 
-    Returns the `device`, `notices` of the cases that were left out, and `rows` of a CSV.
-
-    Before anything is timed, RecipeError for more tokens than the model has positions and for a model without a static
-    cache, and KernelError without a GPU, CuPy or enough memory. KernelError for a model that cannot be captured.
+    Returns the `device`, `notices` of the cases that were left out, and `rows` of a CSV. Before anything is timed,
+    RecipeError for more tokens than the model has positions and for a model without a static cache, and KernelError
+    without a GPU, CuPy or enough memory. KernelError for a model that cannot be captured.
     """
     built = skeleton(model, load.dtype, False)
     positions = getattr(built.config.get_text_config(), "max_position_embeddings", None)

@@ -15,10 +15,9 @@ from quantkit.io.paths import at_home
 def resolve(model: str, revision: str | None = None) -> Path:
     """Find the folder of a model: `model` itself, or a hub id's snapshot in the cache, downloaded if need be.
 
-    For a GGUF file, or a folder with one and no safetensors, it is a temporary folder (`open_gguf`).
-
-    Only safetensors files and files of data at the top are downloaded. A name that looks like a path never reaches the
-    network. CheckpointError if there is no such folder and the hub does not give it.
+    For a GGUF file, or a folder with one and no safetensors, it is a temporary folder (`open_gguf`). Only safetensors
+    files and files of data at the top are downloaded. A name that looks like a path never reaches the network.
+    CheckpointError if there is no such folder and the hub does not give it.
     """
     model = at_home(model)
     folder = Path(model)

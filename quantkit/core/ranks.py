@@ -49,10 +49,9 @@ class Ranks:
     """The place of this process, `rank` of `count`, and its exchanges of values with the others.
 
     A single process exchanges nothing. Every exchange begins with a message of each rank to all. A rank that has failed
-    sends its error instead, and then all ranks raise that error. So all ranks must make the same exchanges.
-
-    Tensors are received on `device` if they were sent from a GPU. Signals wait until an exchange is over. `control` is
-    a process group of all ranks that moves tensors on CPUs.
+    sends its error instead, and then all ranks raise that error. So all ranks must make the same exchanges. Tensors are
+    received on `device` if they were sent from a GPU. Signals wait until an exchange is over. `control` is a process
+    group of all ranks that moves tensors on CPUs.
     """
 
     def __init__(self, rank: int = 0, count: int = 1, control: Any = None) -> None:

@@ -30,11 +30,10 @@ def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None
     """Load tasks of lm-eval with their questions, by name in the order asked; groups and tags become their tasks.
 
     Questions come from the hub, or from `data`: a folder a task, in it the files train, validation and test (.jsonl)
-    with the records of the hub's data set. Those of test are asked, without such a file those of validation. Examples
-    come from train, else from the file that is asked. Only the first `limit` questions are checked.
-
-    RecipeError for an unknown name; CheckpointError for a task without data, or with records that are not the task's,
-    and without a connection.
+    with the records of the hub's data set. Those of test are asked, without such a file those of validation; examples
+    come from train, else from the file that is asked. Only the first `limit` questions are checked. RecipeError for an
+    unknown name; CheckpointError for a task without data, or with records that are not the task's, and without a
+    connection.
     """
     from lm_eval.tasks import TaskManager
 

@@ -65,10 +65,9 @@ class PackedLinear(nn.Module):
 
     `n` and `k` are the stored sizes, padding included; `out_features` and `in_features` are the true ones. Casts such
     as `.half()` change only the bias; `weight` decodes to `dense_dtype`, unless a packed tensor has that name and no
-    code of the model `reads_weight`. A move from a CPU to a GPU repacks the weight for a kernel. It has no gradient.
-
-    A layer that is fused with its siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors.
-    Then `packed` makes copies, and the state dict holds copies on the CPU.
+    code of the model `reads_weight`. A move from a CPU to a GPU repacks the weight for a kernel. It has no gradient. A
+    layer that is fused with its siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors. Then
+    `packed` makes copies, and the state dict holds copies on the CPU.
     """
 
     def __init__(

@@ -42,7 +42,6 @@ def hash_of_file(
     """Hash a regular file, with SHA-256 if `like`, a recorded hash, is one, and else with BLAKE3.
 
     `see` is given every piece that was read and where it starts. No piece goes over one of the ascending `borders`.
-
     CheckpointError if the file cannot be read.
     """
     older = isinstance(like, str) and re.fullmatch("[0-9a-f]{64}", like)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import driver, loader
-from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight
+from quantkit.kernels.contract import TYPES, Weight
 from quantkit.kernels.driver import Function
 from quantkit.kernels.hopper_tiles import (
     MAX_CLUSTER,
@@ -23,7 +23,7 @@ from quantkit.kernels.hopper_tiles import (
     launch_sizes,
     representative,
 )
-from quantkit.kernels.portable import multiprocessors
+from quantkit.kernels.portable import Instances, multiprocessors
 from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
 
@@ -72,7 +72,7 @@ READS = Reads()
 
 
 @dataclass(frozen=True, eq=False)
-class HopperKernel:
+class HopperKernel(Instances):
     """The kernels of kernels/`source`.cu for one group size or format, which is the template argument `variant`.
 
     `tensor_maps(tile, words, scales, n, k, experts)` makes the descriptors of the packed tensors from addresses.
@@ -89,21 +89,6 @@ class HopperKernel:
         sizes = f"{tile.tokens}, {tile.words}, {tile.warpgroups}, {tile.stages}"
         cluster = MAX_CLUSTER if tile.cluster > 2 else tile.cluster
         return f"{self.source}<{TYPES[dtype]}, {sizes}, {self.variant}, {str(tile.shared).lower()}, {cluster}>"
-
-    @functools.cached_property
-    def instances_by_dtype(self) -> dict[torch.dtype, tuple[str, ...]]:
-        """dtype of the activations -> the instances of all tiles, which are compiled together."""
-        return {
-            dtype: tuple(self.instance(dtype, tile) for tile in self.choice.tiles_for(dtype)) for dtype in ACTIVATIONS
-        }
-
-    @property
-    def instances(self) -> tuple[str, ...]:
-        return sum(self.instances_by_dtype.values(), ())
-
-    def load(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile and load the instances of all tiles for activations of a dtype."""
-        loader.load(self.source, self.instances_by_dtype[dtype], device)
 
     def launch(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.kernels import driver, expert_steps, loader
+from quantkit.kernels import driver, expert_steps
 from quantkit.kernels.contract import TYPES, Weight
 from quantkit.kernels.driver import Function
 from quantkit.kernels.hopper import HopperKernel, weight_maps, workspace_size
@@ -112,8 +112,6 @@ class _Plan:
 def _planned(kernel: RoutedHopper, device: torch.device, dtype: torch.dtype, rows: int) -> _Plan:
     sms, _ = multiprocessors(device)
     tile = kernel.tile(rows)
-    function = loader.load(kernel.source, kernel.instances_by_dtype[dtype], device).functions[
-        kernel.instance(dtype, tile)
-    ]
+    function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
     block = (WARPGROUP * (tile.warpgroups + 1),)
     return _Plan(tile, function, (sms * tile.resident,), block, kernel.choice.shared_bytes(tile), workspace_size(sms))

@@ -1,8 +1,7 @@
 """Tiles of the Hopper kernels: a model of the device predicts the time of each, and the fastest is chosen.
 
 A product is cut into tiles of rows of the weight by tokens. Without clusters, every block takes whole tiles in rounds,
-and the steps along k of the remaining tiles are split evenly among all blocks. With clusters, each tile belongs to one
-cluster of two to eight blocks. `hopper` launches the kernels. Not in here: anything that needs a GPU.
+and all share the steps along k of the remaining tiles. With clusters, each tile belongs to one of two to eight blocks.
 """
 
 from __future__ import annotations

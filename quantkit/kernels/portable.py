@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,23 +24,15 @@ from quantkit.kernels.workspace import workspace
 MAX_TOKENS = 1 << 14
 
 
-@dataclass(frozen=True, eq=False)
-class PortableInstances:
-    """Instances of a function of kernels/`source`.cu (None: it has the source's name), for one format.
-
-    The format is the template argument `variant`.
-    """
+class Instances:
+    """The instances of kernels/`source`.cu for the tiles of a `choice`."""
 
     source: str
-    choice: PortableTiles
-    variant: str = ""
-    function: str | None = None
-    path: ClassVar[str] = "portable"
+    choice: Any
 
-    def instance(self, dtype: torch.dtype, tile: PortableTile) -> str:
+    def instance(self, dtype: torch.dtype, tile: Any) -> str:
         """Build the C++ name of the instance for activations of a dtype."""
-        arguments = ", ".join(filter(None, (TYPES[dtype], self.variant, tile.arguments)))
-        return f"{self.function or self.source}<{arguments}>"
+        raise NotImplementedError
 
     @functools.cached_property
     def instances_by_dtype(self) -> dict[torch.dtype, tuple[str, ...]]:
@@ -56,6 +48,25 @@ class PortableInstances:
     def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Function]:
         """Compile and load the instances of all tiles for activations of a dtype; returns the functions by instance."""
         return loader.load(self.source, self.instances_by_dtype[dtype], device).functions
+
+
+@dataclass(frozen=True, eq=False)
+class PortableInstances(Instances):
+    """Instances of a function of kernels/`source`.cu (None: it has the source's name), for one format.
+
+    The format is the template argument `variant`.
+    """
+
+    source: str
+    choice: PortableTiles
+    variant: str = ""
+    function: str | None = None
+    path: ClassVar[str] = "portable"
+
+    def instance(self, dtype: torch.dtype, tile: PortableTile) -> str:
+        """Build the C++ name of the instance for activations of a dtype."""
+        arguments = ", ".join(filter(None, (TYPES[dtype], self.variant, tile.arguments)))
+        return f"{self.function or self.source}<{arguments}>"
 
 
 @dataclass(frozen=True, eq=False)

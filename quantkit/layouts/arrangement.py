@@ -68,10 +68,9 @@ class Arrangement:
     def packer(self, words: Tensor, bits: int, shape: tuple[int, int]) -> OnRows:
         """Make a function that packs uint8 rows `[some, cols]` of a matrix of `shape` into its flat int32 `words`.
 
-        The number of rows and that of the first row must be multiples of the product of the row axes' sizes.
-
-        The codes of a word are joined pair by pair while all other axes still have their order in the matrix. Then
-        only words are permuted, which are fewer than codes.
+        The number of rows and that of the first row must be multiples of the product of the row axes' sizes. The codes
+        of a word are joined pair by pair while all other axes still have their order in the matrix. Then only words are
+        permuted, which are fewer than codes.
         """
         split = _split_words(self, bits, shape)
         split.check(words)

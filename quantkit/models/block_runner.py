@@ -32,9 +32,7 @@ class BlockRunner(MatchedModel):
 
     `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`. `forms`: number of a
     block that has run -> the form of its outputs. `fuses_attention`: whether gradients may come from a GPU's fused
-    kernels for attention.
-
-    CheckpointError as for `MatchedModel`, RecipeError for an unknown device.
+    kernels for attention. CheckpointError as for `MatchedModel`, RecipeError for an unknown device.
     """
 
     def __init__(self, src: Checkpoint, *, device: str = "auto", trust_remote_code: bool = False) -> None:
@@ -169,10 +167,9 @@ class BlockRunner(MatchedModel):
     def run(self, index: int, tokens: Tensor, state: State) -> State | None:
         """Run a loaded block on one document, tokens int64 `[t]`, and return its outputs.
 
-        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`.
-
-        `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
-        earlier block that was not stored.
+        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. `forms` gets its form.
+        Returns None if a watcher stopped it. CheckpointError if the block needs something of an earlier block that was
+        not stored.
         """
         try:
             output = self._run(index, tokens, self._passed_on(index, state))

@@ -221,7 +221,6 @@ class Student:
 
         Facts: steps, best_step (0: nothing was better than the start), codes (whether they were learned), held_out
         (sequences), tokens (of all steps), and kl_before and kl_after, the mean held-out KL divergence in nats.
-
         NumericError if the divergence is not finite, CheckpointError if the model's code has no gradient.
         """
         last = len(sequences) - 1

@@ -54,12 +54,9 @@ def write(
 ) -> list[dict[str, Any]]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every changed layer.
 
-    Tasks of `queue` write files and the journal; `begin` is the first one.
-
-    A commit records the seconds of each phase since the last one, the phases of `clock` included.
-
-    A run that fails leaves `report` and the layers so far beside its resumable work (RELIABILITY 1.8). NumericError
-    for a tensor that is not finite, even if it is only copied.
+    Tasks of `queue` write files and the journal; `begin` is the first one. A commit records the seconds of each phase
+    since the last one, the phases of `clock` included. A run that fails leaves `report` and the layers so far beside
+    its resumable work (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
     """
     layers: list[dict[str, Any]] = []
     src = writer.like
@@ -154,11 +151,10 @@ def finish(
 ) -> dict[str, Any]:
     """Open the folder as its readers do, write config, report, recipe and model card, then publish it.
 
-    `measure` is given the folder as a checkpoint, and returns the report's `evaluation`.
-
-    A dense model has no `schemes`, and the config of its source. The layers state the true shapes of padded weights.
-    `share` is the part of the decoder's weights that changed. A folder that a reader would open wrongly is not
-    published; see `open_folder` for its CheckpointError. `clock` has run since the command began.
+    `measure` is given the folder as a checkpoint, and returns the report's `evaluation`. A dense model has no
+    `schemes`, and the config of its source. The layers state the true shapes of padded weights. `share` is the part of
+    the decoder's weights that changed. A folder that a reader would open wrongly is not published; see `open_folder`
+    for its CheckpointError. `clock` has run since the command began.
     """
     with clock.phase("write"):
         writer.arrange()

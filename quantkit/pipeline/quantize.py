@@ -319,7 +319,6 @@ def quantize(
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
     continues. `measure` evaluates the finished folder before it is published. `text` is the recipe's, if it is drawn.
-
     If the caller has joined a process group, its ranks share a calibrated run. All of them call this alike, and the
     first one reads, writes and prints. All return the same report or raise the same error.
     """

@@ -64,19 +64,11 @@ def draw_calibration(
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
 
-    `own`: documents in shuffled order, each at its own length. A longer text is cut to a window of `max_length` tokens
-    at a random offset, a longer conversation after its first `max_length` tokens; documents of fewer than 2 tokens are
-    skipped. A text without blank lines is cut into windows if it must give more than one sample. `fixed`: all documents
-    are concatenated and cut into windows of `max_length` tokens, of which `samples` are drawn.
-
-    A mixture has `source:weight` strings (`find_shares`). Each source is drawn as if it were alone. `template_args`
-    are arguments of the chat template for every conversation. Records without text are left out, and so are at most
-    `skip_bad_records` broken ones of each source.
-
-    CheckpointError if a source holds too little.
-
-    `write` is called for the sequences of the source `self`, once all others are drawn. From the others up to `more`
-    sequences are drawn behind the samples.
+    `lengths` are "own", documents in shuffled order, or "fixed", windows of `max_length` tokens from the joined
+    documents. A mixture has `source:weight` strings (`find_shares`). `template_args` are arguments of the chat template
+    for every conversation. Records without text are left out, and so are at most `skip_bad_records` broken ones of each
+    source. `write` is called for the sequences of the source `self`, once all others are drawn. From the others up to
+    `more` sequences are drawn behind the samples. CheckpointError if a source holds too little.
     """
     if samples < 1 or max_length < 2:
         raise RecipeError(f"{samples} samples of at most {max_length} tokens", "use at least 1 sample and 2 tokens")

@@ -104,10 +104,8 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
     """Compute and save the gradients, or read those of a stopped run.
 
     `stream` has the documents of the gradients, with the hidden states that enter the first block. A run that is
-    `resumed` behind finished blocks has saved them.
-
-    RecipeError for a model whose blocks pass on more than one hidden state. CheckpointError if its code has no
-    gradient. NumericError for a gradient that is not finite.
+    `resumed` behind finished blocks has saved them. RecipeError for a model whose blocks pass on more than one hidden
+    state. CheckpointError if its code has no gradient. NumericError for a gradient that is not finite.
     """
     model = run.model
     dtype = _dtype(model)
