@@ -258,8 +258,12 @@ def _require_leave(partial: Path, kept: bool, resume: bool | None, overwrite: bo
 
 
 def _worth_keeping(partial: Path) -> bool:
+    """Say whether a partial folder, or one of the folders that a run with a target makes in it, has committed work."""
     try:
-        return is_complete(partial) or len(read_journal(partial / JOURNAL)) > 1  # the first line is the identity
+        lines = read_journal(partial / JOURNAL)
+        if len(lines) == 1:  # the identity
+            return any(_worth_keeping(path) for path in partial.iterdir() if path.is_dir())
+        return bool(lines) or is_complete(partial)
     except CheckpointError:
         return True  # a damaged journal is for the user to look at
 

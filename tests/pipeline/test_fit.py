@@ -13,6 +13,7 @@ import pytest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
 from quantkit.engines.joined import fused_groups
+from quantkit.errors import CheckpointError
 from quantkit.io.json_files import load_json
 from quantkit.pipeline import fit, quantize as pipeline
 from quantkit.pipeline.quantize import quantize
@@ -199,6 +200,41 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_folder(
     ours, theirs = hashes(tmp_path / "out"), hashes(whole)
     assert ours.pop("README.md") and theirs.pop("README.md") and ours == theirs
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "number", "first"),
+    [
+        ("write", "journal.jsonl", 4, ("int5-g64", True)),  # at the second block of the first folder, which goes on
+        ("write", "activations-gradient", 2, ("int4-g64", False)),  # behind int5-g64, which is not made again
+    ],
+)
+def test_a_kill_before_the_harms_are_known_loses_no_finished_block(
+    operation: str,
+    name: str,
+    number: int,
+    first: tuple[str, bool],
+    small: Path,
+    calib: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = FitOptions(target_bits=5.4, allowed=ALLOWED)
+    with faults(stop_at(operation, name, number)), pytest.raises(Killed):
+        fit.quantize(small, tmp_path / "out", recipe(calib), asked)
+    with pytest.raises(CheckpointError, match="holds an interrupted run's work"):
+        fit.quantize(small, tmp_path / "out", recipe(calib), asked)
+    with pytest.raises(CheckpointError, match=r"was begun with other settings \(target\)"):
+        fit.quantize(small, tmp_path / "out", recipe(calib), ASKED, resume=True)
+    made: list[tuple[str, bool]] = []
+
+    def watched(model: Path, out: Path, *given: Any, **options: Any) -> Any:
+        made.append((out.name, options["resume"]))
+        return quantize(model, out, *given, **options)
+
+    monkeypatch.setattr(pipeline, "quantize", watched)
+    fit.quantize(small, tmp_path / "out", recipe(calib), asked, resume=True)
+    assert made[0] == first
 
 
 def test_another_target_does_not_go_on_with_the_work_of_this_one(small: Path, calib: Path, tmp_path: Path) -> None:
