@@ -59,6 +59,11 @@ class TunedWeight:
             table = table if zeros is None else table - table[0]  # zero points count codes
             self._given = (self._scales, zeros, start.codes.contiguous(), table, steps)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all steps write to the tensor that `dense` returns."""
+        return self._dense is not None
+
     def dense(self) -> Tensor:
         """Return the dequantized weight `[n, k]`, without padding; in bfloat16 where a kernel takes the steps.
 

@@ -21,10 +21,11 @@ from quantkit.models.block_weights import BlockWeights
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
 from quantkit.models.fused_norms import Norm, fused, rms_norms
-from quantkit.models.interception import Interception, NotReached, telling, watching
+from quantkit.models.interception import Given, Interception, NotReached, telling, watching
 from quantkit.models.matching import MatchedModel, is_norm
 from quantkit.models.meta_model import lists_beside, require_decoder_only
 from quantkit.models.passing import USE_RTN, Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
+from quantkit.models.repeated import Repeated, independent
 
 
 class BlockRunner(MatchedModel):
@@ -32,7 +33,8 @@ class BlockRunner(MatchedModel):
 
     `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`. `forms`: number of a
     block that has run -> the form of its outputs. `fuses_attention`: whether gradients may come from a GPU's fused
-    kernels for attention. CheckpointError as for `MatchedModel`, RecipeError for an unknown device.
+    kernels for attention. `ran_alone`: whether the last pass was a block alone, which has read no tokens.
+    CheckpointError as for `MatchedModel`, RecipeError for an unknown device.
     """
 
     def __init__(self, src: Checkpoint, *, device: str = "auto", trust_remote_code: bool = False) -> None:
@@ -45,6 +47,7 @@ class BlockRunner(MatchedModel):
         self._unused: dict[int, frozenset[int]] = {}
         self._norms: dict[int, list[Norm]] = {}
         self._interception = Interception([self.module.get_submodule(path) for path in self.blocks])
+        self._repeated, self.ran_alone = Repeated(), False
 
     def keep_first(self, count: int) -> None:
         """Drop all blocks but the first, for a probe; nothing, if the model holds them in several lists."""
@@ -252,10 +255,15 @@ class BlockRunner(MatchedModel):
         enters_only: bool = False,
     ) -> Passed | None:
         """Run a block on its stored input, and return its output; None if a watcher stopped it."""
-        forward = partial(self.text, **self._asked(tokens))
+        in_batch = tokens.ndim > 1
         try:
             with torch.set_grad_enabled(gradients):
-                return self._interception.run(forward, index, passed, in_batch=tokens.ndim > 1, enters_only=enters_only)
+                given = None if passed is None or enters_only else self._given(index, tokens, passed)
+                self.ran_alone = given is not None
+                if passed is not None and given is not None:
+                    return self._interception.call(index, given, passed, in_batch)
+                forward = partial(self.text, **self._asked(tokens))
+                return self._interception.run(forward, index, passed, in_batch=in_batch, enters_only=enters_only)
         except NotReached:
             what = "the model's forward never reached this block"
             raise CheckpointError(what, "skip its linears", subject=self.blocks[index]) from None
@@ -265,6 +273,35 @@ class BlockRunner(MatchedModel):
             kind = type(self.text).__name__
             what = f"{kind} cannot be run on tokens alone, block by block ({reason(error)})"
             raise CheckpointError(what, USE_RTN, subject=self.src.path) from error
+
+    def _given(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
+        """Return the arguments of a block, if they are kept for batches of this shape."""
+        wide = torch.is_autocast_enabled(self.device.type)
+        shape = (tokens.shape, passed.hidden.dtype, wide)
+        return self._repeated.get(index, shape, partial(self._unchanging, index, tokens, passed))
+
+    def _unchanging(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
+        """Return the arguments of a block, if neither the tokens nor the hidden state change them."""
+        if passed.left or next(tensors_in(passed.returned), None) is not None:
+            return None
+        others = torch.arange(tokens.shape[-1]).remainder_(
+            self.text.get_input_embeddings().get_parameter("weight").shape[0]
+        )
+        named = (getattr(self.text.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
+        special = [number for number in named if isinstance(number, int)][: len(others)]
+        others[: len(special)] = torch.tensor(special, dtype=others.dtype)
+        passes = (
+            (tokens, passed._replace(hidden=passed.hidden.clone())),
+            (others.expand_as(tokens), passed._replace(hidden=torch.zeros_like(passed.hidden))),
+        )
+        try:
+            first, second = (
+                self._interception.arguments(partial(self.text, **self._asked(ids)), index, given)
+                for ids, given in passes
+            )
+        except Exception:  # code of the model that asks more of tokens, such as an image for one of them
+            return None
+        return first if independent(first, second, passed.hidden) else None
 
 
 def _is_ours(error: Exception) -> bool:

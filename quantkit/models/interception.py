@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 
 from quantkit.models.passing import Needed, Passed, Unused, tensors_in
@@ -29,22 +30,50 @@ class NotReached(Exception):
     """Make the error of a forward that ended before it called a block."""
 
 
+class Given(NamedTuple):
+    """The arguments of a block's call. `HIDDEN` stands for its hidden state, whose dimensions are `shape`.
+
+    `is_stored`: whether that is the stored activation itself, which no code between the blocks has changed.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: torch.Size
+    is_stored: bool
+
+
+#: Stands for the hidden state among arguments.
+HIDDEN = object()
+
+
 @dataclass
 class _Pass:
-    """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its `output`."""
+    """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its `output`.
+
+    `stored` is what the block before it handed over, and its version then.
+    """
 
     at: int
     passed: Passed | None
     in_batch: bool = False
     enters_only: bool = False
     output: Passed | None = None
+    given: Given | None = None
+    stored: tuple[Tensor, int] | None = None
 
     def skip(self, index: int, entering: Tensor) -> Any:
         """Make the result of a block before `at`, which does not run."""
         assert self.passed is not None
         # Code between blocks may change their results in place, so only the last block returns the activation.
-        hidden = _like(self.passed.hidden, entering) if index + 1 == self.at else entering
+        hidden = entering
+        if index + 1 == self.at:
+            hidden = _like(self.passed.hidden, entering.shape)
+            self.stored = hidden, hidden._version
         return hidden if self.passed.returned is None else (hidden, *self.passed.returned)
+
+    def holds(self, entering: Tensor) -> bool:
+        """Tell whether a tensor is what the block before `at` handed over, and no code has changed it since."""
+        return self.stored is not None and self.stored[0] is entering and self.stored[1] == entering._version
 
 
 class Interception:
@@ -56,8 +85,9 @@ class Interception:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.batch_comes_first = False
         self._pass: _Pass | None = None
+        self._forwards = [block.forward for block in blocks]
         for index, block in enumerate(blocks):
-            block.forward = partial(self._visit, index, block.forward)
+            block.forward = partial(self._visit, index)
 
     def run(
         self,
@@ -82,6 +112,27 @@ class Interception:
             self._pass = None
         raise NotReached
 
+    def arguments(self, forward: Callable[[], object], at: int, passed: Passed) -> Given | None:
+        """Call the model's `forward` up to block `at`, and return the arguments of the block, which does not run."""
+        found = self._pass = _Pass(at, passed, enters_only=True)
+        try:
+            forward()
+        except Stop:
+            pass
+        finally:
+            self._pass = None
+        return found.given
+
+    def call(self, at: int, given: Given, passed: Passed, in_batch: bool) -> Passed | None:
+        """Call block `at` alone, with the arguments that the model's forward would give; as `run` otherwise."""
+        hidden = _like(passed.hidden, given.shape)
+        args = tuple(hidden if each is HIDDEN else each for each in given.args)
+        kwargs = {name: hidden if each is HIDDEN else each for name, each in given.kwargs.items()}
+        try:
+            return _outputs(self._forwards[at](*args, **kwargs), in_batch, {})
+        except Stop:
+            return None
+
     def run_behind(self, forward: Callable[[], T], last: int, passed: Passed) -> T:
         """Call the model's `forward` without running the `last` blocks, and return its result."""
         self._pass = _Pass(last, passed)
@@ -90,9 +141,9 @@ class Interception:
         finally:
             self._pass = None
 
-    def _visit(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _visit(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Replace the forward of block `index`."""
-        now = self._pass
+        now, forward = self._pass, self._forwards[index]
         if now is None:
             return forward(*args, **kwargs)
         entering = args[0] if args else kwargs["hidden_states"]
@@ -105,19 +156,30 @@ class Interception:
             self.batch_comes_first = entering.ndim == 3 and len(entering) == 1
         if now.enters_only:
             now.output = Passed(_by_token(entering), None, {})
+            now.given = Given(
+                tuple(HIDDEN if each is entering else each for each in args),
+                {name: HIDDEN if each is entering else each for name, each in kwargs.items()},
+                entering.shape,
+                index == 0 or now.holds(entering),
+            )
             raise Stop
         assert now.passed is not None
         if index == 0:
-            hidden = _like(now.passed.hidden, entering)
+            hidden = _like(now.passed.hidden, entering.shape)
             args = tuple(hidden if given is entering else given for given in args)
             kwargs = {name: hidden if given is entering else given for name, given in kwargs.items()}
             entering = hidden
         left = dict(now.passed.left)
         with _sharing(args, kwargs, left):
             out = forward(*args, **kwargs)
-        first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
-        now.output = Passed(first if now.in_batch else _by_token(first), returned, left)
+        now.output = _outputs(out, now.in_batch, left)
         raise Stop
+
+
+def _outputs(out: Any, in_batch: bool, left: dict[str, dict[Any, Any]]) -> Passed:
+    """Divide what a block returned."""
+    first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
+    return Passed(first if in_batch else _by_token(first), returned, left)
 
 
 @contextmanager
@@ -170,20 +232,20 @@ def telling(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], bool]]:
         yield tell
 
 
-def _batch_axis(hidden: Tensor) -> int:
+def _batch_axis(shape: torch.Size) -> int:
     """Find the dimension of the batch of one document: 0, or 1 if tokens or streams of hidden states come before."""
-    return 1 if hidden.ndim > 2 and hidden.shape[0] > 1 and hidden.shape[1] == 1 else 0
+    return 1 if len(shape) > 2 and shape[0] > 1 and shape[1] == 1 else 0
 
 
 def _by_token(hidden: Tensor) -> Tensor:
     """Put the tokens of one document first: `[s, 1, t, h]` becomes `[t, s, h]`."""
-    axis = _batch_axis(hidden)
+    axis = _batch_axis(hidden.shape)
     return hidden.select(axis, 0).movedim(axis if hidden.ndim > 3 else 0, 0)
 
 
-def _like(hidden: Tensor, entering: Tensor) -> Tensor:
+def _like(hidden: Tensor, shape: torch.Size) -> Tensor:
     """Give `_by_token`'s result the dimensions of a tensor that enters a block; a batch has them already."""
-    if hidden.shape == entering.shape:
+    if hidden.shape == shape:
         return hidden
-    axis = _batch_axis(entering)
-    return hidden.movedim(0, axis if entering.ndim > 3 else 0).unsqueeze(axis)
+    axis = _batch_axis(shape)
+    return hidden.movedim(0, axis if len(shape) > 3 else 0).unsqueeze(axis)

@@ -19,7 +19,8 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress
-from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.recipe import Recipe, from_mapping
+from tests.tiny_models import write_model
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
 PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {"first_token": 0}}  # its Hessians can be computed in one line
@@ -132,3 +133,22 @@ def broken(folder: Path, work: Path, name: str, index: tuple[int, ...], value: f
     save_file(tensors, work / "model.safetensors")
     (work / "config.json").write_bytes((folder / "config.json").read_bytes())
     return work
+
+
+def small(folder: Path, **changes: Any) -> Path:
+    """Write a Llama of two small blocks."""
+    changes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, **changes}
+    return write_model("llama", folder / "model", **changes)
+
+
+def solved(folder: Path, device: str, work: Path, **chosen: Any) -> tuple[dict[str, Any], bool]:
+    """Quantize on random tokens; return all values by name, and whether attention was fused to the end."""
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(256, (32,), generator=generator) for _ in range(9)]
+    src = Checkpoint(folder)
+    model = BlockRunner(src, device=device)
+    work.mkdir()
+    recipe = from_mapping({"scheme": {"group_size": 32}, **chosen})
+    items = calibrated(new_run(src, recipe, model, sequences, work), [])
+    found = {item.name: item.value for item in items if isinstance(item, Item)}
+    return found, model.fuses_attention

@@ -11,16 +11,10 @@ import pytest
 import torch
 
 from quantkit.calibration.backward import backward, in_fixed_order
-from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import new_run
-from quantkit.checkpoint.items import Item
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import CheckpointError
-from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress, Recorder
-from quantkit.recipes.recipe import from_mapping
-from tests.tiny_models import write_model
+from tests.calibration.runs import small, solved
 
 REFUSED = "cumsum_cuda_kernel does not have a deterministic implementation, but you set ..."
 
@@ -128,22 +122,3 @@ def test_a_tuned_run_on_a_gpu_has_the_same_bits_again_by_flash_attention(tmp_pat
             assert isinstance(other, QuantizedTensor) and value.equal(other), name
         else:
             assert torch.equal(value, other), name
-
-
-def small(folder: Path, **changes: Any) -> Path:
-    """Write a Llama of two small blocks."""
-    changes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, **changes}
-    return write_model("llama", folder / "model", **changes)
-
-
-def solved(folder: Path, device: str, work: Path, **chosen: Any) -> tuple[dict[str, Any], bool]:
-    """Quantize on random tokens; return all values by name, and whether attention was fused to the end."""
-    generator = torch.Generator().manual_seed(3)
-    sequences = [torch.randint(256, (32,), generator=generator) for _ in range(9)]
-    src = Checkpoint(folder)
-    model = BlockRunner(src, device=device)
-    work.mkdir()
-    recipe = from_mapping({"scheme": {"group_size": 32}, **chosen})
-    items = calibrated(new_run(src, recipe, model, sequences, work), [])
-    found = {item.name: item.value for item in items if isinstance(item, Item)}
-    return found, model.fuses_attention

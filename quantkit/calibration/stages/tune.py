@@ -19,8 +19,17 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.backward import backward, explaining, in_fixed_order, parts, run_part, stacked
-from quantkit.calibration.budget import split_documents
+from quantkit.calibration.backward import (
+    backward,
+    backward_bytes,
+    explaining,
+    in_fixed_order,
+    parts,
+    run_part,
+    stacked,
+)
+from quantkit.calibration.budget import split_documents, stays_on_gpu
+from quantkit.calibration.captured import Captured
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.stages.gradients import Gradients
@@ -194,6 +203,8 @@ class BlockTuning:
         self._of_ranks = [[number for number in trained if number in part] for part in divided]
         seed = (run.recipe.calibration.seed + block.index) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
+        in_place = run.ranks.count == 1 and all(weight.is_in_place for weight in self._weights.values())
+        self._captured = Captured(self._may_be_captured) if in_place else None
 
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
         """Take all steps; return the weights of least held-out error, and the facts that they share.
@@ -224,11 +235,31 @@ class BlockTuning:
 
     def _gradients(self, batch: Sequence[int], weights: Mapping[str, Tensor]) -> list[Tensor | None]:
         """Compute the part of this rank's sequences in the gradients of the mean error of a batch's tokens."""
+        size, divided = self._tokens(batch), list(parts(self._stream, self._block.index, self._here(batch)))
+        if self._captured is not None and len(divided) == 1:
+            count = torch.full((), size, dtype=torch.float32, device=self._model.device)
+            function = partial(self._of_parts, divided, weights)
+            return self._captured(function, count, *self._states(divided[0]))
+        return self._of_parts(divided, weights, size)
+
+    def _of_parts(
+        self, divided: Sequence[Sequence[int]], weights: Mapping[str, Tensor], size: Tensor | int, *states: Tensor
+    ) -> list[Tensor | None]:
+        """Add up the gradients of some parts; `states` are those of the only one."""
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-        size = self._tokens(batch)
-        for part in parts(self._stream, self._block.index, self._here(batch)):
-            backward(self._model, self.error(part, leaves) / size)
+        for part in divided:
+            backward(self._model, self.error(part, leaves, *(states or self._states(part))) / size)
         return [leaf.grad for leaf in leaves.values()]
+
+    def _states(self, part: Sequence[int]) -> list[Tensor]:
+        """Take a part's inputs and targets to the device."""
+        return [stacked(store, part).to(self._model.device) for store in (self._stream.activations, self._targets)]
+
+    def _may_be_captured(self, hidden: Tensor) -> bool:
+        """Tell whether a pass reads no tokens, and a GPU has memory for what it holds beside the other passes."""
+        outputs = sum(start.codes.shape[0] for start in self._starts.values())
+        size, _ = backward_bytes(outputs, 0, hidden[..., 0].numel(), 0, "cuda")
+        return self._model.ran_alone and stays_on_gpu(size, torch.cuda.mem_get_info(self._model.device)[0])
 
     def _added(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Add the gradients of all ranks, in their order, for the weights that this rank moves."""
@@ -258,7 +289,7 @@ class BlockTuning:
 
         def total() -> float:
             held_out = parts(self._stream, self._block.index, self._here(self._held_out))
-            return sum(float(self.error(part, weights)) for part in held_out)
+            return sum(float(self.error(part, weights, *self._states(part))) for part in held_out)
 
         with torch.no_grad():
             error = in_fixed_order(self._model, self._run.progress, total)
@@ -267,13 +298,13 @@ class BlockTuning:
             raise NumericError("its outputs on held-out sequences are not finite", INSTEAD, subject=self._block.path)
         return error
 
-    def error(self, part: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
+    def error(self, part: Sequence[int], weights: Mapping[str, Tensor], hidden: Tensor, wanted: Tensor) -> Tensor:
         """Add up the squared errors of the tokens of some sequences, each relative to its target's square, float32.
 
-        Where sequences are padded, the target is zero, and the error does not count.
+        `hidden` are their inputs. Where sequences are padded, the target is zero, and the error does not count.
         """
-        found = run_part(self._stream, self._block.index, part, weights)
-        wanted = stacked(self._targets, part).to(found.device).view_as(found)
+        found = run_part(self._stream, self._block.index, part, weights, hidden)
+        wanted = wanted.view_as(found)
         size = _squares(wanted)
         if self._root is None:
             weighed = found.float() - wanted

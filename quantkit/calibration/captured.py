@@ -1,0 +1,82 @@
+"""Repeat a pass with gradients as one CUDA graph, since Python starts the kernels of a small block too slowly."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+#: The call with inputs of one shape that is captured. A model's arguments for a block are kept by then.
+CAPTURED = 7
+
+
+class Captured:
+    """Calls of a function of GPU tensors, which returns tensors, or None in their place.
+
+    The calls may differ in nothing but these inputs. One shape of them is captured. The function itself runs for other
+    shapes, and if it waits for the GPU. `may(input)` tells whether the call that has just run may be captured, whose
+    memory stays taken then. The next call overwrites the tensors that a graph returned.
+    """
+
+    def __init__(self, may: Callable[[Tensor], bool]) -> None:
+        self._may = may
+        self._calls: Counter[torch.Size] = Counter()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor | None] = []
+
+    def __call__(self, function: Callable[..., list[Tensor | None]], *inputs: Tensor) -> list[Tensor | None]:
+        """Call `function(*inputs)`; the shape of the last input counts."""
+        shape = inputs[-1].shape
+        self._calls[shape] += 1
+        due = self._graph is None and self._calls[shape] == CAPTURED
+        if due and _runs_on(function, inputs) and self._may(inputs[-1]):
+            self._capture(function, inputs)
+        if self._graph is None or shape != self._inputs[-1].shape:
+            return function(*inputs)
+        for place, given in zip(self._inputs, inputs, strict=True):
+            place.copy_(given)
+        self._graph.replay()
+        return self._outputs
+
+    def _capture(self, function: Callable[..., list[Tensor | None]], inputs: Sequence[Tensor]) -> None:
+        # torch.cuda.graph would also free all memory that torch keeps, at each block.
+        device, graph = inputs[0].device, torch.cuda.CUDAGraph()
+        self._inputs = [each.clone() for each in inputs]
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads read files meanwhile
+            try:
+                self._outputs = function(*self._inputs)
+            finally:
+                graph.capture_end()
+        self._graph = graph
+
+
+def _runs_on(function: Callable[..., object], inputs: Sequence[Tensor]) -> bool:
+    """Tell whether a function starts its kernels without waiting for their results."""
+    try:
+        with _refusing_to_wait():
+            function(*inputs)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Let operations that wait for the GPU raise RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
