@@ -71,7 +71,6 @@ _T5 = {"d_model": 128, "d_kv": 64, "d_ff": 256, "num_layers": 2, "num_heads": 2,
 #: Encoder-decoders; `whisper` reads sound.
 ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "encoder-bart": ("BartConfig", {**_ENCODER, "max_position_embeddings": 64}),
-    "mbart": ("MBartConfig", {**_ENCODER, "max_position_embeddings": 64}),
     "pegasus": ("PegasusConfig", {**_ENCODER, "max_position_embeddings": 64}),
     "marian": ("MarianConfig", {**_ENCODER, "max_position_embeddings": 64}),
     "led": (
@@ -86,7 +85,6 @@ ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "t5": ("T5Config", {**_T5, "vocab_size": 257}),
     "flan-t5": ("T5Config", {**_T5, "vocab_size": 257, "feed_forward_proj": "gated-gelu"}),
-    "mt5": ("MT5Config", {**_T5, "vocab_size": 257}),
     "whisper": (
         "WhisperConfig",
         {**_ENCODER, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64}

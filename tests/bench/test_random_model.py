@@ -136,7 +136,7 @@ def test_tied_embeddings_are_one_weight_and_are_read(tmp_path: Path) -> None:
     assert made.model.layers[0].self_attn.q_proj.bias.dtype == torch.float16
 
 
-@pytest.mark.parametrize(("layout", "label"), [(DENSE, ""), *LAYOUT_SCHEMES])
+@pytest.mark.parametrize(("layout", "label"), [(DENSE, ""), *LAYOUT_SCHEMES[::2]])
 def test_random_weights_stay_in_the_range_of_float16_in_any_depth(layout: str, label: str) -> None:
     model = tiny(num_hidden_layers=24)
     made = built(model, variant(layout, label, model) if label else Variant(DENSE, {}))

@@ -24,12 +24,11 @@ from tests.tiny_models import write_model
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
 PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {"first_token": 0}}  # its Hessians can be computed in one line
-#: The groups that share an input, by the last part of the names, in the order in which a block calls them.
+#: Families whose blocks differ in code, and their groups that share an input, by the last part of the names, in the
+#: order in which a block calls them.
 GROUPS = {
     "llama": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
-    "mistral": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
     "qwen2": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
-    "gemma": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
     "gemma2": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
     "opt": ["q_proj k_proj v_proj", "out_proj", "fc1", "fc2"],
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],

@@ -22,10 +22,9 @@ from tests.calibration.runs import (
     sequences,
     start,
 )
-from tests.tiny_models import FAMILIES
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GROUPS)
 def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     block = start(folders[family], from_mapping(PLAIN_SUM), tmp_path)
     model, reference = block.run.model, load_dense_model(block.run.src)

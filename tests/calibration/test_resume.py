@@ -47,8 +47,7 @@ def stopped(three: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 @pytest.mark.parametrize(
     ("blocks", "damage"),
     [
-        *((blocks, damage) for blocks in (1, 2) for damage in ("none", "flipped", "short", "gone")),
-        (3, "gone"),
+        *((1, "none"), (1, "flipped"), (2, "none"), (2, "short"), (2, "gone")),
         (4, "gone"),
     ],
 )
@@ -98,7 +97,7 @@ def test_a_stop_between_snapshot_and_commit_loses_one_block_only(
     assert {n: d for n, d in digests(whole).items() if ".layers.0." not in n} == digests(second)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("blocks", [1, 3])
 def test_blocks_without_a_snapshot_are_computed_again_with_the_same_bits(
     blocks: int,
     three: Path,
@@ -150,23 +149,23 @@ def test_a_stopped_run_of_experts_continues_with_the_same_bits(folders: dict[str
     assert first and second and digests(first) | digests(second) == digests(whole)
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", "glm_moe_dsa", "cpmant"])
+@pytest.mark.parametrize(("family", "damage"), [("gemma3n_text", "gone"), ("glm_moe_dsa", "none"), ("cpmant", "none")])
 def test_a_stopped_run_of_blocks_that_pass_tensors_on_continues_with_the_same_bits(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, recipe = families.write(family, tmp_path / "m"), from_mapping(COARSE)
     whole, commits = quantized(folder, recipe, tmp_path)
     src, last = Checkpoint(folder), len(commits) - 2
-    (tmp_path / "stopped").mkdir()
-    first = interrupted(src, recipe, tmp_path / "stopped", last)
-    for damage in ("none", "gone"):
-        partial = Path(shutil.copytree(tmp_path / "stopped", tmp_path / damage))
-        saved = partial / f"activations-passed-{(last - 1) % 2}.bin"
-        if damage == "gone" and saved.exists():
-            saved.unlink()
-        second = resumed(src, recipe, partial, Progress())
-        assert not first.keys() & second.keys() and digests(first) | digests(second) == digests(whole)
-        assert ("computed again" in capsys.readouterr().err) == (damage == "gone" and family != "cpmant")
+    partial = tmp_path / "stopped"
+    partial.mkdir()
+    first = interrupted(src, recipe, partial, last)
+    if damage == "gone":
+        (partial / f"activations-passed-{(last - 1) % 2}.bin").unlink()
+    second = resumed(src, recipe, partial, Progress())
+    assert not first.keys() & second.keys() and digests(first) | digests(second) == digests(whole)
+    assert ("computed again" in capsys.readouterr().err) == (damage == "gone")
+    if damage == "gone":
+        return
     spilled, mapped = quantized(folder, recipe, tmp_path, act_budget=0)
     assert digests(spilled) == digests(whole)
     assert [c.get("activations") for c in mapped] == [c.get("activations") for c in commits]

@@ -26,6 +26,7 @@ from quantkit.progress import Clock as Phases, Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import (
     COARSE,
+    GROUPS,
     PLAIN_SUM,
     digests,
     distance,
@@ -33,7 +34,7 @@ from tests.calibration.runs import (
     sequences,
     start,
 )
-from tests.tiny_models import FAMILIES, write_model
+from tests.tiny_models import write_model
 
 
 def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
@@ -77,7 +78,7 @@ def test_activations_beyond_the_budget_give_the_same_bits(three: Path, tmp_path:
     assert [c.get("activations") for c in commits] == [c.get("activations") for c in mapped]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "mixtral", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("family", [*GROUPS, "gpt2", "mixtral", "gpt_oss", "llama4_text"])
 def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,11 +27,11 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
-from tests.calibration.runs import COARSE, PLAIN_SUM, digests, quantized, sequences, start
-from tests.tiny_models import FAMILIES, write_model
+from tests.calibration.runs import COARSE, GROUPS, PLAIN_SUM, digests, quantized, sequences, start
+from tests.tiny_models import write_model
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe", "falcon"])
+@pytest.mark.parametrize("family", [*GROUPS, "qwen3_moe", "falcon"])
 def test_passes_that_wait_have_the_bits_of_passes_from_the_start(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

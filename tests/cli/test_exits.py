@@ -149,7 +149,7 @@ def test_a_signal_while_a_lock_of_threads_is_taken_ends_a_conversion(
 
     monkeypatch.setattr(threading.Condition, "__enter__", __enter__)
     stopped = 0
-    for at in range(1, 40):
+    for at in range(1, 40, 2):
         seen = 0
         catch_signals()
         done = call("pack", int4, "--layout", "gptq", "-o", tmp_path / "out", "--overwrite", code=None)
@@ -157,4 +157,4 @@ def test_a_signal_while_a_lock_of_threads_is_taken_ends_a_conversion(
         stopped += done.exit_code == 130
         assert done.exit_code == 0 or "run the same command again" in done.stderr
         assert done.exit_code == 0 or not list(tmp_path.iterdir()) or stopped < at
-    assert stopped > 10
+    assert stopped > 5

@@ -27,8 +27,8 @@ calib, int4 = command_line.calib, command_line.int4
         "inspect {int4}",
         "inspect {model}",
         "report {int4}",
-        "eval ppl {int4} --data {calib} --window 32",
-        "eval kld {int4} --against {model} --data {calib} --window 32",
+        "eval ppl {int4} --data {calib} --window 32 --tokens 256",
+        "eval kld {int4} --against {model} --data {calib} --window 32 --tokens 256",
     ],
 )
 def test_quiet_is_one_line_and_verbose_says_more(

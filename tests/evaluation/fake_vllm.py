@@ -64,8 +64,6 @@ class LLM:
         values: list[Any] = [
             {token: SimpleNamespace(logprob=float(row[token]))} for token, row in zip(tokens[1:], logits, strict=True)
         ]
-        if FAULT == "nan":
-            values[3] = {tokens[4]: SimpleNamespace(logprob=float("nan"))}
         made = SimpleNamespace(token_ids=tokens[len(prompt) :], logprobs=values[len(prompt) - 1 :])
         return SimpleNamespace(prompt_logprobs=[None, *values[: len(prompt) - 1]], outputs=[made])
 

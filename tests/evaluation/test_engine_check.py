@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from torch import nn
 
 from quantkit.evaluation import engine_check
 from quantkit.evaluation.engine_child import describe
-from quantkit.evaluation.verification import VERIFICATION, Verification
+from quantkit.evaluation.verification import VERIFICATION, EngineProof, Verification
 from quantkit.pipeline import quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
@@ -64,11 +65,9 @@ def test_the_kernel_of_experts_is_named() -> None:
     assert describe(model) == {"routed_experts": {"TheirMethod MarlinExperts": 1, "tcfpx grouped OurMethod": 1}}
 
 
-def test_an_engine_whose_figures_are_not_numbers_is_caught(folder: Path, stand_in: Callable[[str], None]) -> None:
-    stand_in("nan")
-    found = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu")
-    (failure,) = found.failures
-    assert failure.startswith("vllm does not compute what the folder holds: vllm 0.26.0 in bfloat16")
+def test_figures_that_are_not_numbers_are_caught() -> None:
+    assert EngineProof("vllm", "0.26.0", "bfloat16", 9, 0.1, 0.1, 0.2, 0.2, {}).ok
+    assert not EngineProof("vllm", "0.26.0", "bfloat16", 9, math.nan, math.nan, 0.2, 0.2, {}).ok
 
 
 @pytest.mark.parametrize(

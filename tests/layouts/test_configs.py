@@ -339,7 +339,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.sampled_from([folder_config(*case) for case in CASES] + [c for c, _ in FOREIGN.values()]), st.data())
 def test_configs_with_any_entry_replaced_give_no_traceback(config: dict[str, Any], data: st.DataObject) -> None:
     config = copy.deepcopy(config)

@@ -19,19 +19,10 @@ from tests.layouts.laws import UNITS, obeys, rows, same_bytes
 from tests.layouts.samples import CASES, HELD, record
 
 
-@pytest.mark.parametrize(("layout", "label", "n", "k"), [case for case in CASES if case[2:] == HELD[case[0]][1][-1]])
-def test_the_size_of_blocks_does_not_change_the_result(
-    layout: str, label: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q = record(Scheme.parse(label), n, k, lowest_zero=1)
-    expected = LAYOUTS[layout].pack(q)
-    monkeypatch.setattr(arrangement, "BLOCK", k * max(1, n // 5))
-    assert same_bytes(LAYOUTS[layout].pack(q), expected)
-    assert LAYOUTS[layout].unpack(expected, q.scheme).equal(q)
-
-
 @pytest.mark.parametrize(("layout", "label"), [(layout, label) for layout, held in HELD.items() for label in held[0]])
-def test_blocks_of_rows_in_any_order_give_the_same_bytes(layout: str, label: str) -> None:
+def test_blocks_of_rows_in_any_order_and_of_any_size_give_the_same_bytes(
+    layout: str, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last block may be smaller, and no block changes memory outside of its rows."""
     module, scheme, unit = LAYOUTS[layout], Scheme.parse(label), UNITS[layout][0]
     k = 253 if layout == "compressed-tensors" and label.startswith("int") and ":channel" in label else 256
@@ -48,6 +39,8 @@ def test_blocks_of_rows_in_any_order_give_the_same_bytes(layout: str, label: str
         around = torch.full((end - start + 2, k), 99, dtype=torch.uint8)
         unpacking.fill(start, around[1:-1])
         assert torch.equal(around[1:-1], q.codes[start:end]) and bool((around[[0, -1]] == 99).all())
+    monkeypatch.setattr(arrangement, "BLOCK", k * (n // 5))
+    assert same_bytes(module.pack(q), expected) and module.unpack(expected, scheme).equal(q)
 
 
 @pytest.mark.parametrize("label", ["fp6:channel", "fp5:channel"])
@@ -63,23 +56,19 @@ def test_humming_rows_of_an_odd_number_of_words(
 
 
 @pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
-def test_packed_tensors_may_start_at_any_word(layout: str, label: str, n: int, k: int) -> None:
-    q = record(Scheme.parse(label), n, k, lowest_zero=1)
-    packed = LAYOUTS[layout].pack(q)
-    shifted = {name: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for name, t in packed.items()}
-    assert all(t.storage_offset() == 1 for t in shifted.values())
-    assert LAYOUTS[layout].unpack(shifted, q.scheme).equal(q)
-
-
-@pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
 def test_pack_and_unpack_are_inverses(layout: str, label: str, n: int, k: int) -> None:
+    """Also of tensors that start at any word."""
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     obeys(layout, q)
     expected = oracle.packed(
         layout, q.codes.tolist(), rows(q.scales), None if q.zeros is None else q.zeros.tolist(),
         q.scheme.format.bits, q.scheme.format.ebits, q.scheme.format.mbits, q.scheme.group_size or k,
     )  # fmt: skip
-    assert {name: rows(t) for name, t in LAYOUTS[layout].pack(q).items()} == expected
+    packed = LAYOUTS[layout].pack(q)
+    assert {name: rows(t) for name, t in packed.items()} == expected
+    shifted = {name: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for name, t in packed.items()}
+    assert all(t.storage_offset() == 1 for t in shifted.values())
+    assert LAYOUTS[layout].unpack(shifted, q.scheme).equal(q)
 
 
 #: layout, scheme, n, k, and what the refusal says.

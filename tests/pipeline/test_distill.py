@@ -59,20 +59,15 @@ def changed(before: Path, after: Path) -> set[str]:
     return {".".join(name.split(".")[-2:]) for name in both if not torch.equal(a.get(name), b.get(name))}
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "marlin"])
-def test_codes_stay_and_scales_and_norms_learn(
-    layout: str, small_llama: Path, plain: Path, calib: str, tmp_path: Path
-) -> None:
-    if layout == "marlin":
-        pack(plain, tmp_path / "marlin", layout)
-        plain = tmp_path / "marlin"
-    out = tmp_path / "tuned"
+def test_codes_stay_and_scales_and_norms_learn(small_llama: Path, plain: Path, calib: str, tmp_path: Path) -> None:
+    pack(plain, tmp_path / "marlin", "marlin")
+    plain, out = tmp_path / "marlin", tmp_path / "tuned"
     text = ["--calib", calib, "--samples", "10", "--max-length", "64"]
     asked = ["distill", str(plain), "--against", str(small_llama), "-o", str(out), "--steps", "8", *text, "-q"]
     done = CliRunner().invoke(quantkit, asked)
     assert done.exit_code == 0, done.output
     before, after, report = Checkpoint(plain), Checkpoint(out), load_json(out / REPORT)
-    assert after.layout is not None and layout == after.layout.NAME and before.config == after.config
+    assert after.layout is not None and after.layout.NAME == "marlin" and before.config == after.config
     for name in before.modules():
         assert torch.equal(before.quantized(name).codes, after.quantized(name).codes)
     assert all(not torch.equal(before.quantized(m).scales, after.quantized(m).scales) for m in before.modules())
@@ -85,10 +80,12 @@ def test_codes_stay_and_scales_and_norms_learn(
     assert not any("loss" in layer for layer in report["layers"]), "a loss of before would look like one of now"
 
 
-def test_a_distilled_folder_computes_what_was_measured(
+def test_a_distilled_folder_computes_what_was_measured_and_can_learn_again(
     small_llama: Path, plain: Path, calib: str, tmp_path: Path
 ) -> None:
-    report = tuned(plain, tmp_path / "out", small_llama, calib, 6)
+    once = tuned(plain, tmp_path / "out", small_llama, calib, 6)["distillation"]
+    twice = tuned(tmp_path / "out", tmp_path / "twice", small_llama, calib)["distillation"]
+    assert twice["kl_before"] == pytest.approx(once["kl_after"]) and twice["kl_after"] <= twice["kl_before"]
     source = Checkpoint(small_llama)
     model, reference = load(tmp_path / "out", device="cpu", dtype=torch.float32), load_dense_model(source)
     tokens = torch.tensor(list(TEXT.encode()))[:64]
@@ -98,7 +95,7 @@ def test_a_distilled_folder_computes_what_was_measured(
         torch.testing.assert_close(runner.logits(tokens, {}), reference(tokens[None]).logits[0])
         p = reference(tokens[None]).logits.log_softmax(-1)
         kl = float((p.exp() * (p - model(tokens[None]).logits.log_softmax(-1))).sum(-1).mean())
-    assert kl == pytest.approx(report["distillation"]["kl_after"], rel=0.5)
+    assert kl == pytest.approx(once["kl_after"], rel=0.5)
 
 
 @pytest.mark.parametrize("codes", [False, True])
@@ -126,36 +123,21 @@ def test_codes_learn_if_asked(
     assert "codes" in summary(report)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(
-    small_llama: Path, plain: Path, calib: str, tmp_path: Path
-) -> None:
-    made = {}
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        torch.manual_seed(len(made))  # the process's own generator is not used
-        tuned(plain, tmp_path / name, small_llama, calib, seed=seed, codes=True)
-        made[name] = hashes(tmp_path / name)
-    assert made["a"] == made["b"] != made["c"]
-
-
-def test_a_killed_run_leaves_no_folder_and_begins_anew(
+def test_a_killed_run_leaves_no_folder_and_begins_anew_with_the_same_bytes_unless_the_seed_is_another(
     small_llama: Path, plain: Path, calib: str, tmp_path: Path
 ) -> None:
     whole, out, before = tmp_path / "whole", tmp_path / "out", hashes(plain)
-    operations = count(lambda: tuned(plain, whole, small_llama, calib) and None)
+    operations = count(lambda: tuned(plain, whole, small_llama, calib, codes=True) and None)
     with faults(killer(operations // 2)), pytest.raises(Killed):
-        tuned(plain, out, small_llama, calib)
+        tuned(plain, out, small_llama, calib, codes=True)
     assert not out.exists()
-    tuned(plain, out, small_llama, calib)
-    assert hashes(out) == hashes(whole) and hashes(plain) == before
+    torch.manual_seed(7)  # the process's own generator is not used
+    tuned(plain, out, small_llama, calib, codes=True)
+    tuned(plain, tmp_path / "other", small_llama, calib, seed=1, codes=True)
+    assert hashes(out) == hashes(whole) != hashes(tmp_path / "other") and hashes(plain) == before
 
 
-def test_a_folder_can_learn_twice(small_llama: Path, plain: Path, calib: str, tmp_path: Path) -> None:
-    once = tuned(plain, tmp_path / "once", small_llama, calib, 4)["distillation"]
-    twice = tuned(tmp_path / "once", tmp_path / "twice", small_llama, calib, 4)["distillation"]
-    assert twice["kl_before"] == pytest.approx(once["kl_after"]) and twice["kl_after"] <= twice["kl_before"]
-
-
-@pytest.mark.parametrize("family", ["qwen2", "opt", "gpt2", "gemma2", "mixtral", "llama4_text"])
+@pytest.mark.parametrize("family", ["qwen2", "opt", "gpt2", "gemma2", "llama4_text"])
 def test_families_learn(family: str, calib: str, tmp_path: Path) -> None:
     """Tied embeddings, biases of norms, Conv1D, norms around zero, experts."""
     model = write_model(family, tmp_path / "model", torch.bfloat16 if family == "gemma2" else torch.float16)

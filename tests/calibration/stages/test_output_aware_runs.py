@@ -119,12 +119,10 @@ def test_a_second_run_or_one_that_spills_to_disk_gives_the_same_bytes(
     ("operation", "name", "number"),
     [
         ("write", "activations-gradient-1", 1),
-        ("rename", "activations-gradient-2", 1),
         ("write", "activations-gradient-1", 2),
-        ("rename", "activations-gradients.json", 1),
         ("write", "activations-0", 1),
     ],
-    ids=["forward", "head", "backward", "index", "first block"],
+    ids=["forward", "backward", "first block"],
 )
 def test_killed_before_the_first_commit_the_same_bytes_follow(
     operation: str, name: str, number: int, whole: Path, small: Path, calib: Path, tmp_path: Path
@@ -148,10 +146,8 @@ def flip(path: Path) -> None:
     [
         ("activations-gradient-2.bin", None),
         ("activations-gradient-2.bin", flip),
-        ("activations-gradient-1.bin", lambda path: os.truncate(path, 64)),
         ("activations-gradient-2.bin", Path.unlink),
         ("activations-gradients.json", lambda path: os.truncate(path, 20)),
-        ("activations-gradients.json", lambda path: path.write_text('{"hashes": []}')),
         ("activations-gradients.json", lambda path: path.write_text('{"hashes": 3}')),
     ],
 )
