@@ -18,6 +18,7 @@ from quantkit.calibration.stages import row_sums, stages_of
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item
+from quantkit.core.memory_limits import release_heap
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.kernels import gptq
 from quantkit.progress import Recorder
@@ -64,6 +65,8 @@ def calibrated(
 def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Iterator[Item]:
     """Quantize one block and yield its tensors in source order; `stream` becomes the input of the next."""
     model = run.model
+    if model.device.type == "cpu":
+        release_heap()  # what the last block has freed lies in pieces, and would be added to this one's peak
     with run.clock.phase("load"):
         model.load_block(index)
     if model.device.type == "cuda" and index + 1 < len(model.blocks):

@@ -81,6 +81,17 @@ def test_only_linears_of_blocks_change(family: str, folders: dict[str, Path], tm
     assert {"load", "forward", "hessian", "solve"} <= set(commits[0]["phases"])
 
 
+def test_memory_that_a_block_has_freed_is_not_added_to_the_peak_of_the_next(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    load = BlockRunner.load_block
+    monkeypatch.setattr("quantkit.calibration.loop.release_heap", lambda: done.append("released"))
+    monkeypatch.setattr(BlockRunner, "load_block", lambda *args: (done.append("loaded"), load(*args)))
+    quantized(folders["llama"], from_mapping(COARSE), tmp_path)
+    assert done == ["released", "loaded"] * 2
+
+
 def test_skipped_and_overridden_members_of_a_group(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe = from_mapping({**COARSE, "skip": ["lm_head", "k_proj"], "overrides": {"v_proj": "int4:g64:asym"}})
     items, _ = quantized(folders["llama"], recipe, tmp_path)
