@@ -103,7 +103,7 @@ def compare(
     _require_folder(out)
     asked = {name: merge(load_named_or_scheme(name), settings or {}) for name in _listed(recipes)}
     sources, texts = labelled(_listed(calib), "calib"), labelled(_listed(text), "text")
-    seeds = list(seeds)
+    seeds = list(dict.fromkeys(seeds))
     if not asked or not sources or not seeds:
         raise RecipeError("there is nothing to compare", "name a recipe, a calibration text and a seed")
     entries = entries_of(asked, sources, seeds)

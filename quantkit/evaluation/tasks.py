@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -336,12 +337,14 @@ def means(scores: Sequence[TaskScore]) -> dict[str, Any]:
 @contextmanager
 def _as_guest() -> Iterator[None]:
     """Drop the bars and log lines of lm-eval, and restore the generators that it draws from, which it shares."""
-    states = random.getstate(), np.random.get_state()
+    states, logger = (random.getstate(), np.random.get_state()), logging.getLogger("lm_eval")
+    propagates, logger.propagate = logger.propagate, False  # a handler of the root has the real stderr, as absl's
     random.seed(0)
     np.random.seed(0)
     try:
         with redirect_stderr(io.StringIO()):
             yield
     finally:
+        logger.propagate = propagates
         random.setstate(states[0])
         np.random.set_state(states[1])

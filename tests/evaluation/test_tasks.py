@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +156,9 @@ def test_a_killed_run_continues_with_the_next_task(
 
 
 def test_nothing_of_lm_eval_reaches_stderr_or_the_state_of_random(
-    small_llama: Path, data: Path, capfd: pytest.CaptureFixture[str]
+    small_llama: Path, data: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stderr)])  # as rouge-score adds one
     random.seed(3)
     state, numpy_state = random.getstate(), np.random.get_state()[1].tolist()
     eval_tasks(small_llama, tasks="piqa", data=data, limit=3, shots=1, device="cpu")
