@@ -121,7 +121,7 @@ TRAITS = {
     ),
     "mixed": Trait(
         "linears with a scheme of their own, for which the public config has no place",
-        Words("quantize without", Setting("override"), ", or use", Setting("layout", "compressed-tensors")),
+        Words("quantize all linears in one scheme, or use", Setting("layout", "compressed-tensors")),
         lambda f: len({(s.format, s.group_size) for s in f.schemes}) > 1,
     ),
     "dense": Trait(

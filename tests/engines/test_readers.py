@@ -197,6 +197,12 @@ def test_mixed_groups_are_named_once_with_their_number_and_the_option() -> None:
     assert "--set fused_alike=true" in line
 
 
+def test_advice_for_several_schemes_does_not_name_an_override_which_a_target_size_has_not() -> None:
+    said = " ".join(refusals(folder("humming", "fp6", {DOWN: "fp5"})))
+    assert "quantize all linears in one scheme, or use --layout compressed-tensors" in said
+    assert "--override" not in said
+
+
 def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:
     readers = [reader for engine in ENGINES for reader in engine.readers]
     assert all(set(reader.layouts) <= LAYOUTS.keys() and reader.source for reader in readers)
