@@ -22,7 +22,7 @@ from quantkit.calibration import sensitivity
 from quantkit.calibration.held_out import divergences
 from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
-from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.report import load as load_report, peak_memory
 from quantkit.core.formats import INT4
 from quantkit.core.ranks import ranks
 from quantkit.core.scheme import Scheme
@@ -296,7 +296,13 @@ def _decide(
     with clock.phase("divergence"), progress.loop():
         judged = divergences(begin(model=job.model, sequences=judging), folders)
     best = min(made.values(), key=lambda each: judged[each.name])
-    report = load_report(work / best.folder)
+    report, seconds = load_report(work / best.folder), clock.take()
+    search_seconds, totals = {name: each for name, each in seconds.items() if name != best.name}, report["totals"]
+    report["phases"] |= search_seconds
+    totals["seconds"] += sum(search_seconds.values())
+    totals["peak_memory"] = {
+        part: max(size, totals["peak_memory"].get(part, 0)) for part, size in peak_memory().items()
+    }
     report["fit"] = {
         **{key: getattr(asked, key) for key in ("target_size", "target_bits", "allowed", "target")},
         "chosen": "uniform" if best.name in best.space.uniform else MIXED,
@@ -306,7 +312,7 @@ def _decide(
         "held_out": {"source": source, "sequences": len(judging), "tokens": sum(map(len, judging))},
         "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group.name in free},
         "curve": search.curve(harm, mixes=True),
-        "seconds": clock.take(),
+        "seconds": seconds,
     }
     report["notices"] += search.notices
     if unknown := sorted(free.keys() - known):
