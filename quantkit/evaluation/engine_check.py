@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import KernelError, Option, Words, require_known
+from quantkit.errors import KernelError, Option, RecipeError, Words, require_known
 from quantkit.evaluation.opened import require_package
 from quantkit.evaluation.perplexity import token_losses
 from quantkit.evaluation.verification import EngineProof, Verification
@@ -62,9 +62,14 @@ def verify_in_engine(
     """Verify a folder, then compare an `engine` with it, if one is named; one that does not run is a failure too.
 
     `arguments` are further ones of `vllm.LLM`. The decoded model runs on `device`, after the engine, in float32. Raises
-    as `verify`, and QuantkitError if the engine is not installed.
+    as `verify`, RecipeError for arguments of no engine, and QuantkitError if the engine is not installed.
     """
     if engine is None:
+        if arguments:
+            raise RecipeError(
+                Words(Option("engine_args"), "are of an engine, and none is named"),
+                Words("add", Option("engine", next(iter(SERVERS)))),
+            )
         return verify(folder, against, progress, device, unsealed)
     require_known("engine", engine, SERVERS)
     require_package(engine, SERVERS[engine], engine)

@@ -103,6 +103,11 @@ def test_without_the_engine_one_line_says_what_to_install_and_nothing_is_written
         assert "--engine-args" in call("verify", folder, "--engine", "vllm", "--engine-args", wrong, code=2).stderr
 
 
+def test_arguments_of_no_engine_are_refused_because_no_engine_is_asked(folder: Path) -> None:
+    said = call("verify", folder, "--engine-args", '{"dtype": "float16"}', code=2).stderr
+    assert "--engine-args are of an engine, and none is named: add --engine vllm" in said
+
+
 def test_a_wrong_engine_is_exit_code_3_and_recorded(
     folder: Path, tmp_path: Path, stand_in: Callable[[str], None]
 ) -> None:
