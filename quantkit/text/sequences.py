@@ -94,7 +94,7 @@ def draw_calibration(
             continue
         found = load_documents(source, text_column=text_column, split=split, skip_bad_records=skip_bad_records)
         name = name_of_text(found.source)
-        tokens = _Tokens(found, tokenizer, template_args or {})
+        tokens = _Tokens(found, tokenizer, template_args or {}, share)
         drawn, facts = _draw(tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share))
         sequences = drawn[: counts[source]]
         further += drawn[counts[source] :]
@@ -194,11 +194,19 @@ def _digest(sequences: Sequence[Tensor]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokenize the documents of one source, conversations by the chat template with these arguments."""
+    """Tokenize the documents of one source, conversations by the chat template with these arguments.
+
+    `share` is the part of all samples that the source has in a mixture.
+    """
 
     found: Documents
     tokenizer: Callable[..., Any]
     arguments: Mapping[str, Any]
+    share: Fraction
+
+    def fewer(self, held: int) -> Words:
+        """Name the samples of the whole mixture for which the source holds enough."""
+        return Words("use", Setting("samples", int(held / self.share)))
 
     def of(self, order: Iterable[int]) -> Iterator[Tensor]:
         """Yield the tokens of documents, without conversations that the template refuses, if some may be broken."""
@@ -272,7 +280,7 @@ def _own(
     if facts:
         return sequences, facts
     left_out = f"; {len(found.left_out)} records left out: {found.left_out.why}" if found.left_out else ""
-    fewer = Words("use", Setting("samples", len(sequences)), ", or") if sequences else "use"
+    fewer = Words(tokens.fewer(len(sequences)), ", or") if sequences else "use"
     raise CheckpointError(
         f"holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}{left_out})",
         Words(fewer, "a longer", Setting("calib"), "file"),
@@ -289,7 +297,7 @@ def _fixed(
     if windows < samples:
         raise CheckpointError(
             f"holds {len(stream)} tokens, {samples} windows of {max_length} need {samples * max_length}",
-            Words("use", Setting("samples", windows)) if windows else Words("use a smaller", Setting("max_length")),
+            tokens.fewer(windows) if windows else Words("use a smaller", Setting("max_length")),
             Words("a longer", Setting("calib"), "file"),
             subject=found.source,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def test_own_lengths_are_neither_padded_nor_joined(tmp_path: Path, tokenizer: An
     facts = found.facts
     assert (facts["sequences"], facts["tokens"], facts["cut"], facts["documents"]) == (5, 180, 2, 6)
     assert facts["skipped"] <= 1  # the one-token document, if it was drawn before the fifth usable one
+
+
+@pytest.mark.parametrize("lengths", ["own", "fixed"])
+def test_too_little_text_of_a_mixture_is_answered_with_samples_of_the_whole(
+    lengths: Any, tmp_path: Path, tokenizer: Any
+) -> None:
+    small, large = (write(tmp_path / f"{n}.txt", "\n\n".join(["0123456789"] * n)) for n in (2, 200))
+    draw = partial(draw_calibration, [f"{small}:1", f"{large}:9"], tokenizer, max_length=10, seed=0, lengths=lengths)
+    with pytest.raises(CheckpointError, match=r"2.txt: holds 2.* use --samples 20, or") as caught:
+        draw(samples=80)
+    assert "8 w" in str(caught.value)  # its part of the 80
+    assert len(draw(samples=20).sequences) == 20
 
 
 def test_the_seed_determines_documents_and_windows(tmp_path: Path, tokenizer: Any) -> None:
