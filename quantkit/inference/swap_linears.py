@@ -26,7 +26,7 @@ from quantkit.core.units import format_bytes
 from quantkit.engines.output_config import quantization_config
 from quantkit.errors import CheckpointError, Command, KernelError, LayoutError, Option, Setting, Words, about
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.layouts import LAYOUTS
+from quantkit.layouts import LAYOUTS, validation
 from quantkit.layouts.base import Layout
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_linear, reads_weight, size_of
@@ -188,12 +188,16 @@ def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torc
 def repack_for_kernels(linears: Linears) -> list[str]:
     """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some cannot be repacked.
 
-    CheckpointError or LayoutError names a damaged weight. Weights on a CPU are not changed.
+    CheckpointError or LayoutError names a damaged weight, or scales that float16 does not hold. Weights on a CPU are
+    not changed.
     """
     decoded: dict[str, list[str]] = {}
     for name, linear in linears.items():
         with about(name):
             why = linear.prepare_kernel()
+            for tensor in linear.packed().values() if linear.device.type == "cpu" else ():
+                if tensor.dtype in (torch.bfloat16, torch.float32):  # scales of another program
+                    validation.half(tensor)
         if linear.device.type == "meta" and torch.cuda.is_available() and linear.layout not in kernels.MATMULS:
             why = f"offloaded weights stay in the layout of the file, and {kernels.none_for(linear.layout)}"
         if why is not None:

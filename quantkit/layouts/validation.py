@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.core.formats import Format
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, LayoutError, Option, Setting, Words
+from quantkit.errors import CheckpointError, Command, LayoutError, Option, Setting, Words
 from quantkit.layouts.expressions import compiled, literal
 
 #: Names the layout that holds every scheme.
@@ -46,7 +46,7 @@ def half(scales: Tensor) -> Tensor:
     if bool(changed.any()):
         row, group = changed.nonzero()[0].tolist()
         fits = bool(torch.isfinite(exact).all())
-        rounding = Words("add", Option("requantize_scales", True), "to round them (reported)")
+        rounding = Words("round them (reported) by", Command("pack"), "with", Option("requantize_scales", True))
         raise LayoutError(
             f"{int(changed.sum())} {dtype_name(scales.dtype)} scales are no float16 values, first "
             f"{float(scales[row, group])} at row {row}, group {group}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, KernelError, QuantkitError, RecipeError
+from quantkit.errors import CheckpointError, KernelError, LayoutError, QuantkitError, RecipeError
 from quantkit.inference import swap_linears
 from quantkit.models.meta_model import skeleton
 from tests.command_line import refused
@@ -76,6 +77,25 @@ def test_an_unusable_folder_is_refused_in_one_line(case: str, broken: Path) -> N
     with pytest.raises(QuantkitError, match=re.escape(says)) as caught:
         quantkit.load(broken, device="cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "humming", "compressed-tensors"])
+def test_scales_that_float16_does_not_hold_are_named_before_the_first_token(
+    layout: str, folder: Folders, tmp_path: Path
+) -> None:
+    path = shutil.copytree(folder(layout, "int4:g32"), tmp_path / "wide")
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("scale") or name.endswith("scales")]:
+            tensors[name] = tensors[name].float() * (1.0001 if "layers.1.mlp.up_proj" in name else 1)
+
+    change(path, widen)
+    with pytest.raises(LayoutError, match="scales are no float16 values") as caught:
+        quantkit.load(path, device="cpu")
+    assert str(caught.value).startswith("model.layers.1.mlp.up_proj: ")
+    assert "by quantkit.pack with requantize_scales=True" in str(caught.value)
+    quantkit.pack(path, tmp_path / "packed", "gptq-v2", requantize_scales=True)
+    quantkit.load(tmp_path / "packed", device="cpu")
 
 
 def test_an_absent_gpu_is_refused(folder: Folders) -> None:

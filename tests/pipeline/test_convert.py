@@ -370,7 +370,7 @@ def test_wide_scales_are_rounded_if_asked_and_their_cost_is_told(
 ) -> None:
     wide = widened(small_llama, tmp_path / "a", layout, suffix, dtype, factor)
     error = refused("pack", tmp_path / "a", "--layout", to, out=tmp_path / "b")
-    assert "scales are no float16 values" in error and "add --requantize-scales to round them" in error
+    assert "scales are no float16 values" in error and "by quantkit pack with --requantize-scales" in error
     printed = call("pack", tmp_path / "a", "--layout", to, "--requantize-scales", "-o", tmp_path / "b")
     call("pack", tmp_path / "a-half", "--layout", to, "-o", tmp_path / "c", "-q")
     assert tensors(tmp_path / "b") == tensors(tmp_path / "c"), "codes unchanged, scales the nearest float16"
