@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,23 +19,26 @@ class Captured:
     """Calls of a function of GPU tensors, which returns tensors, or None in their place.
 
     The calls may differ in nothing but these inputs. One shape of them is captured. The function itself runs for other
-    shapes, and if it waits for the GPU. `may(input)` tells whether the call that has just run may be captured, whose
-    memory stays taken then. The next call overwrites the tensors that a graph returned.
+    shapes, and if it waits for the GPU. The next call overwrites the tensors that a graph returned.
     """
 
-    def __init__(self, may: Callable[[Tensor], bool]) -> None:
-        self._may = may
+    def __init__(self) -> None:
         self._calls: Counter[torch.Size] = Counter()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor | None] = []
 
-    def __call__(self, function: Callable[..., list[Tensor | None]], *inputs: Tensor) -> list[Tensor | None]:
-        """Call `function(*inputs)`; the shape of the last input counts."""
+    def __call__(
+        self, function: Callable[..., list[Tensor | None]], may: Callable[[Tensor], bool], *inputs: Tensor
+    ) -> list[Tensor | None]:
+        """Call `function(*inputs)`; the shape of the last input counts.
+
+        `may(input)` tells whether the call that has just run may be captured, whose memory stays taken then.
+        """
         shape = inputs[-1].shape
         self._calls[shape] += 1
         due = self._graph is None and self._calls[shape] == CAPTURED
-        if due and _runs_on(function, inputs) and self._may(inputs[-1]):
+        if due and _runs_on(function, inputs) and may(inputs[-1]):
             self._capture(function, inputs)
         if self._graph is None or shape != self._inputs[-1].shape:
             return function(*inputs)
@@ -43,18 +47,30 @@ class Captured:
         self._graph.replay()
         return self._outputs
 
+    def close(self) -> None:
+        """Free the graph and its memory, which torch would keep for graphs; its last call has ended."""
+        if self._graph is not None:
+            self._graph, self._inputs, self._outputs = None, [], []
+            torch.cuda.empty_cache()
+
     def _capture(self, function: Callable[..., list[Tensor | None]], inputs: Sequence[Tensor]) -> None:
         # torch.cuda.graph would also free all memory that torch keeps, at each block.
         device, graph = inputs[0].device, torch.cuda.CUDAGraph()
         self._inputs = [each.clone() for each in inputs]
         torch.cuda.synchronize(device)
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(_stream(device)):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads read files meanwhile
             try:
                 self._outputs = function(*self._inputs)
             finally:
                 graph.capture_end()
         self._graph = graph
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Make the stream of all captures: cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def _runs_on(function: Callable[..., object], inputs: Sequence[Tensor]) -> bool:

@@ -44,6 +44,8 @@ class BlockRunner(MatchedModel):
         self.weights = BlockWeights(self, self.device)
         self.forms: dict[int, Form] = {}
         self.fuses_attention = self.device.type == "cuda"
+        self._is_emptied = False
+        self._checked: set[int] = set()
         self._unused: dict[int, frozenset[int]] = {}
         self._norms: dict[int, list[Norm]] = {}
         self._interception = Interception([self.module.get_submodule(path) for path in self.blocks])
@@ -109,7 +111,8 @@ class BlockRunner(MatchedModel):
         # One row of zeros in memory: code that adds images indexes the weight too.
         zeros = torch.zeros(1, weight.shape[1], dtype=self.dtype, device=self.device).expand(weight.shape)
         table.weight = nn.Parameter(zeros, requires_grad=False)
-        if not all(torch.equal(a, b) for a, b in zip(before, self._beside(), strict=True)):
+        self._is_emptied = all(torch.equal(a, b) for a, b in zip(before, self._beside(), strict=True))
+        if not self._is_emptied:
             table.weight = weight
 
     def _beside(self) -> list[Tensor]:
@@ -174,6 +177,9 @@ class BlockRunner(MatchedModel):
         Returns None if a watcher stopped it. CheckpointError if the block needs something of an earlier block that was
         not stored.
         """
+        if index and index not in self._checked:
+            self._checked.add(index)
+            self._require_own_input(index, tokens, state)
         try:
             output = self._run(index, tokens, self._passed_on(index, state))
         except Needed as error:
@@ -224,6 +230,28 @@ class BlockRunner(MatchedModel):
         passed = unpack(state, form, self.device)
         wide = wide and self.dtype == torch.float16
         return passed._replace(hidden=passed.hidden.float()) if wide else passed
+
+    @torch.no_grad()
+    def _require_own_input(self, index: int, tokens: Tensor, state: State) -> None:
+        """Raise CheckpointError if a block takes hidden states of earlier blocks than the last one: none is stored.
+
+        The model's own code is run up to that block with two sets of such states.
+        """
+        forward = partial(self.text, **self._asked(tokens))
+        try:
+            plain, other = (
+                self._interception.arguments(
+                    forward, index, self._passed_on(index, state), disturbed, disturbed and self._is_emptied
+                )
+                for disturbed in (False, True)
+            )
+        except Exception:  # the run itself tells what its code asks for
+            return
+        if plain is not None and other is not None:
+            first, second = (list(tensors_in(found[:2])) for found in (plain, other))
+            if len(first) != len(second) or not all(map(torch.equal, first, second)):
+                what = "takes hidden states of earlier blocks, which are not stored"
+                raise CheckpointError(what, USE_RTN, subject=self.blocks[index])
 
     def _find_unused(self, index: int, tokens: Tensor, output: Passed) -> frozenset[int]:
         """Find the returned values, such as attention weights, that never enter the next block.

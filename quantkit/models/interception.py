@@ -50,7 +50,8 @@ HIDDEN = object()
 class _Pass:
     """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its `output`.
 
-    `stored` is what the block before it handed over, and its version then.
+    `stored` is what the block before it handed over, and its version then. With `is_disturbed`, other hidden states go
+    through the blocks before it, and with `is_emptied` into the first block too.
     """
 
     at: int
@@ -60,12 +61,16 @@ class _Pass:
     output: Passed | None = None
     given: Given | None = None
     stored: tuple[Tensor, int] | None = None
+    is_disturbed: bool = False
+    is_emptied: bool = False
 
     def skip(self, index: int, entering: Tensor) -> Any:
         """Make the result of a block before `at`, which does not run."""
         assert self.passed is not None
         # Code between blocks may change their results in place, so only the last block returns the activation.
-        hidden = entering
+        if self.is_emptied and index == 0:
+            entering.add_(1)
+        hidden = entering + 1 if self.is_disturbed else entering
         if index + 1 == self.at:
             hidden = _like(self.passed.hidden, entering.shape)
             self.stored = hidden, hidden._version
@@ -112,9 +117,14 @@ class Interception:
             self._pass = None
         raise NotReached
 
-    def arguments(self, forward: Callable[[], object], at: int, passed: Passed) -> Given | None:
-        """Call the model's `forward` up to block `at`, and return the arguments of the block, which does not run."""
-        found = self._pass = _Pass(at, passed, enters_only=True)
+    def arguments(
+        self, forward: Callable[[], object], at: int, passed: Passed, disturbed: bool = False, emptied: bool = False
+    ) -> Given | None:
+        """Call the model's `forward` up to block `at`, and return the arguments of the block, which does not run.
+
+        With `disturbed`, other hidden states go through the blocks before it; with `emptied`, into the first one too.
+        """
+        found = self._pass = _Pass(at, passed, enters_only=True, is_disturbed=disturbed, is_emptied=emptied)
         try:
             forward()
         except Stop:

@@ -51,16 +51,18 @@ def test_repeated_calls_read_new_inputs_and_changed_weights(waits: bool, may: bo
         asked.append(x.shape)
         return may
 
-    calls, function = Captured(allowed), gradients(weight, waits)
+    calls, function = Captured(), gradients(weight, waits)
     for call in range(1, CAPTURED + 5):
         for rows in (8, 4) if call % 2 else (8,):
             given = torch.full((), float(call), device="cuda"), torch.randn(rows, 16, device="cuda")
-            found, none = calls(function, *given)
+            found, none = calls(function, allowed, *given)
             assert torch.equal(found, function(*given)[0]) and none is None
         weight.mul_(0.9)
     assert len(replays) == (5 if may and not waits else 0)
     assert set(asked) <= {torch.Size((8, 16))} and len(asked) == (0 if waits else 1)
     assert torch.cuda.get_sync_debug_mode() == 0
+    calls.close()
+    assert torch.equal(calls(function, allowed, *given)[0], function(*given)[0]) and len(asked) == (0 if waits else 1)
 
 
 def test_an_error_of_a_pass_is_not_taken_for_one_that_waits() -> None:
@@ -69,11 +71,11 @@ def test_an_error_of_a_pass_is_not_taken_for_one_that_waits() -> None:
             raise RuntimeError("its shapes differ")
         return [x]
 
-    calls, x = Captured(lambda x: True), torch.ones(2, device="cuda")
+    calls, x = Captured(), torch.ones(2, device="cuda")
     for _ in range(CAPTURED - 1):
-        calls(broken, x)
+        calls(broken, lambda x: True, x)
     with pytest.raises(RuntimeError, match="its shapes differ"):
-        calls(broken, x)
+        calls(broken, lambda x: True, x)
     assert torch.cuda.get_sync_debug_mode() == 0
 
 

@@ -112,6 +112,13 @@ def test_a_model_that_does_not_run_by_blocks_is_refused_in_one_line(family: str,
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.skipif("inkling2_text" not in families.families(), reason="this transformers does not know the family")
+def test_a_block_that_takes_older_hidden_states_is_refused_before_it_runs_on_zeros(tmp_path: Path) -> None:
+    model = BlockRunner(Checkpoint(families.write("inkling2_text", tmp_path / "m", torch.float32)), device="cpu")
+    with pytest.raises(CheckpointError, match=r"layers.1: takes hidden states of earlier blocks.*: use --method rtn"):
+        list(block_by_block(model, documents()[1]))
+
+
 def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
     gemma4 = families.write("gemma4", tmp_path / "m", torch.float32)  # each block has inputs of its own
     for folder in (folders["llama"], folders["opt"], folders["gemma2"], gemma4):

@@ -204,7 +204,7 @@ class BlockTuning:
         seed = (run.recipe.calibration.seed + block.index) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
         in_place = run.ranks.count == 1 and all(weight.is_in_place for weight in self._weights.values())
-        self._captured = Captured(self._may_be_captured) if in_place else None
+        self._captured = Captured() if in_place else None
 
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
         """Take all steps; return the weights of least held-out error, and the facts that they share.
@@ -219,6 +219,8 @@ class BlockTuning:
                 error = self.held_out_error()
                 if error < least:
                     best, least, best_step = {n: w.tensor() for n, w in self._weights.items()}, error, step
+        if self._captured is not None:
+            self._captured.close()
         with self._run.exchanging():
             found = self._run.ranks.each(list(self._starts), self._owners, best.__getitem__)
             tuned = dict(zip(self._starts, found, strict=True))
@@ -239,7 +241,7 @@ class BlockTuning:
         if self._captured is not None and len(divided) == 1:
             count = torch.full((), size, dtype=torch.float32, device=self._model.device)
             function = partial(self._of_parts, divided, weights)
-            return self._captured(function, count, *self._states(divided[0]))
+            return self._captured(function, self._may_be_captured, count, *self._states(divided[0]))
         return self._of_parts(divided, weights, size)
 
     def _of_parts(
