@@ -17,8 +17,9 @@ from typing import Any
 
 #: The sizes of a campaign: on every change, once a day, before a release.
 COLUMNS = ("pr", "nightly", "release")
-#: The modules of this package that hold families.
+#: The modules of this package that hold families, in the order of their start: a long family at the end has one core.
 MODULES = (
+    "surroundings",
     "kills",
     "disk",
     "headers",
@@ -28,7 +29,6 @@ MODULES = (
     "memory",
     "stopping",
     "repeats",
-    "surroundings",
     "packing",
     "perplexity",
 )
