@@ -241,7 +241,12 @@ class BlockRunner(MatchedModel):
         try:
             plain, other = (
                 self._interception.arguments(
-                    forward, index, self._passed_on(index, state), disturbed, disturbed and self._is_emptied
+                    forward,
+                    index,
+                    self._passed_on(index, state),
+                    in_batch=tokens.ndim > 1,
+                    disturbed=disturbed,
+                    emptied=disturbed and self._is_emptied,
                 )
                 for disturbed in (False, True)
             )
@@ -324,7 +329,9 @@ class BlockRunner(MatchedModel):
         )
         try:
             first, second = (
-                self._interception.arguments(partial(self.text, **self._asked(ids)), index, given)
+                self._interception.arguments(
+                    partial(self.text, **self._asked(ids)), index, given, in_batch=tokens.ndim > 1
+                )
                 for ids, given in passes
             )
         except Exception:  # code of the model that asks more of tokens, such as an image for one of them

@@ -118,13 +118,20 @@ class Interception:
         raise NotReached
 
     def arguments(
-        self, forward: Callable[[], object], at: int, passed: Passed, disturbed: bool = False, emptied: bool = False
+        self,
+        forward: Callable[[], object],
+        at: int,
+        passed: Passed,
+        *,
+        in_batch: bool,
+        disturbed: bool = False,
+        emptied: bool = False,
     ) -> Given | None:
         """Call the model's `forward` up to block `at`, and return the arguments of the block, which does not run.
 
         With `disturbed`, other hidden states go through the blocks before it; with `emptied`, into the first one too.
         """
-        found = self._pass = _Pass(at, passed, enters_only=True, is_disturbed=disturbed, is_emptied=emptied)
+        found = self._pass = _Pass(at, passed, in_batch, enters_only=True, is_disturbed=disturbed, is_emptied=emptied)
         try:
             forward()
         except Stop:

@@ -78,6 +78,7 @@ def test_a_batch_with_gradients_runs_alone_and_another_shape_does_not(folders: d
             weight = model.weights.source(name).clone().requires_grad_()
             out = model.run_with(0, tokens, State(hidden), {name: weight})
             out.square().sum().backward()
+            assert model.takes_batches(0)
         assert model.ran_alone == repeats
         runs.append((out.detach(), weight.grad))
         model.run_with(0, tokens[:2], State(hidden[:2]), {})
