@@ -7,6 +7,7 @@ case has signal 0: it counts the changes. Events of Python's audit count them, s
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import runpy
@@ -27,14 +28,11 @@ def is_change(event: str, args: tuple[Any, ...]) -> bool:
 def run(folder: str, number: int, at: int, words: list[str]) -> None:
     """Be the command; never returns."""
     code: Any = 1
-    seen = 0
+    seen = itertools.count(1)  # its numbers differ in all threads
 
     def count(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if is_change(event, args):
-            seen += 1
-            if number and seen == at:
-                os.kill(os.getpid(), number)
+        if is_change(event, args) and next(seen) == at and number:
+            os.kill(os.getpid(), number)
 
     os.chdir(folder)
     for stream, name in ((1, "stdout"), (2, "stderr")):
@@ -48,7 +46,7 @@ def run(folder: str, number: int, at: int, words: list[str]) -> None:
     except BaseException:
         traceback.print_exc()
     if not number:
-        Path("changes.txt").write_text(str(seen))
+        Path("changes.txt").write_text(str(next(seen) - 1))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
