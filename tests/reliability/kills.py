@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -184,12 +185,10 @@ def killed_before(work: Callable[[], int | None], operation: int) -> Callable[[]
     """Return work that is killed before an operation on the disk; after all of them if there are no more."""
 
     def watched() -> int | None:
-        seen = 0
+        seen = itertools.count(1)  # its numbers differ in all threads
 
         def hook(what: str, path: Path) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == operation:
+            if next(seen) == operation:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         files.FAULT = hook
@@ -205,12 +204,10 @@ def killed_at_event(work: Callable[[], int | None], event: int) -> Callable[[], 
     """Return work that is killed at an event of Python's audit."""
 
     def watched() -> int | None:
-        seen = 0
+        seen = itertools.count(1)  # its numbers differ in all threads
 
         def hook(what: str, values: tuple[Any, ...]) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == event:
+            if next(seen) == event:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)

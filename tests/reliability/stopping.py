@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -26,12 +27,10 @@ def at_operation(number: int, act: Callable[[], None], work: Work) -> Work:
     """Return work that acts just before its operation `number` on the disk."""
 
     def watched() -> int | None:
-        seen = 0
+        seen = itertools.count(1)  # its numbers differ in all threads
 
         def hook(operation: str, path: Path) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == number:
+            if next(seen) == number:
                 act()
 
         files.FAULT = hook
