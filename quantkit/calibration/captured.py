@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantkit.models.passing import tensors_in
 
 #: The call with inputs of one shape that is captured. A model's arguments for a block are kept by then.
 CAPTURED = 7
+#: Tags of operations whose results the CPU reads.
+READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+#: Operations that copy between devices.
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 class Captured:
@@ -38,7 +44,7 @@ class Captured:
         shape = inputs[-1].shape
         self._calls[shape] += 1
         due = self._graph is None and self._calls[shape] == CAPTURED
-        if due and _runs_on(function, inputs) and may(inputs[-1]):
+        if due and not _waits(function, inputs) and may(inputs[-1]):
             self._capture(function, inputs)
         if self._graph is None or shape != self._inputs[-1].shape:
             return function(*inputs)
@@ -58,12 +64,15 @@ class Captured:
         device, graph = inputs[0].device, torch.cuda.CUDAGraph()
         self._inputs = [each.clone() for each in inputs]
         torch.cuda.synchronize(device)
-        with torch.cuda.stream(_stream(device)):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads read files meanwhile
-            try:
-                self._outputs = function(*self._inputs)
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(_stream(device)):
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads read files meanwhile
+                try:
+                    self._outputs = function(*self._inputs)
+                finally:
+                    graph.capture_end()
+        except RuntimeError:  # something waits after all: the function itself runs on
+            return
         self._graph = graph
 
 
@@ -73,26 +82,29 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _runs_on(function: Callable[..., object], inputs: Sequence[Tensor]) -> bool:
-    """Tell whether a function starts its kernels without waiting for their results."""
+def _waits(function: Callable[..., object], inputs: Sequence[Tensor]) -> bool:
+    """Tell whether a function may wait for the results of its kernels, or fails."""
+    watch = _Watch(inputs[0].device)
     try:
-        with _refusing_to_wait():
+        with watch:
             function(*inputs)
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        return False
-    return True
+    except Exception:  # the call that follows tells its own error
+        return True
+    return watch.found
 
 
-@contextmanager
-def _refusing_to_wait() -> Iterator[None]:
-    """Let operations that wait for the GPU raise RuntimeError."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+class _Watch(TorchDispatchMode):
+    """Look for operations whose results the CPU reads. torch's own search for these would end other threads' work."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self.found = device, False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation; its results are read if a size or a value depends on them, or if it copies to a device."""
+        out = function(*args, **(kwargs or {}))
+        elsewhere = function in COPIES and any(each.device != self._device for each in tensors_in((args, out)))
+        self.found |= elsewhere or not READING.isdisjoint(function.tags)
+        return out
