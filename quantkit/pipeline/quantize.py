@@ -292,13 +292,13 @@ def require_runnable(
         require_same(before, _known_identity(job, text.facts), difference)
     if out is not None:
         activations = job.plan.memory.token_bytes * tokens
-        gradients = (
-            job.plan.memory.token_bytes * sum(lengths[: gradient_documents(lengths)]) if recipe.output_aware else 0
-        )
+        of_gradients = lengths[: gradient_documents(lengths)] if recipe.output_aware else []
+        gradients = job.plan.memory.token_bytes * sum(of_gradients)
         stores = (activations, activations if recipe.tune else 0, gradients)
         mapped = sum(size for size in stores if run.act_budget is not None and size > count * run.act_budget)
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
-        parts = disk_peak(job.plan, activations, len(job.model.blocks), mapped, gradients)
+        sums = count * job.plan.memory.sum_bytes if of_gradients else 0
+        parts = disk_peak(job.plan, activations, len(job.model.blocks), mapped, gradients, sums)
         largest = max(parts, key=lambda part: parts[part])
         most = sum(parts.values()) - there
         problem = disk_problem(job.plan, out, most, parts[GRADIENTS] if largest == GRADIENTS else 0)

@@ -33,7 +33,7 @@ from quantkit.calibration.budget import (
 from quantkit.calibration.run import Stream
 from quantkit.calibration.self_generated import CACHE_BYTES, INSTEAD, LOGIT_BYTES, LONGEST, SPARE
 from quantkit.calibration.sensitivity import TOKENS
-from quantkit.calibration.stages.gradients import DRAWING_BYTES
+from quantkit.calibration.stages.gradients import DRAWING_BYTES, Fisher
 from quantkit.calibration.stages.hessians import Hessians
 from quantkit.calibration.stages.solve import Solve
 from quantkit.checkpoint.items import WAITING_BYTES
@@ -51,7 +51,7 @@ from quantkit.recipes.recipe import Recipe
 #: The part of the memory that grows with the longest sequence, and the part that grows with all tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
 #: The parts that only gradients have: all of them, a block's file that is read, and errors whose harm is measured.
-GRADIENTS, READ, ERRORS = "output gradients", "file of gradients", "errors of a block"
+GRADIENTS, READ, ERRORS = "output gradients", "file of hidden states", "errors of a block"
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
 #: Passes that wait in a block until linears are solved.
@@ -75,8 +75,9 @@ class Memory:
     """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
 
     `least_vram` is the fewest bytes that the GPU needs in any case. `token_bytes` is the size of one token's hidden
-    state, `pass_bytes` that of one token in a pass that waits. `gpu_memory` is the memory of a GPU that is not here;
-    None asks the one that is. `others` are the estimates of the run's other stages: one stage has the memory at a time.
+    state, `pass_bytes` that of one token in a pass that waits, `sum_bytes` that of the sum of a block's gradients.
+    `gpu_memory` is the memory of a GPU that is not here; None asks the one that is. `others` are the estimates of the
+    run's other stages: one stage has the memory at a time.
     """
 
     ram: dict[str, int]
@@ -84,6 +85,7 @@ class Memory:
     least_vram: int = 0
     token_bytes: int = 0
     pass_bytes: int = 0
+    sum_bytes: int = 0
     gpu_memory: int | None = None
     others: tuple[Memory, ...] = ()
 
@@ -286,7 +288,8 @@ def calibrated_memory(
         once = max(sizes.longest, TUNED_AT_ONCE[sizes.kind])
         block[ERRORS] = 4 * sizes.most(lambda n, k: n * k + once * (n + k))
         found = replace(found, others=(*others, stage(*head), stage(held, block)))
-    found = replace(found, pass_bytes=sizes.passing if recipe.true_sequential else 0)
+    passing = sizes.passing if recipe.true_sequential else 0
+    found = replace(found, pass_bytes=passing, sum_bytes=Hessian.bytes(sizes.hidden))
     waiting = found.pass_bytes * sizes.tokens
     if not sizes.cuda:
         most = PASSES_BYTES if act_budget is None else min(PASSES_BYTES, max(0, act_budget - sizes.activations))
@@ -321,7 +324,8 @@ def _of_solving(sizes: _Sizes, recipe: Recipe) -> dict[str, int]:
         parts[DOCUMENT] = max(0, parts[DOCUMENT] - squares - rows)
     if recipe.tune:
         backward, _ = backward_bytes(sizes.outputs, sizes.heads, sizes.longest, width, sizes.kind)
-        tuning = TUNING_BYTES * sizes.most(lambda n, k: n * k) + max(backward, sizes.gradients)
+        root = Fisher.root_bytes(sizes.hidden) if sizes.gradients else 0
+        tuning = TUNING_BYTES * sizes.most(lambda n, k: n * k) + max(backward, root)
         # Solving has ended by then.
         parts["tuning"] = max(0, tuning - (sum(parts.values()) - sizes.block))
     # The embeddings are in memory only before the first block is solved.
@@ -333,9 +337,11 @@ def _of_gradients(sizes: _Sizes) -> list[tuple[dict[str, int], dict[str, int]]]:
     """List stores and parts of drawing tokens, and of going back through a block."""
     held = {UNQUANTIZED: sizes.gradients, GRADIENTS: sizes.gradients}
     backward = sum(backward_bytes(sizes.outputs, sizes.heads, sizes.longest, sizes.width, sizes.kind))
-    block = {"block": sizes.block, READ: sizes.gradients, "backward pass": backward}
+    summing = Fisher.summing_bytes(sizes.hidden, sizes.width, sizes.kind)
+    block = {"block": sizes.block, READ: sizes.gradients, "backward pass": max(backward, summing)}
     if sizes.cuda:  # the next file is read meanwhile, and copies wait to be written
-        block |= {READ: 2 * sizes.gradients, WAITING: min(MOST_BYTES, len(sizes.blocks) * sizes.gradients)}
+        each = max(sizes.gradients, Hessian.bytes(sizes.hidden))
+        block |= {READ: 2 * sizes.gradients, WAITING: min(MOST_BYTES, len(sizes.blocks) * each)}
     head = {"output head": max(sizes.outside, default=0), DOCUMENT: DRAWING_BYTES * sizes.longest * sizes.vocabulary}
     return [(held, head), (held, block)]
 

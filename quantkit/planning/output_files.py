@@ -96,12 +96,12 @@ def report_bytes(src: Checkpoint, planned: Plan) -> int:
     return REPORT_BYTES + LINEAR_BYTES * len(planned.quantized) + 2 * names + others + 4 * lines
 
 
-def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradients: int) -> dict[str, int]:
+def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradients: int, sums: int) -> dict[str, int]:
     """Return the peak bytes of a run on the disk, by part.
 
     `activations` are the bytes of all hidden states, 0 without calibration. Two of their snapshots stay until the end,
     and a third exists while the older one is replaced. `mapped` are the bytes of stores that are files. `gradients` are
-    the bytes of one block's, 0 without any; they too stay until the end.
+    the bytes of one block's, 0 without any. They give way to `sums`, the bytes of a block's sum, which stay to the end.
     """
     saved = max(0, blocks - 1)
     written, kept = max(
@@ -109,7 +109,10 @@ def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradien
         (planned.total + planned.joined, min(saved, 2) * activations),  # at the end
         key=sum,
     )
-    return {"output": written, "activations": kept + mapped, GRADIENTS: blocks * gradients}
+    before, later = blocks * max(gradients, sums), blocks * sums
+    if before > written + kept + later:
+        return {"activations": mapped, GRADIENTS: before}
+    return {"output": written, "activations": kept + mapped, GRADIENTS: later}
 
 
 def _tensors(src: Checkpoint, layout: Layout | None, name: str, row: Row | None) -> Mapping[str, int]:

@@ -186,7 +186,7 @@ def stop_at(operation: str, name: str, number: int = 1) -> Callable[[str, Path],
 @pytest.mark.parametrize(
     ("operation", "name", "number"),
     [
-        ("write", "activations-gradient", 2),  # in the sensitivities
+        ("write", "activations-entered", 2),  # in the sensitivities
         ("write", "journal.jsonl", 3),  # behind them
         ("rename", "/mixed", 1),
         ("rename", "/config.json", 3),  # while the files of the chosen folder move up
@@ -209,7 +209,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_folder(
     ("operation", "name", "number", "first"),
     [
         ("write", "journal.jsonl", 4, ("int5-g64", True)),  # at the second block of the first folder, which goes on
-        ("write", "activations-gradient", 2, ("int4-g64", False)),  # behind int5-g64, which is not made again
+        ("write", "activations-entered", 2, ("int4-g64", False)),  # behind int5-g64, which is not made again
     ],
 )
 def test_a_kill_before_the_harms_are_known_loses_no_finished_block(

@@ -1,7 +1,8 @@
 """How strongly the model's likelihood depends on each block's hidden states (ALGORITHMS 8.3).
 
 One block is in memory at a time. The hidden states that enter each block are saved on the way forward, and on the way
-back the gradients take their place. A run that is resumed reads them, or computes them again to the same bits.
+back the sums of gradients that tuning needs take their place. A run that is resumed reads these sums, or computes them
+again to the same bits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from quantkit.calibration.backward import explaining, gradient, in_fixed_order, 
 from quantkit.calibration.budget import gradient_documents, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import Stage
-from quantkit.core.ranks import Ranks
-from quantkit.core.tensors import dtype_name
 from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
 from quantkit.io import files
@@ -44,7 +43,7 @@ Watch = Callable[[int], AbstractContextManager[None]]
 class Gradients(Stage):
     """Measure the gradients of the unquantized model, which weigh the error of tuning."""
 
-    found: OutputGradients
+    found: Fisher
 
     def start(self, run: Run, finished: int) -> None:
         """Run the unquantized model forward and back, or read the gradients of a stopped run.
@@ -60,70 +59,69 @@ class Gradients(Stage):
 
 
 @dataclass(frozen=True)
-class OutputGradients:
-    """Gradients by each block's hidden states, `[T, h]` of the first documents, in files of the run's folder.
+class Fisher:
+    """The Fisher information of each block's output hidden states, float32 `[h, h]`, in files of the run's folder.
 
-    Each of the `ranks` has those of some documents.
+    Its matrices are `H` of `Hessian`, summed over the gradients by the first documents' tokens. Each rank has all.
     """
 
-    work: Path
-    model: BlockRunner
-    ranks: Ranks
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    run: Run
+    hidden: int
     hashes: Sequence[str]
 
-    def of(self, block: int) -> Tensor:
-        """Read the gradient by a block's output hidden states to the device; CheckpointError if its file changed."""
-        path = _file(self.work, self.ranks, block + 1)
-        return files.load_tensor(path, self.shape, self.dtype, self.hashes[block]).to(self.model.device)
+    @staticmethod
+    def summing_bytes(hidden: int, itemsize: int, device: str) -> int:
+        """Compute the bytes that one matrix takes while it is summed: own and all ranks' sums, and two copies."""
+        return 4 * Hessian.bytes(hidden) + Hessian.chunk_bytes(hidden, device, itemsize)
+
+    @staticmethod
+    def root_bytes(hidden: int) -> int:
+        """Compute the bytes that `root` takes: the matrix and the result, and two copies in float64."""
+        return 6 * Hessian.bytes(hidden)
+
+    def read(self, block: int) -> Tensor:
+        """Read the matrix of a block into RAM; CheckpointError if its file changed."""
+        path = _file(self.run, "fisher", block)
+        return files.load_tensor(path, (self.hidden, self.hidden), torch.float32, self.hashes[block])
 
     def root(self, block: int) -> Tensor:
         """Compute the matrix `[h, h]` that weighs errors of hidden states: `|error @ root|^2` is the loss.
 
-        It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1. All ranks get the
-        same.
+        It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1.
         """
-        passed_on = self.of(block).flatten(0, -2)
-        chunk = LONG_CHUNK if self.model.device.type == "cuda" else CHUNK
-        # They check each call: numbers stored for a later check would fragment the heap.
-        own, fisher = (Hessian(passed_on.shape[-1], self.model.device, chunk=chunk) for _ in range(2))
-        own.add(passed_on)
-        for part in self.ranks.gather(own.part()):
-            fisher.absorb(part)
-        found = fisher.matrix().double()
+        model = self.run.model
+        found = self.read(block).to(model.device).double()
         mean = float(found.diagonal().mean())
         if not mean > 0:
-            raise NumericError("its outputs have no finite gradient", INSTEAD, subject=self.model.blocks[block])
+            raise NumericError("its outputs have no finite gradient", INSTEAD, subject=model.blocks[block])
         found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
         root: Tensor = torch.linalg.cholesky(found)
         return root.float()
 
 
-def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
-    """Compute and save the gradients, or read those of a stopped run.
+def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:
+    """Compute the gradients and save their sums, or read those of a stopped run.
 
     `stream` has the documents of the gradients, with the hidden states that enter the first block. A run that is
     `resumed` behind finished blocks has saved them. RecipeError for a model whose blocks pass on more than one hidden
     state. CheckpointError if its code has no gradient. NumericError for a gradient that is not finite.
     """
-    model = run.model
-    dtype = _dtype(model)
-    shape = tuple(stream.activations.hidden.shape)
-    saved = _saved(run, shape, dtype)
+    shape = list(stream.activations.hidden.shape)
+    saved = _saved(run, shape)
     if all(run.ranks.exchange(saved is not None)) and saved is not None:
         return saved
     if resumed and run.ranks.first:
         lost = "the gradients of the model's outputs are lost, damaged or of other documents"
         run.progress.warn(f"{run.work}: {lost}: computed again")
-    hashes = [""] * (len(model.blocks) + 1)
-    with WorkQueue(model.device, run.beside) as queue:
-        for block, found in carried_back(run, stream):
-            _save(run, queue, block, found, hashes)
-    del hashes[0]
-    index = {"first": run.first, "shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
-    files.write_atomic(_file(run.work, run.ranks, None), json.dumps(index).encode())
-    return OutputGradients(run.work, model, run.ranks, shape, dtype, hashes)
+    hashes = [""] * len(run.model.blocks)
+    with WorkQueue(run.model.device, run.beside) as queue:
+        for behind, found in carried_back(run, stream):
+            with run.clock.phase("gradients"):
+                fisher = _fisher(run, found)
+            _save(run, queue, "fisher", behind - 1, fisher, hashes)
+    index = {"first": run.first, "shape": shape, "hashes": hashes}
+    files.write_atomic(_file(run, "gradients"), json.dumps(index).encode())
+    return Fisher(run, shape[-1], hashes)
 
 
 def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -148,7 +146,7 @@ def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterat
 
     def read(block: int) -> Callable[[], Tensor]:
         """Give the function that reads what entered a block; on a GPU the reading begins here, beside other work."""
-        task = partial(files.load_tensor, _file(run.work, run.ranks, block), shape, model.dtype, hashes[block])
+        task = partial(files.load_tensor, _file(run, "entered", block), shape, model.dtype, hashes[block])
         return model.weights.beside(task) if run.beside and block in blocks else task
 
     entered = read(len(model.blocks) - 1)
@@ -156,6 +154,7 @@ def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterat
         with run.clock.phase("load"):
             model.load_block(block)
             hidden.copy_(entered())  # the tensor that was read has no name, so that it is freed here
+            files.remove(_file(run, "entered", block))
         if run.beside and block > first:
             model.weights.read_ahead(block - 1)
         entered = read(block - 1)
@@ -169,16 +168,30 @@ def _dtype(model: BlockRunner) -> torch.dtype:
     return torch.bfloat16 if model.dtype == torch.float16 else model.dtype  # float16 would underflow
 
 
-def _saved(run: Run, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
-    """Read the gradients that a stopped run has saved; None if a part is missing, changed or of other documents."""
+def _fisher(run: Run, gradients: Tensor) -> Tensor:
+    """Sum the Fisher information of gradients `[..., h]` of all ranks, float32 `[h, h]`."""
+    hidden, device = gradients.shape[-1], run.model.device
+    chunk = LONG_CHUNK if device.type == "cuda" else CHUNK
+    # They check each call: numbers stored for a later check would fragment the heap.
+    own, found = (Hessian(hidden, device, chunk=chunk) for _ in range(2))
+    for tokens in gradients.flatten(0, -2).split(chunk):
+        own.add(tokens.to(device))
+    for part in run.ranks.gather(own.part()):
+        found.absorb(part)
+    return found.matrix()
+
+
+def _saved(run: Run, shape: Sequence[int]) -> Fisher | None:
+    """Read what a stopped run has saved; None if a part is missing, changed or of other documents."""
     try:
-        index: Any = json.loads(_file(run.work, run.ranks, None).read_text())
-        found = OutputGradients(run.work, run.model, run.ranks, shape, dtype, index["hashes"])
-        for block, digest in enumerate(found.hashes, 1):
-            files.load_tensor(_file(run.work, run.ranks, block), shape, dtype, digest)
+        index: Any = json.loads(_file(run, "gradients").read_text())
+        found = Fisher(run, shape[-1], index["hashes"])
+        for block in range(len(found.hashes)):
+            found.read(block)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return None
-    return found if len(found.hashes) == len(run.model.blocks) and index.get("first") == run.first else None
+    same = (index.get("first"), index.get("shape")) == (run.first, list(shape))
+    return found if same and len(found.hashes) == len(run.model.blocks) else None
 
 
 def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
@@ -187,7 +200,7 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
     with WorkQueue(model.device, run.beside) as queue:
         for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"):
             if block >= first:
-                _save(run, queue, block, stream.activations.hidden, hashes)
+                _save(run, queue, "entered", block, stream.activations.hidden, hashes)
             with run.clock.phase("load"):
                 model.load_block(block)
             if run.beside and block + 1 < len(model.blocks):
@@ -205,18 +218,18 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
     return hashes
 
 
-def _save(run: Run, queue: WorkQueue, block: int, hidden: Tensor, hashes: list[str]) -> None:
-    """Write what enters a block to its file, from a GPU a copy beside other work, and note its hash."""
-    held = hidden
-    if queue.beside and hidden.device == run.model.device:
+def _save(run: Run, queue: WorkQueue, kind: str, block: int, tensor: Tensor, hashes: list[str]) -> None:
+    """Write a tensor to its file, from a GPU a copy beside other work, and note its hash."""
+    held = tensor
+    if queue.beside and tensor.device == run.model.device:
         with suppress(torch.OutOfMemoryError):
-            held = hidden.clone()
+            held = tensor.clone()
 
     def write() -> None:
-        hashes[block] = files.save_tensor(_file(run.work, run.ranks, block), held)
+        hashes[block] = files.save_tensor(_file(run, kind, block), held)
 
     with run.clock.phase("save"):
-        if held is hidden:
+        if held is tensor:
             write()
         else:
             queue.put(write, held.nbytes)
@@ -283,7 +296,8 @@ def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Activat
         return gradient(stream.model, out, hidden, behind.view_as(out).to(out.dtype))
 
 
-def _file(work: Path, ranks: Ranks, block: int | None) -> Path:
-    """Name this rank's file of a block's inputs, and then of the gradients by them; without a block, of the hashes."""
-    rank = f"-rank{ranks.rank}" if ranks.rank else ""
-    return work / (f"activations-gradients{rank}.json" if block is None else f"activations-gradient-{block}{rank}.bin")
+def _file(run: Run, kind: str, block: int | None = None) -> Path:
+    """Name this rank's file of a kind, of a block if it has one."""
+    parts = [f"activations-{kind}", *([] if block is None else [str(block)])]
+    parts += [f"rank{run.ranks.rank}"] if run.ranks.rank else []
+    return run.work / ("-".join(parts) + (".bin" if block is not None else ".json"))

@@ -15,7 +15,7 @@ from quantkit.calibration.backward import parts
 from quantkit.calibration.budget import TUNED_AT_ONCE
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.run import Run, Stream, embedded
-from quantkit.calibration.stages.gradients import drawn_tokens, measure
+from quantkit.calibration.stages.gradients import carried_back, drawn_tokens, measure
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.io import files
@@ -93,14 +93,15 @@ def whole_model_gradients(folder: Path, run: Run) -> list[Tensor]:
 def test_gradients_are_those_of_the_whole_model(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = write_model(family, tmp_path / "model", **SMALL[family], **changes)
     run, stream = start(folder, tmp_path)
-    gradients = measure(run, stream)
+    found = {behind - 1: gradients.clone() for behind, gradients in carried_back(run, stream)}
     expected = whole_model_gradients(folder, run)
-    assert len(expected) == len(run.model.blocks)
+    assert len(expected) == len(found) == len(run.model.blocks)
+    saved = measure(run, embedded(run, kind="unquantized-"))
     for block, g in enumerate(expected):
-        assert distance(gradients.of(block), g) < 1e-4, block
+        assert distance(found[block], g) < 1e-4, block
         fisher = g.double().T @ g.double()
         fisher /= fisher.diagonal().mean()
-        root = gradients.root(block).double()
+        root = saved.root(block).double()
         assert distance(root @ root.T, (fisher + torch.eye(len(fisher))) / 2) < 1e-3, block
 
 
@@ -140,4 +141,4 @@ def test_files_written_and_read_beside_other_work_and_padded_batches_have_the_sa
     beside = measure(run, stream)
     assert any(len({len(stream.sequences[number]) for number in part}) > 1 for part in parts(stream, 0))
     for block in range(4):
-        assert distance(beside.of(block), plain.of(block)) < 1e-5, block
+        assert distance(beside.read(block), plain.read(block)) < 1e-5, block

@@ -118,8 +118,8 @@ def test_a_second_run_or_one_that_spills_to_disk_gives_the_same_bytes(
 @pytest.mark.parametrize(
     ("operation", "name", "number"),
     [
-        ("write", "activations-gradient-1", 1),
-        ("write", "activations-gradient-1", 2),
+        ("write", "activations-entered-1", 1),
+        ("write", "activations-fisher-0", 1),
         ("write", "activations-0", 1),
     ],
     ids=["forward", "backward", "first block"],
@@ -131,7 +131,7 @@ def test_killed_before_the_first_commit_the_same_bytes_follow(
     with faults(at(operation, name, Killed(), number)), pytest.raises(Killed):
         quantize(small, out, aware(calib))
     assert not out.exists() and any(tmp_path.glob("out.partial-*"))
-    quantize(small, out, aware(calib), resume=number == 2)
+    quantize(small, out, aware(calib), resume="fisher" in name)
     assert hashes(out) == hashes(whole)
 
 
@@ -144,9 +144,9 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("activations-gradient-2.bin", None),
-        ("activations-gradient-2.bin", flip),
-        ("activations-gradient-2.bin", Path.unlink),
+        ("activations-fisher-1.bin", None),
+        ("activations-fisher-1.bin", flip),
+        ("activations-fisher-1.bin", Path.unlink),
         ("activations-gradients.json", lambda path: os.truncate(path, 20)),
         ("activations-gradients.json", lambda path: path.write_text('{"hashes": 3}')),
     ],
@@ -172,8 +172,8 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
 @pytest.mark.parametrize(
     ("operation", "name", "number"),
     [
-        ("write", "activations-gradient-1", 1),
-        ("write", "activations-gradient-1", 2),
+        ("write", "activations-entered-1", 1),
+        ("write", "activations-fisher-0", 1),
         ("write", "activations-gradients.json", 1),
         ("write", "activations-unquantized-live", 1),
         ("write", "activations-gradients-live", 1),
@@ -201,14 +201,15 @@ def test_a_disk_too_small_for_gradients_and_both_stores_is_refused_before_the_ru
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=count))
 
     both = ("--set", "tune=2", "--set", "output_aware=true")
-    for options, stores in (
-        (both, 2),  # of both blocks
-        (("--set", "tune=2", "--act-budget", 0), 2),
-        ((*both, "--act-budget", 0), 5),
+    summed = 2 * 64 * 64 * 4  # of both blocks
+    for options, stores, others in (
+        (both, 0, summed),
+        (("--set", "tune=2", "--act-budget", 0), 2, 0),
+        ((*both, "--act-budget", 0), 3, summed),
     ):
         files = json.loads(call("plan", *args[1:], *options, "--json").stdout)["files"]
         weights = max(each["bytes"] for each in files["each"] if each["name"].endswith(".safetensors"))
-        needed = files["total"] + weights + (1 + stores) * store  # small files are joined; and a snapshot
+        needed = files["total"] + weights + (1 + stores) * store + others  # small files are joined; and a snapshot
         free(needed)
         call("plan", *args[1:], *options)
         free(needed - 1)
@@ -217,6 +218,8 @@ def test_a_disk_too_small_for_gradients_and_both_stores_is_refused_before_the_ru
         assert "are free: free some or use another -o" in line and "--set output_aware=false" not in line
         monkeypatch.undo()
     free(0)
+    deep = write_model("llama", tmp_path / "deep", **SMALL, num_key_value_heads=2, num_hidden_layers=8)
+    args = ("quantize", deep, *args[2:])  # hidden states of all blocks are more than the output and three snapshots
     line = call(*args, "--max-length", 512, "--samples", 12, *both, code=1).stderr
     assert "or use --set output_aware=false: " in line and len(line.splitlines()) == 1
     assert not list(tmp_path.glob("out*"))
