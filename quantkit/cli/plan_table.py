@@ -89,23 +89,12 @@ def _serving(found: Serving) -> str:
     major, minor = found.capability
     sources = list(dict.fromkeys(kind.source for kind in found.kinds if kind.source))
     rows = [
-        (
-            kind.name,
-            kind.count,
-            f"{kind.shape[0]}x{kind.shape[1]}",
-            kind.scheme or "-",
-            _kernel(kind, sources),
-            "not known" if kind.gpus is None else ", ".join(map(str, kind.gpus)),
-        )
+        (kind.name, kind.count, f"{kind.shape[0]}x{kind.shape[1]}", kind.scheme or "-", _kernel(kind, sources))
         for kind in found.kinds
     ]
-    split = [name for name in ("GPUs",) if any(kind.gpus is not None for kind in found.kinds)]
-    header = (f"{found.target} on {found.gpu} ({major}.{minor})", "count", "n x k", "scheme", "kernel", *split)
-    lines = [show.table(header, [row[: len(header)] for row in rows])]
+    header = (f"{found.target} on {found.gpu} ({major}.{minor})", "count", "n x k", "scheme", "kernel")
+    lines = [show.table(header, rows)]
     lines += [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
-    copied = sorted({count for kind in found.kinds for count in kind.copied})
-    if copied:
-        lines.append(f"over {', '.join(map(str, copied))} GPUs key and value heads are copied")
     return "\n".join(lines)
 
 

@@ -59,11 +59,6 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-#: How engines split linears over GPUs: the projections from and to attention heads, of which those of keys and values
-#: are copied where heads are too few, and others by rows or by columns.
-QUERIES, KEYS_AND_VALUES, ATTENTION_OUTPUT = "q_proj", ("k_proj", "v_proj"), "o_proj"
-BY_ROWS = ("gate_proj", "up_proj", "w1", "w3")
-BY_COLUMNS = (ATTENTION_OUTPUT, "down_proj", "w2")
 _JOINED_BY_LEAF = {leaf: joined for joined, leaves in JOINED for leaf in leaves}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..+")
 

@@ -139,8 +139,8 @@ class Engine:
     """A program that runs packed models. The first row of `kernels` that covers a weight is the answer.
 
     `target` is its name for `plan --target`, None if it has none. `uses` maps names of readers to a title, a language
-    and the commands that open FOLDER. If it `joins`, it joins linears and splits them over GPUs. `signed` is its limit
-    with negative scales.
+    and the commands that open FOLDER. `joins` tells whether it joins linears, and `signed` its limit with negative
+    scales.
     """
 
     target: str | None

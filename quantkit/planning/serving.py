@@ -1,4 +1,4 @@
-"""Which kernel will multiply each linear of a planned output, in one program on one GPU, and which GPUs can share it.
+"""Which kernel will multiply each linear of a planned output, in one program on one GPU.
 
 Engines join linears (`engines.joined`), and choose a kernel for the joined one. The tables of `engines` answer for
 engines, the registry in `kernels` for quantkit. A case that neither covers is unknown.
@@ -7,22 +7,14 @@ engines, the registry in `kernels` for quantkit. A case that neither covers is u
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from quantkit.core.scheme import Scheme
-from quantkit.engines.joined import (
-    ATTENTION_OUTPUT,
-    BY_COLUMNS,
-    BY_ROWS,
-    KEYS_AND_VALUES,
-    QUERIES,
-    is_expert,
-    joined_name,
-)
+from quantkit.engines.joined import is_expert, joined_name
 from quantkit.engines.readers import engine_kernel, has_own_linears, refusal
 from quantkit.engines.rows import Engine, Folder
 from quantkit.engines.tables import GPUS, TARGETS
@@ -30,12 +22,8 @@ from quantkit.errors import KernelError, Option, RecipeError, Words, require_kno
 from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import Layout
-from quantkit.layouts.recast import broken_rule, target
+from quantkit.layouts.recast import target
 from quantkit.planning.rows import Row
-
-#: Numbers of GPUs to ask about.
-GPU_COUNTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -44,8 +32,7 @@ class Kind:
 
     `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins. `shape`
     is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or if it
-    is not known; `why` says more. `gpus` are the counts of `GPU_COUNTS` that split it evenly, None if unknown. Among
-    them, `copied` are the counts that copy key and value heads.
+    is not known; `why` says more.
     """
 
     name: str
@@ -56,8 +43,6 @@ class Kind:
     kernel: str | None
     why: str | None
     source: str | None
-    gpus: tuple[int, ...] | None = None
-    copied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,9 +129,7 @@ def _kind(
         kernel, why = _own_kernel(folder.layout, Scheme.parse(scheme), n, k, capability)
     else:
         kernel, why, source = engine_kernel(engine, folder.layout, Scheme.parse(scheme), n, k, capability, experts)
-    layout = None if has_own_linears(folder, engine) else LAYOUTS[folder.layout]
-    gpus, copied = _splits(rows, layout, folder.config) if engine.joins else (None, ())
-    return Kind(name, members, len(alike), (n, k), scheme, kernel, why, source, gpus, copied)
+    return Kind(name, members, len(alike), (n, k), scheme, kernel, why, source)
 
 
 def _own_kernel(
@@ -169,45 +152,3 @@ def _own_kernel(
         condition = "" if place[0].symmetric == scheme.symmetric else ", if its codes fit around zero points of 8"
         return source, f"after load has recast it to {name}{condition}"
     return None, f"no kernel takes {scheme.label} of [{n}, {k}]: each call decodes the weight"
-
-
-def _splits(
-    rows: Sequence[Row], layout: Layout | None, config: Mapping[str, Any]
-) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """List the GPU counts that split linears evenly, and among them the counts that copy key and value heads.
-
-    Each part must be a weight that the layout holds in the same scheme, so that no group of columns is cut. Without a
-    `layout` the parts are packed again, and padded, so that groups alone count.
-    """
-    text = config.get("text_config")
-    stated = text if isinstance(text, Mapping) else config
-    heads = stated.get("num_attention_heads")
-    key_heads = stated.get("num_key_value_heads", heads)
-    found, copied = [], []
-    for count in GPU_COUNTS:
-        even = True
-        for row in rows:
-            leaf, (n, k) = row.module.rpartition(".")[2], row.shape if layout is None else row.stored
-            if leaf in (QUERIES, *KEYS_AND_VALUES, ATTENTION_OUTPUT):
-                if type(heads) is not int or type(key_heads) is not int or not heads or not key_heads:
-                    return None, ()
-                copies = leaf in KEYS_AND_VALUES and count > key_heads and not count % key_heads
-                if copies and count not in copied:
-                    copied.append(count)
-                of = key_heads if leaf in KEYS_AND_VALUES else heads
-                even &= copies or not of % count
-                parts = key_heads if copies else count
-            elif leaf in (*BY_ROWS, *BY_COLUMNS):
-                parts = count
-            else:
-                return None, ()
-            by_columns = leaf in BY_COLUMNS
-            size = k if by_columns else n
-            even &= not size % parts
-            if even and row.scheme is not None:
-                part, scheme = (n, k // parts) if by_columns else (n // parts, k), Scheme.parse(row.scheme)
-                whole = parts == 1 or scheme.padded_k(part[1]) == part[1]
-                even &= whole if layout is None else broken_rule(layout, scheme, *part) is None
-        if even:
-            found.append(count)
-    return tuple(found), tuple(count for count in copied if count in found)

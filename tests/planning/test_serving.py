@@ -1,4 +1,4 @@
-"""Which kernel serves a planned weight, in which program, on which GPU; and over how many GPUs it can be split."""
+"""Which kernel serves a planned weight, in which program, on which GPU."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ def test_quantkit_names_its_own_kernel(grouped: Path) -> None:
     assert old["kernel"] is None and "8.0 (Ampere) or newer" in old["why"]
     recast = kinds(grouped, "quantkit", "a100")["q_proj"]
     assert (recast["kernel"], recast["why"]) == ("marlin_portable", "after load has recast it to marlin")
-    assert recast["gpus"] is None
 
 
 def test_transformers_decodes_compressed_tensors(grouped: Path) -> None:
@@ -108,32 +107,18 @@ def test_transformers_decodes_compressed_tensors(grouped: Path) -> None:
     assert kinds(grouped, "transformers", "h100", "--layout", "gptq")["q_proj"]["why"] == "not known"
 
 
-def test_splits_cut_no_head_and_no_group(grouped: Path) -> None:
-    found = kinds(grouped, "vllm", "h100")
-    assert found["qkv_proj"]["gpus"] == [1, 2, 4] and found["qkv_proj"]["copied"] == [4]
-    assert found["o_proj"]["gpus"] == [1, 2]  # 256 channels are two groups of 128
-    assert found["gate_up_proj"]["gpus"] == [1, 2, 4, 8]
-    assert found["down_proj"]["gpus"] == [1]  # 896 channels are seven groups
-    assert kinds(grouped, "vllm", "h100", "--group-size", 32)["down_proj"]["gpus"] == [1, 2, 4]
-    assert found["lm_head"]["gpus"] is None
-
-
 def test_vllm_with_the_plug_in_runs_quantkits_kernel_on_what_it_joins(grouped: Path, odd: Path) -> None:
     found = kinds(grouped, "vllm", "h100", "--layout", "marlin")
     assert (found["qkv_proj"]["kernel"], found["qkv_proj"]["shape"]) == ("marlin_hopper", [512, 256])
-    assert found["qkv_proj"]["gpus"] == [1, 2, 4]
-    assert found["down_proj"]["gpus"] == [1]  # 896 channels are seven groups
     rows = kinds(odd, "vllm", "h100", "--format", "fp6", "--layout", "tcfpx", "--set", "pad=true")
     assert rows["gate_up_proj"]["kernel"] == "tcfpx_hopper"
-    assert rows["gate_up_proj"]["gpus"] == rows["down_proj"]["gpus"] == [1, 2, 4, 8]  # 352 channels are padded anew
 
 
 def test_a_target_prints_a_table_with_its_sources(grouped: Path) -> None:
     text = call("plan", grouped, *RTN, "--target", "vllm", "--gpu", "h100").stdout
-    assert re.search(r"vllm on h100 \(9\.0\) +count +n x k +scheme +kernel +GPUs", text)
-    assert re.search(r"layers\.N\.self_attn\.qkv_proj +1 +512x256 +int4:g128 +Machete \[1\] +1, 2, 4\n", text)
-    assert "[1] vLLM 0.26.0" in text and "over 4 GPUs key and value heads are copied" in text
-    assert "GPUs" not in call("plan", grouped, *RTN, "--target", "quantkit", "--gpu", "h100").stdout
+    assert re.search(r"vllm on h100 \(9\.0\) +count +n x k +scheme +kernel\n", text)
+    assert re.search(r"layers\.N\.self_attn\.qkv_proj +1 +512x256 +int4:g128 +Machete \[1\]\n", text)
+    assert "[1] vLLM 0.26.0" in text
 
 
 @pytest.mark.parametrize(
