@@ -7,10 +7,8 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -112,19 +110,9 @@ def test_results_print_themselves(shown: dict[str, dict[str, Any]]) -> None:
     for value, start in expected.values():
         assert repr(value).startswith(start), repr(value)
         assert len(repr(value)) < 1500
-        table = ElementTree.fromstring(value._repr_html_().replace("<br>", "<br/>"))
-        assert table.findtext("caption") == type(value).__name__
-        assert len(table.findall(".//tr")) >= 7
     assert str(made).startswith("done          quantize: 13 linears") and str(made).count("\n") > 5
     kinds = Perplexity, Divergence, Verification
     assert {type(value) for value, _ in list(expected.values())[2:]} == set(kinds)
-
-
-def test_a_table_escapes_its_values(shown: dict[str, dict[str, Any]]) -> None:
-    proof = replace(shown["verify"]["proof"], failures=("<script>alert(1)</script>", "b & c"), layout=None)
-    table = proof._repr_html_()
-    assert "<script" not in table and "&lt;script&gt;alert(1)&lt;/script&gt;<br>b &amp; c" in table
-    assert "<td>False</td>" in table and "<td>-</td>" in table
 
 
 def test_a_plan_refuses_what_quantize_refuses_in_the_same_words(work: Path) -> None:

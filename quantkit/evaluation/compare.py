@@ -21,14 +21,14 @@ from quantkit.layouts import LAYOUTS
 from quantkit.progress import Listener, Progress, reporter
 from quantkit.recipes.named import load_named_or_scheme
 from quantkit.recipes.recipe import Recipe, from_mapping, merge
-from quantkit.reporting.notebook import Shown
 from quantkit.reporting.recipe_page import page
 from quantkit.reporting.recipe_table import UNQUANTIZED, Row, as_csv, as_markdown
+from quantkit.reporting.short_repr import ShortRepr
 from quantkit.text.sources import PACKAGED, name_of_text
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Shown):
+class Comparison(ShortRepr):
     """The finished `rows` of a table, and its folder `path` with compare.csv, compare.md and the page
     compare.html.
 

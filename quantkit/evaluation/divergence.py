@@ -19,7 +19,6 @@ from quantkit.evaluation.pairs import Material, Pairs, pieces_of
 from quantkit.evaluation.perplexity import token_losses
 from quantkit.evaluation.windows import Windows, chunks
 from quantkit.progress import Progress
-from quantkit.reporting.notebook import Shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +67,7 @@ class TokenValues:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures(Shown):
+class Figures:
     """`kld` is the mean of KL(reference || model) over the tokens, in nats.
 
     `kld_low` to `kld_high` is its 95 % interval by bootstrap over windows, None for fewer than two. `kld_median`,

@@ -14,7 +14,6 @@ from quantkit.errors import NumericError
 from quantkit.evaluation.pairs import Material, pieces_of
 from quantkit.evaluation.windows import chunks
 from quantkit.progress import Progress
-from quantkit.reporting.notebook import Shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +23,7 @@ LARGEST_NLL = 709.0
 
 
 @dataclass(frozen=True)
-class Perplexity(Shown):
+class Perplexity:
     """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the predictions.
 
     `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, `stride` apart. With `bos`,

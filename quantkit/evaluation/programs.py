@@ -25,7 +25,6 @@ from quantkit.inference.generate import Sampling
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.io.hashing import hash_of_file
 from quantkit.progress import Listener, Progress, reporter
-from quantkit.reporting.notebook import Shown
 from quantkit.text.records import records_with
 from quantkit.text.tokenizer import token_ids
 
@@ -65,7 +64,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class PassAtK(Shown):
+class PassAtK:
     """The probability that one of `k` programs passes: its mean over `seeds`, and their standard deviation.
 
     `low` to `high` is the 95 % interval by bootstrap over problems. `std` is None for one seed, the interval for one
@@ -81,7 +80,7 @@ class PassAtK(Shown):
 
 
 @dataclass(frozen=True)
-class CodeScores(Shown):
+class CodeScores:
     """pass@k of `samples` programs for each of `problems`, drawn with each of `seeds`.
 
     `timed_out` programs ran longer than `timeout` seconds. `namespaces` says whether these contained the programs.

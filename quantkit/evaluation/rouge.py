@@ -20,7 +20,6 @@ from quantkit.inference.batches import BatchWriter, room_for_prompt
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.io.hashing import hash_of_file
 from quantkit.progress import Listener, Progress, reporter
-from quantkit.reporting.notebook import Shown
 from quantkit.text.records import records_with
 from quantkit.text.tokenizer import token_ids
 
@@ -31,7 +30,7 @@ KINDS = ("rouge1", "rouge2", "rougeL")
 
 
 @dataclass(frozen=True)
-class Rouge(Shown):
+class Rouge:
     """Mean F-measures over the records, from 0 to 1, each with its 95 % interval by bootstrap over records.
 
     Words are stemmed by Porter's rules. An interval is None for fewer than two records. Of `records`, `truncated`

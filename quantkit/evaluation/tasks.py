@@ -29,14 +29,13 @@ from quantkit.io.hashing import hash_of
 from quantkit.io.json_files import dump_json
 from quantkit.progress import Listener, Progress, reporter
 from quantkit.reporting.model_card import with_tasks
-from quantkit.reporting.notebook import Shown
 
 #: Seed of few-shot examples, and resamples of a metric whose error has no formula; the first is lm-eval's own.
 SEED, RESAMPLES = 1234, 1000
 
 
 @dataclass(frozen=True)
-class TaskScore(Shown):
+class TaskScore:
     """One metric of one task over `questions` of a `split`, with `shots` examples before each.
 
     `stderr` is lm-eval's standard error, None if it has none. `against` is the other checkpoint's value, and
@@ -58,7 +57,7 @@ class TaskScore(Shown):
 
 
 @dataclass(frozen=True)
-class TaskScores(Shown):
+class TaskScores:
     """The `scores` of all tasks, and the `mean` of the first metric of each task with its standard error.
 
     `difference` is the mean of the differences to `against`, with its 95 % interval by the normal distribution.

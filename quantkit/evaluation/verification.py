@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.io import files, json_files
-from quantkit.reporting.notebook import Shown
+from quantkit.reporting.short_repr import ShortRepr
 
 VERIFICATION = "verify.json"
 #: The scores of `eval tasks --record`, which stand there too.
@@ -72,7 +72,7 @@ class EngineProof:
 
 
 @dataclass(frozen=True, repr=False)
-class Verification(Shown):
+class Verification(ShortRepr):
     """The result of `verify`: a row for each weight, the hash of each file, failures and notices as lines of text.
 
     `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`. If `kernel` is None,

@@ -20,7 +20,6 @@ from quantkit.io import files
 from quantkit.io.model_folder import HUB_ID
 from quantkit.progress import Progress
 from quantkit.reporting.model_card import for_repository
-from quantkit.reporting.notebook import Shown
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -43,7 +42,7 @@ REFUSALS = {
 
 
 @dataclass(frozen=True)
-class Pushed(Shown):
+class Pushed:
     """The repository `repository` at `url`, and what this push sent to it.
 
     `commit` is the new commit, None if nothing was missing. `uploaded` are the files sent, `bytes` their size. `kept`

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.reporting import summary
-from quantkit.reporting.notebook import Shown
+from quantkit.reporting.short_repr import ShortRepr
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Result(Shown, Mapping[str, Any]):
+class Result(ShortRepr, Mapping[str, Any]):
     """The folder `path` that a run wrote, and its `report`, which is the content of quantkit_report.json.
 
     A result is a mapping of the report too: `result["totals"]`. `notices` are the report's.

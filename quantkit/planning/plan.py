@@ -44,7 +44,7 @@ from quantkit.planning.rows import Row
 from quantkit.planning.serving import Serving
 from quantkit.recipes.goals import Goal, is_sparse, label
 from quantkit.recipes.recipe import Recipe, stored_shape
-from quantkit.reporting.notebook import Shown
+from quantkit.reporting.short_repr import ShortRepr
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = Words(
@@ -58,7 +58,7 @@ DENSE = "dense"
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Shown):
+class Plan(ShortRepr):
     """Describe the output of `quantize` or `pack`; `bytes` counts exactly the output's tensors.
 
     A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the options that help.

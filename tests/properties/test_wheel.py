@@ -78,7 +78,7 @@ def test_the_wheel_holds_all_files(wheel: Path) -> None:
         assert files and {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in files} <= names
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit").rglob("*.py")}
     data = (path for name in ("demo_model", "calibration_text") for path in (ROOT / "quantkit" / name).iterdir())
-    page = {f"quantkit/reporting/{name}" for name in ("page.css", "page.js", "page.html.jinja", "notebook.html.jinja")}
+    page = {f"quantkit/reporting/{name}" for name in ("page.css", "page.js", "page.html.jinja")}
     assert modules | {path.relative_to(ROOT).as_posix() for path in data} | page | {"quantkit/py.typed"} <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/")) or "__pycache__" in name]
     assert any(name.endswith("licenses/LICENSE") for name in names)
