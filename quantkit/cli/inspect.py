@@ -106,7 +106,7 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
     FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes, error by depth,
     time, memory and notices."""
     from quantkit.checkpoint.report import REPORT, load as load_report
-    from quantkit.evaluation import verification
+    from quantkit.evaluation.verification import VERIFICATION
     from quantkit.io import files
     from quantkit.io.json_files import load_json
     from quantkit.io.model_folder import inside
@@ -118,11 +118,8 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
     if html is not None:
         if html.suffix != ".html":
             raise click.UsageError(f"{html}: the file name must end in .html")
-        beside = [
-            load_json(inside(folder.resolve(), name)) if (folder / name).exists() else None
-            for name in (verification.VERIFICATION, verification.TASKS)
-        ]
-        files.write_atomic(html, page(found, *beside).encode())
+        proof = load_json(inside(folder.resolve(), VERIFICATION)) if (folder / VERIFICATION).exists() else None
+        files.write_atomic(html, page(found, proof).encode())
         progress.note(f"drawn: {html}")
     emit(show.as_json(found) if as_json else show.report(found, progress))
 

@@ -111,10 +111,6 @@ def format_rouge(found: Rouge, progress: Progress) -> str:
     count("--batch-size", "Texts at a time", 8),
 )
 @_journal
-@section(
-    "Output",
-    options.flag("--record", "Write the scores into CHECKPOINT, for its report and model card."),
-)
 @_advanced
 def tasks(checkpoint: str, tasks: str, against: str | None, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Measure answers to tasks.

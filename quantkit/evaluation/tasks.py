@@ -8,27 +8,21 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoint.origin import name_of
-from quantkit.checkpoint.report import load as load_report
-from quantkit.errors import CheckpointError, Option, RecipeError, Words
+from quantkit.errors import Option, RecipeError, Words
 from quantkit.evaluation.divergence import interval
 from quantkit.evaluation.finished import Finished
 from quantkit.evaluation.opened import Opened, open_writer, require_package
 from quantkit.evaluation.task_list import load_tasks
-from quantkit.evaluation.verification import TASKS
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.io import files
 from quantkit.io.hashing import hash_of
-from quantkit.io.json_files import dump_json
 from quantkit.progress import Listener, Progress, reporter
-from quantkit.reporting.model_card import with_tasks
 
 #: Seed of few-shot examples, and resamples of a metric whose error has no formula; the first is lm-eval's own.
 SEED, RESAMPLES = 1234, 1000
@@ -92,7 +86,6 @@ def eval_tasks(
     chat_template: bool = False,
     seed: int = SEED,
     journal: str | Path | None = None,
-    record: bool = False,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -106,8 +99,7 @@ def eval_tasks(
     The first `limit` questions of each task are asked, with `shots` examples before them, by default as many as the
     task says. `chat_template` puts all into the model's template. `against` is a checkpoint that answers the same
     questions; both are never in memory together. `journal` is a file that keeps finished tasks, from which the same
-    call continues. `record` writes the scores into the folder of the checkpoint and its model card. Needs
-    `quantkit[tasks]`. Raises a QuantkitError, before any weight is read, for tasks, data or a
+    call continues. Needs `quantkit[tasks]`. Raises a QuantkitError, before any weight is read, for tasks, data or a
     model that cannot be evaluated.
 
     Example:
@@ -126,11 +118,6 @@ def eval_tasks(
         opened["against"] = open_writer(against, None, trust_remote_code)
     for each in opened.values():
         exam.require(each)
-    folder = opened[""].src.path
-    if record and not load_report(folder):
-        raise CheckpointError("has no report, as quantkit writes one", Words("drop", Option("record")), subject=folder)
-    if record and not files.is_writable(folder):
-        raise CheckpointError("is not writable", Words("make it so, or drop", Option("record")), subject=folder)
     models = {which or "model": each.digest() for which, each in opened.items()}
     finished = Finished(journal, {**models, **exam.about, "tasks": exam.asked, "device": device})
     answers: dict[str, dict[str, Any]] = {}
@@ -142,7 +129,7 @@ def eval_tasks(
             answers[which][name] = finished.get(f"{which} {name}".strip(), ask)
         del model
     scores = exam.scores(answers[""], answers.get("against"))
-    found = TaskScores(
+    return TaskScores(
         scores=scores,
         **means(scores),
         against=None if against is None else str(against),
@@ -151,18 +138,6 @@ def eval_tasks(
         weights=answers[""][next(iter(exam.asked))]["weights"],
         **exam.about,
     )
-    if record:
-        _record(found, folder)
-    return found
-
-
-def _record(scores: TaskScores, folder: Path) -> None:
-    """Write scores into the folder of a checkpoint, and into its model card."""
-    stated = {**asdict(scores), "against": None if scores.against is None else name_of(scores.against)}
-    files.write_atomic(folder / TASKS, dump_json(stated))
-    card = folder / "README.md"
-    if card.is_file():
-        files.write_atomic(card, with_tasks(card.read_text(encoding="utf-8"), stated).encode())
 
 
 class Exam:

@@ -12,8 +12,6 @@ from quantkit.io import files, json_files
 from quantkit.reporting.short_repr import ShortRepr
 
 VERIFICATION = "verify.json"
-#: The scores of `eval tasks --record`, which stand there too.
-TASKS = "tasks.json"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from quantkit.checkpoint.provenance import damage
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.tensors import dtype_name, raw_bytes
 from quantkit.errors import CheckpointError, Command, KernelError, Option, QuantkitError, Words
-from quantkit.evaluation.verification import TASKS, VERIFICATION, Row, Verification
+from quantkit.evaluation.verification import VERIFICATION, Row, Verification
 from quantkit.evaluation.weight_check import Job, check_weight
 from quantkit.io import files, hashing, model_folder
 from quantkit.io.digests import damaged_tensors
@@ -36,8 +36,8 @@ from quantkit.kernels import proof
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
 
-#: Files of an output that its report does not list: people edit the card, and proof and scores are written later.
-EDITED = ("README.md", VERIFICATION, TASKS)
+#: Files of an output that its report does not list: people edit the card, and the proof is written later.
+EDITED = ("README.md", VERIFICATION)
 UNLISTED = (report.REPORT, *EDITED)
 TEMPLATES = "additional_chat_templates"
 UNREPORTED = f"no {report.REPORT}: {{}}, and no other file was compared with a recorded hash"

@@ -27,10 +27,8 @@ class Proof(NamedTuple):
     sentence: str
 
 
-def page(
-    report: Mapping[str, Any], verification: Mapping[str, Any] | None = None, tasks: Mapping[str, Any] | None = None
-) -> str:
-    """Write the page of a report; `verification` is the content of verify.json, `tasks` of tasks.json, if there."""
+def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = None) -> str:
+    """Write the page of a report; `verification` is the content of verify.json, if it is there."""
     from markupsafe import escape
 
     source = report.get("base") or report.get("source", {})
@@ -54,7 +52,6 @@ def page(
         facts=_facts(report, source, layers, proof.sentence),
         quality=quality,
         measured_on=measured_on,
-        tasks=_tasks(tasks),
         fitted=(facts.fit(report), _sizes(report)),
         charts=_charts(layers),
         layers=len(layers),
@@ -143,14 +140,6 @@ def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
     shown = (("data", "{}"), ("windows", "{} windows"), ("window", "of {} tokens"), ("tokens", "{} predictions"))
     about = ", ".join(words.format(found[key]) for key, words in (*shown, ("weights", "{}")) if found.get(key))
     return Table(("", "before", "after", "change"), rows, "cards", (1, 2, 3)) if rows else None, about
-
-
-def _tasks(scores: Mapping[str, Any] | None) -> tuple[Table, str] | None:
-    """Tabulate the scores of tasks, and name their protocol."""
-    if scores is None:
-        return None
-    head, rows, about = facts.tasks(scores)
-    return Table(head, rows, "cards", range(2, len(head))), about
 
 
 def _sizes(report: Mapping[str, Any]) -> Table:

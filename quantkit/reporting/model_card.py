@@ -59,17 +59,6 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_tasks(card: str, scores: Mapping[str, Any]) -> str:
-    """Put the scores of tasks into a card, in the place of earlier ones or before the largest errors."""
-    head, rows, about = facts.tasks(scores)
-    lines = [head, ["---"] * len(head), *rows]
-    table = "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
-    section = f"## Tasks\n\n{table}\n{_plain(about)}\n\n"
-    card = re.sub(r"^## Tasks\n.*?(?=^## |\Z)", "", card, flags=re.M | re.S)
-    before, errors, after = card.partition("## Largest errors\n")
-    return f"{before}{section}{errors}{after}" if errors else f"{card.rstrip()}\n\n{section.rstrip()}\n"
-
-
 def for_repository(card: str, repository: str) -> str:
     """Name the repository in the commands of a card."""
     return _FENCE.sub(lambda fenced: re.sub(rf"\b{FOLDER}\b", repository, fenced[0]), card)

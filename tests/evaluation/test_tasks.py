@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,35 +176,6 @@ def test_groups_and_tags_become_their_tasks(small_llama: Path, data: Path) -> No
     with pytest.raises(QuantkitError, match=r"mmlu_\w+: has no validation.jsonl and no test.jsonl"):
         load_tasks(["mmlu"], data)
     assert list(load_tasks(["piqa", "piqa"], data)) == ["piqa"]
-
-
-def test_scores_are_recorded_in_the_folder_its_card_and_its_page(
-    int4: Path, small_llama: Path, data: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(int4, tmp_path / "int4"))
-    line = ("eval", "tasks", folder, "--tasks", "piqa", "--data", data, "--device", "cpu", "--record", "--json")
-    call(*line, "--limit", 8)
-    found = json.loads(call(*line, "--against", small_llama).stdout)
-    kept = json.loads((folder / "tasks.json").read_text())
-    assert kept["scores"] == found["scores"] and kept["against"] == small_llama.name
-    card = (folder / "README.md").read_text()
-    value, apart = (100 * found["scores"][0][key] for key in ("value", "difference"))
-    assert card.count("## Tasks") == 1 and f"| piqa | acc | {value:.2f} |" in card and f"| {apart:+.2f} |" in card
-    assert str(tmp_path) not in card and card.index("## Tasks") < card.index("## Largest errors")
-    call("report", folder, "--html", tmp_path / "page.html")
-    assert (
-        f"{value:.2f}" in (tmp_path / "page.html").read_text().partition("<h2>Tasks</h2>")[2].partition("</section>")[0]
-    )
-    assert "ok" in call("verify", folder, "--device", "cpu").stdout
-    said = refused("eval", "tasks", small_llama, "--tasks", "piqa", "--data", data, "--record", code=None)
-    assert said.endswith("has no report, as quantkit writes one: drop --record\n")
-
-
-def test_scores_that_could_not_be_recorded_are_not_first_computed(int4: Path, data: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("os.access", lambda _, mode, **__: not mode & os.W_OK)
-    monkeypatch.setattr("quantkit.evaluation.opened.load_for_evaluation", lambda *_, **__: pytest.fail("read"))
-    said = refused("eval", "tasks", int4, "--tasks", "piqa", "--data", data, "--record", code=None)
-    assert said.endswith("is not writable: make it so, or drop --record\n")
 
 
 PIQA = piqa(random.Random(0))
