@@ -56,14 +56,14 @@ def check(weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor
     check_sizes(weight)
     if x.ndim != 2 or x.shape[1] != k or not 1 <= x.shape[0] < 2**31:
         raise KernelError(f"the {name} kernel takes activations [m, {k}] with m >= 1, not {list(x.shape)}")
-    _check_operand(name, "activations", x, ACTIVATIONS, (x.shape[0], k), x.device)
+    check_operand(name, "activations", x, ACTIVATIONS, (x.shape[0], k), x.device)
     check_packed(weight, tensors, x.device)
     if bias is not None:
-        _check_operand(name, "bias", bias, (x.dtype,), (n,), x.device, alignment=1)
+        check_operand(name, "bias", bias, (x.dtype,), (n,), x.device, alignment=1)
     if out is not None:
-        _check_operand(name, "out", out, (x.dtype, torch.float32), (x.shape[0], n), x.device)
+        check_operand(name, "out", out, (x.dtype, torch.float32), (x.shape[0], n), x.device)
     if x.device.type != "cuda":  # all other operands are on the same device
-        raise _not_on_a_gpu(name, "activations", x.device)
+        raise not_on_a_gpu(name, "activations", x.device)
     return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if out is None else out
 
 
@@ -84,7 +84,7 @@ def check_packed(weight: Weight, tensors: Mapping[str, Tensor], device: torch.de
     for suffix, (dtype, shape) in weight.tensors.items():
         if suffix not in tensors:
             raise KernelError(f"the {weight.layout} kernel needs the tensor {suffix!r}, which is missing")
-        _check_operand(weight.layout, suffix, tensors[suffix], (dtype,), shape, device)
+        check_operand(weight.layout, suffix, tensors[suffix], (dtype,), shape, device)
 
 
 def check_same_dtype(layout: str, x: Tensor, out: Tensor) -> None:
@@ -94,7 +94,7 @@ def check_same_dtype(layout: str, x: Tensor, out: Tensor) -> None:
         raise KernelError(f"the fast {layout} kernels write {wanted} as their activations are, not {asked}")
 
 
-def _check_operand(
+def check_operand(
     layout: str,
     what: str,
     tensor: Tensor,
@@ -103,19 +103,22 @@ def _check_operand(
     device: torch.device,
     alignment: int = ALIGNMENT,
 ) -> None:
+    """Raise KernelError unless a tensor, called `what`, is contiguous with this shape and address, of one of `dtypes`,
+    on the device of the activations.
+    """
     where = f"the {layout} kernel's {what}"
     if tensor.device != device:
         if device.type != "cuda":
-            raise _not_on_a_gpu(layout, "activations", device)
+            raise not_on_a_gpu(layout, "activations", device)
         if tensor.device.type != "cuda":
-            raise _not_on_a_gpu(layout, what, tensor.device)
+            raise not_on_a_gpu(layout, what, tensor.device)
         raise KernelError(
             f"{where} must be on {device} as the activations are, not on {tensor.device}", "move it there"
         )
     if tensor.dtype not in dtypes:
         wanted = " or ".join(map(dtype_name, dtypes))
         raise KernelError(f"{where} must be {wanted}, not {dtype_name(tensor.dtype)}", "convert it with .to()")
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise KernelError(f"{where} must have shape {list(shape)}, not {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise KernelError(f"{where} must be contiguous", "call .contiguous() first")
@@ -123,7 +126,8 @@ def _check_operand(
         raise KernelError(f"{where} must begin at a multiple of {alignment} bytes", "call .clone() first")
 
 
-def _not_on_a_gpu(layout: str, what: str, device: torch.device) -> KernelError:
+def not_on_a_gpu(layout: str, what: str, device: torch.device) -> KernelError:
+    """Make the error of an operand that is not on a GPU."""
     return KernelError(
         f"the {layout} kernel's {what} must be on a CUDA device, not on {device}", "move it with .to('cuda')"
     )

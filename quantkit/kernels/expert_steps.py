@@ -7,10 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
 from quantkit.kernels import driver, loader
-from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, TYPES
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, check_operand, not_on_a_gpu
 from quantkit.kernels.driver import Function
 from quantkit.kernels.routing import Routing, starts_early
 
@@ -89,14 +88,9 @@ def _instance(name: str, device: torch.device) -> Function:
 
 
 def _check(name: str, given: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
-    if out.dtype not in ACTIVATIONS or given.dtype is not out.dtype:
-        raise KernelError(
-            f"{name} takes float16 or bfloat16 and returns the same, not {dtype_name(given.dtype)} and "
-            f"{dtype_name(out.dtype)}"
-        )
-    if tuple(given.shape) != shape or not out.numel() or shape[-1] % EIGHT or out.shape[-1] % EIGHT:
-        raise KernelError(f"{name} cannot make {list(out.shape)} of {list(given.shape)}")
-    if given.device.type != "cuda" or given.device != out.device:
-        raise KernelError(f"{name} needs both tensors on one CUDA device, not {given.device} and {out.device}")
-    if not (given.is_contiguous() and out.is_contiguous()) or (given.data_ptr() | out.data_ptr()) % ALIGNMENT:
-        raise KernelError(f"{name} needs contiguous tensors at multiples of {ALIGNMENT} bytes")
+    check_operand(name, "result", out, ACTIVATIONS, tuple(out.shape), out.device)
+    check_operand(name, "input", given, (out.dtype,), shape, out.device)
+    if not out.numel() or out.shape[-1] % EIGHT:
+        raise KernelError(f"the {name} kernel cannot make {list(out.shape)} of {list(given.shape)}")
+    if out.device.type != "cuda":
+        raise not_on_a_gpu(name, "result", out.device)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit.core.scheme import Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, driver, expert_steps, loader, none_for, unusable
-from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_packed, check_sizes
+from quantkit.kernels.contract import ACTIVATIONS, Weight, check_operand, check_packed, check_sizes
 from quantkit.kernels.driver import Function
 from quantkit.kernels.hopper_routed import ROWS, RoutedHopper
 from quantkit.kernels.portable import PortableInstances, multiprocessors
@@ -136,30 +135,18 @@ class GroupedKernel:
     def _check(
         self, tensors: Sequence[Tensor], x: Tensor, routing: Routing, y: Tensor, gather: bool, weights: Tensor | None
     ) -> None:
-        name, n, k = self.weight.layout, self.weight.n, self.weight.k
-        if x.dtype not in ACTIVATIONS or x.dtype is not y.dtype:
+        name, n, k, device = self.weight.layout, self.weight.n, self.weight.k, x.device
+        check_operand(name, "x", x, ACTIVATIONS, (routing.m if gather else routing.rows, k), device)
+        check_operand(name, "y", y, (x.dtype,), (routing.rows, n), device)
+        if weights is not None:
+            check_operand(name, "weights of rows", weights, (torch.float32,), tuple(weights.shape), device, alignment=4)
+            if weights.numel() != routing.rows:
+                raise KernelError(f"the {name} kernel takes {routing.rows} weights of rows, not {weights.numel()}")
+        if routing.experts != self.experts or routing.list.device != device:
             raise KernelError(
-                f"the {name} kernel of experts takes float16 or bfloat16 and returns the same, not "
-                f"{dtype_name(x.dtype)} and {dtype_name(y.dtype)}"
+                f"rows were sorted for {routing.experts} experts on {routing.list.device}, and there are "
+                f"{self.experts} on {device}"
             )
-        wanted = (routing.m if gather else routing.rows, k), (routing.rows, n)
-        if (tuple(x.shape), tuple(y.shape)) != wanted:
-            shapes = " and ".join(str(list(shape)) for shape in wanted)
-            raise KernelError(
-                f"the {name} kernel of experts needs x and y of {shapes}, not {list(x.shape)} and {list(y.shape)}"
-            )
-        if routing.experts != self.experts:
-            raise KernelError(f"rows were sorted for {routing.experts} experts, and there are {self.experts}")
-        device = x.device
-        for what, tensor in (("x", x), ("y", y), ("weights", weights)):
-            if tensor is not None and (tensor.device != device or not tensor.is_contiguous()):
-                raise KernelError(f"the {name} kernel of experts needs {what} contiguous on {device}")
-        if (x.data_ptr() | y.data_ptr()) % ALIGNMENT or routing.list.device != device:
-            raise KernelError(
-                f"the {name} kernel of experts needs x and y at multiples of {ALIGNMENT} bytes on one device"
-            )
-        if weights is not None and (weights.dtype is not torch.float32 or weights.numel() != routing.rows):
-            raise KernelError(f"the {name} kernel of experts takes {routing.rows} float32 weights of rows")
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
         if addresses not in self.checked:
             check_packed(self.weight, dict(zip(self.weight.tensors, tensors, strict=True)), device)

@@ -290,13 +290,14 @@ def test_a_launch_checks_its_operands_and_starts_early_only_on_hopper(
     assert early == [True]
     wide, short = torch.ones(ids.numel(), 384).half(), torch.ones(3)
     for says, changed in {
-        "float16 or bfloat16": {"x": x.float(), "y": y.float()},
-        "returns the same": {"x": x.bfloat16()},
-        r"needs x and y of \[6, 384\]": {"x": wide},
-        r"needs x and y of \[12, 384\]": {"gather": False},
+        "x must be float16 or bfloat16, not float32": {"x": x.float(), "y": y.float()},
+        "y must be bfloat16, not float16": {"x": x.bfloat16()},
+        r"x must have shape \[6, 384\], not \[12, 384\]": {"x": wide},
+        r"x must have shape \[12, 384\], not \[6, 384\]": {"gather": False},
         "there are 4": {"routing": Routing(found.list, *ids.shape, 5, tile, found.max_tiles)},
-        "12 float32 weights": {"weights": short},
-        "needs y contiguous": {"y": torch.empty(192, ids.numel()).half().t()},
+        "12 weights of rows, not 3": {"weights": short},
+        "weights of rows must be float32": {"weights": torch.ones(12).half()},
+        "y must be contiguous": {"y": torch.empty(192, ids.numel()).half().t()},
         "must have shape": {"tensors": [part[:3].clone() for part in one.tensors]},
         "tiles of 8, 16, 32, 64 rows, not of 24": {"routing": Routing(found.list, *ids.shape, 4, 24, 1)},
     }.items():
@@ -304,6 +305,20 @@ def test_a_launch_checks_its_operands_and_starts_early_only_on_hopper(
             one.kernel.launch(**{"tensors": one.tensors, "x": x, "routing": found, "y": y, "gather": True, **changed})
         assert "\n" not in str(caught.value)
     assert early == [True]
+
+
+def test_steps_of_experts_refuse_operands_before_a_launch() -> None:
+    h, a = torch.ones(3, 32).half(), torch.empty(3, 16).half()
+    for says, given, out in (
+        ("result must be float16 or bfloat16, not float32", h, a.float()),
+        ("input must be float16, not bfloat16", h.bfloat16(), a),
+        (r"input must have shape \[3, 32\], not \[3, 16\]", a.clone(), a),
+        ("input must be contiguous", torch.ones(32, 3).half().t(), a),
+        (r"cannot make \[3, 4\] of \[3, 8\]", h[:, :8].clone(), a[:, :4].clone()),
+        ("result must be on a CUDA device, not on cpu", h, a),
+    ):
+        with pytest.raises(KernelError, match=says):
+            expert_steps.silu_multiply(given, out)
 
 
 def test_bad_numbers_of_experts_are_refused_before_a_launch() -> None:
