@@ -38,7 +38,7 @@ from benchmarks.accuracy import UNQUANTIZED
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
 from quantkit.evaluation.verify import verify
-from quantkit.inference.generate import chat, generate
+from quantkit.inference.generate import generate
 from quantkit.io.hashing import hash_of_file
 from quantkit.models.whole_model import load_dense_model
 from quantkit.recipes.recipe import merge
@@ -163,7 +163,7 @@ class Model:
         """Return the likeliest answer of a folder, by its own kernels, through the chat template if it has one."""
         options: dict[str, Any] = {"max_new_tokens": REPLY, "device": self.device, "check": False}
         if self.templated:
-            return next(iter(chat(folder, [QUESTION], **options))).text
+            return generate(folder, QUESTION, chat=True, **options).text
         return generate(folder, f"User: {QUESTION}\n\nAssistant:", **options).text
 
 

@@ -1,9 +1,9 @@
-"""Text that a checkpoint writes after a prompt, or in a conversation, in pieces as it is made."""
+"""Text that a checkpoint writes after a prompt, in pieces as it is made."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -19,7 +19,7 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, is_out_of_memory, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.models.meta_model import config_of, positions_of, require_decoder_only, require_text
+from quantkit.models.meta_model import config_of, positions_of, require_text
 from quantkit.progress import Progress
 from quantkit.text.tokenizer import check_tokens, load_tokenizer, token_ids
 
@@ -31,7 +31,6 @@ Listener = Callable[[str], None]
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 #: cuDNN's kernel is left out: after some 128 tokens it sums over the keys of a single query in no fixed order.
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_WITHOUT_CHAT = Words("use quantkit generate without", Option("chat", True))
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,7 @@ def generate(
     checkpoint: str | Path,
     prompt: str,
     *,
+    chat: bool = False,
     max_new_tokens: int = 64,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -115,56 +115,20 @@ def generate(
 ) -> Generated:
     """Continue a prompt with at most `max_new_tokens` tokens; `listener` gets the text in pieces as it is made.
 
-    An encoder-decoder reads the prompt and writes a text of its own, in front of which `listener` gets a line end.
-    The likeliest token is taken each time, unless `temperature` or `top_p` asks for a draw from `seed`. The last piece
-    comes when the text is complete, and may be empty. `check` is as for `load`. RecipeError if the prompt has no tokens
-    and the tokenizer no BOS token, or if the model has too few positions.
+    With `chat` the prompt is a message, which the model answers through its chat template. An encoder-decoder reads the
+    prompt and writes a text of its own, in front of which `listener` gets a line end. The likeliest token is taken each
+    time, unless `temperature` or `top_p` asks for a draw from `seed`. The last piece comes when the text is complete,
+    and may be empty. `check` is as for `load`. RecipeError if the prompt has no tokens and the tokenizer no BOS token,
+    if there is no template for `chat`, or if the model has too few positions.
     """
     sampling = Sampling(temperature, top_p, seed)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     require_text(src, config_of(src, trust_remote_code), trust_remote_code)
     tokenizer = load_tokenizer(src.path)
-    ids = _prompt_tokens(tokenizer, prompt)
+    ids = _message_tokens(tokenizer, prompt, src.path) if chat else _prompt_tokens(tokenizer, prompt)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
     with sampling.seeded():
         return _write(model, tokenizer, prompt, ids, max_new_tokens, sampling, listener)
-
-
-def chat(
-    checkpoint: str | Path,
-    turns: Iterable[str],
-    *,
-    system: str | None = None,
-    max_new_tokens: int = 64,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    check: bool = True,
-    progress: Progress | None = None,
-    listener: Listener | None = None,
-) -> Iterator[Generated]:
-    """Answer each turn of a conversation through the model's chat template, after an optional `system` message.
-
-    Everything else is as for `generate`. RecipeError if the model has no template, or if that refuses the conversation.
-    """
-    sampling = Sampling(temperature, top_p, seed)
-    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    require_decoder_only(src, config_of(src, trust_remote_code), "which holds no conversation", _WITHOUT_CHAT)
-    tokenizer = load_tokenizer(src.path)
-    if not tokenizer.chat_template:
-        raise RecipeError("the model has no chat template", _WITHOUT_CHAT, subject=src.path)
-    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    with sampling.seeded():
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
-            ids = token_ids(tokenizer, _templated(tokenizer, messages), special=False)
-            found = _write(model, tokenizer, turn, ids, max_new_tokens, sampling, listener)
-            messages.append({"role": "assistant", "content": found.text})
-            yield found
 
 
 @contextmanager
@@ -208,16 +172,6 @@ def write_rows(
         if is_out_of_memory(error):
             raise QuantkitError("there is not enough memory for the text that the model writes", instead) from error
         raise CheckpointError(f"{type(model).__name__} cannot write text ({reason(error)})", instead) from error
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program of the model's author, which raises what it likes
-        raise RecipeError(
-            f"the model's chat template refuses the conversation ({reason(error)})",
-            Words("leave", Option("system"), "away"),
-        ) from error
 
 
 def _write(
@@ -296,3 +250,16 @@ def _prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
     if tokenizer.bos_token_id is None:
         raise RecipeError("the prompt has no tokens, and the tokenizer no BOS token to begin with", "give a prompt")
     return torch.tensor([tokenizer.bos_token_id])
+
+
+def _message_tokens(tokenizer: PreTrainedTokenizerBase, message: str, path: Path) -> Tensor:
+    """Tokenize a message of a user, and the template's beginning of an answer, to int64 `[t]`."""
+    instead = Words("use quantkit generate without", Option("chat", True))
+    if not tokenizer.chat_template:
+        raise RecipeError("the model has no chat template", instead, subject=path)
+    messages = [{"role": "user", "content": message}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program of the model's author, which raises what it likes
+        raise RecipeError(f"the model's chat template refuses the message ({reason(error)})", instead) from error
+    return token_ids(tokenizer, text, special=False)

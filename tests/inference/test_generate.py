@@ -1,4 +1,4 @@
-"""`generate` writes greedily or draws, in pieces, and checks the positions of the model; `chat` uses its template."""
+"""`generate` writes greedily or draws, in pieces, and checks the positions of the model and its template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.demo import MODEL
 from quantkit.errors import RecipeError
-from quantkit.inference.generate import chat, generate, writing
+from quantkit.inference.generate import generate, writing
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import Folders
@@ -76,18 +76,22 @@ def test_a_draw_that_is_none_is_refused(asked: dict[str, float], rule: str) -> N
         generate("missing", "abc", **asked)
 
 
-def test_each_turn_follows_the_whole_conversation(templated: Path) -> None:
-    first, second = chat(templated, ["one", "two"], max_new_tokens=5, device="cpu")
+def test_a_message_is_answered_through_the_template(templated: Path) -> None:
+    found = generate(templated, "one", chat=True, max_new_tokens=5, device="cpu")
     tokenizer, model = load_tokenizer(templated), load_dense_model(Checkpoint(templated))
-    ids = tokenizer(f"uone;a{first.text};utwo;a", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    ids = tokenizer("uone;a", add_special_tokens=False, return_tensors="pt")["input_ids"]
     length = ids.shape[1]
-    for _ in range(second.tokens):
+    for _ in range(found.tokens):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    assert second.prompt == "two" and second.text == tokenizer.decode(ids[0, length:], skip_special_tokens=True)
-    with pytest.raises(RecipeError, match=r"refuses the conversation \(no system message\)"):
-        list(chat(templated, ["one"], system="be brief", max_new_tokens=5, device="cpu"))
+    assert found.prompt == "one" and found.text == tokenizer.decode(ids[0, length:], skip_special_tokens=True)
+
+
+def test_a_template_that_refuses_a_message_is_one_error(templated: Path) -> None:
+    (templated / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
+    with pytest.raises(RecipeError, match=r"refuses the message \(no users\): use quantkit generate without --chat"):
+        generate(templated, "one", chat=True, device="cpu")
 
 
 def test_a_model_without_template_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(RecipeError, match="has no chat template: use quantkit generate without --chat"):
-        list(chat(tiny_llama, ["one"], device="cpu"))
+        generate(tiny_llama, "one", chat=True, device="cpu")

@@ -19,7 +19,7 @@ from quantkit.bench.random_model import read, variants
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.opened import open_writer
-from quantkit.inference.generate import chat, generate
+from quantkit.inference.generate import generate
 from quantkit.inference.packed_linear import PackedLinear
 from tests.command_line import call
 from tests.faults import memory_path, state
@@ -198,7 +198,6 @@ def test_calibration_is_refused_before_any_work(family: str, source: Callable[[s
 def test_what_needs_a_decoder_alone_says_so(source: Callable[[str], Path], tmp_path: Path) -> None:
     config = source("t5") / "config.json"
     for work, says in {
-        lambda: next(chat(source("t5"), ["Hello"])): "holds no conversation",
         lambda: variants(read(str(config)), ["marlin"], [], []): "times decoders alone",
         lambda: open_writer(source("t5"), None, False).require_decoder_only(): "continues its prompt",
         lambda: quantkit.eval_ppl(source("t5"), data="wikitext2"): "documents with summaries",
