@@ -169,7 +169,7 @@ def find_routers(model: nn.Module) -> set[str]:
     """Return the paths of the modules with a matrix that choose experts, beside the experts."""
     found: set[str] = set()
     for path, module in model.named_modules():
-        listed = isinstance(module, nn.ModuleList) and path.rpartition(".")[2] == "experts"
+        listed = isinstance(module, nn.ModuleList | nn.ModuleDict) and path.rpartition(".")[2] == "experts"
         if isinstance(module, UnfusedExperts) or listed or _fused(module) is not None:
             owner = path.rpartition(".")[0]
             for inner, other in model.get_submodule(owner).named_modules(prefix=owner):

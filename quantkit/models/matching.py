@@ -173,7 +173,7 @@ def _kept_dense(module: PreTrainedModel, decoder: str, tied: set[str], stored: d
         elif not is_linear(found):
             if isinstance(found, nn.Linear):
                 kept[name] = "no plain linear"
-        elif found is head:
+        elif found is head or (isinstance(head, nn.Embedding) and size_of(found) == head.weight.shape):  # FSMT
             if HEAD not in (name.rpartition(".")[2], path.rpartition(".")[2]):
                 kept[name] = "the output head"
         elif path in tied or f"{path}.weight" in shared:

@@ -17,7 +17,7 @@ from quantkit.models.unfused_experts import CALLS
 from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import from_mapping, goal_of
 from tests.census import families
-from tests.tiny_models import FAMILIES as TINY
+from tests.tiny_models import FAMILIES as TINY, write_model
 
 
 @pytest.mark.parametrize("family", ["git", "phi4_multimodal"])
@@ -59,6 +59,32 @@ def test_a_head_is_skipped_under_either_of_its_names(folders: dict[str, Path]) -
     everything = from_mapping({"skip": [], "overrides": {"lm_head": "fp6:channel"}})
     goal = goal_of(everything, "embed_out", model.paths["embed_out"])
     assert goal is not None and label(goal) == "fp6:channel"
+
+
+def test_a_head_beside_a_table_that_is_called_the_head_stays_dense(tmp_path: Path) -> None:
+    """transformers calls FSMT's table of target words its output head."""
+    model = MatchedModel(Checkpoint(write_model("fsmt", tmp_path / "m")), torch.float32)
+    head = "model.decoder.output_projection"
+    assert model.linears[head] == (257, 128) and model.kept_dense == {head: "the output head"}
+
+
+def test_a_router_of_many_experts_stays_dense_where_experts_have_names(tmp_path: Path) -> None:
+    """With fewer than 64 experts it stays dense for its size."""
+    import transformers
+
+    sizes = {
+        "d_model": 64,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_heads": 1,
+        "vocab_size": 64,
+    }
+    config = transformers.SwitchTransformersConfig(**sizes, num_experts=64)
+    transformers.SwitchTransformersForConditionalGeneration(config).save_pretrained(tmp_path)
+    model = MatchedModel(Checkpoint(tmp_path), torch.float32)
+    routers = [name for name in model.linears if ".router." in name]
+    assert routers and {model.kept_dense.get(name) for name in routers} == {"a router"}
 
 
 @pytest.mark.parametrize(
