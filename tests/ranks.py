@@ -28,7 +28,6 @@ def start(works: Sequence[Callable[[], int | None]], folder: Path) -> list[int]:
     def launched(rank: int) -> int | None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(works))}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(works))}
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)  # not pytest's
         try:
             return works[rank]()
         except Exception:

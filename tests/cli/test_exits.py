@@ -20,37 +20,6 @@ from tests.faults import faults, memory_path
 
 calib, int4, tmp_path = command_line.calib, command_line.int4, memory_path
 
-#: Runs the command line with SIGINT sent to itself when the third line goes into the journal. It goes through `exec`,
-#: as it does where it meets an import that makes a named tuple: `python -m` would end with another code then.
-#: tests/promises/test_stopped.py sends the other signals to real processes.
-KILLED = """
-import os, signal, sys
-from quantkit.io import files
-from quantkit.io.journal import JOURNAL
-from quantkit.cli import main
-lines = 0
-def fault(operation, path):
-    global lines
-    lines += operation == "fsync" and path.name == JOURNAL
-    if lines == 3:
-        exec("os.kill(os.getpid(), signal.SIGINT)")
-files.FAULT = fault
-main(sys.argv[1:])
-"""
-
-
-def test_an_interruption_inside_exec_leaves_a_run_that_can_be_resumed(small_llama: Path, tmp_path: Path) -> None:
-    module = tmp_path / "killed.py"
-    module.write_text(KILLED)
-    environment = os.environ | {"PYTHONPATH": f"{module.parent}{os.pathsep}{ROOT}"}
-    out = tmp_path / "out"
-    args = [str(arg) for arg in ("quantize", small_llama, "-o", out, *RTN)]
-    command = [sys.executable, "-m", module.stem, *args]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 130, done.stderr
-    assert done.stdout == "" and "--resume" in done.stderr and "Traceback" not in done.stderr
-    assert not out.exists() and len(list(tmp_path.glob("out.partial-*"))) == 1
-
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
@@ -64,11 +33,30 @@ def test_a_signal_before_anything_is_written_leaves_nothing(
 
 
 #: Prints the exit code of one fork a signal, and then ends well. One process, so that the imports are done once.
+#: The first fork interrupts itself when the third line goes into the journal. It goes through `exec`, as it does where
+#: it meets an import that makes a named tuple: `python -m` would end with another code then.
+#: tests/promises/test_stopped.py sends the other signals half-way.
 EARLY_AND_LATE = """
 import os, signal, sys
 import click
 import quantkit.cli.commands
 from quantkit.cli import main
+from quantkit.io import files
+from quantkit.io.journal import JOURNAL
+
+lines = 0
+
+def fault(operation, path):
+    global lines
+    lines += operation == "fsync" and path.name == JOURNAL
+    if lines == 3:
+        exec("os.kill(os.getpid(), signal.SIGINT)")
+
+child = os.fork()
+if child == 0:
+    files.FAULT = fault
+    main(sys.argv[1:])
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 make = click.Group.make_context
 
@@ -94,11 +82,20 @@ main(["convert", "--list"])
 """
 
 
-def test_a_signal_before_a_command_has_its_exit_code_and_one_behind_its_end_changes_none() -> None:
-    done = subprocess.run([sys.executable, "-c", EARLY_AND_LATE], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("130\n75\n") and "lossless" in done.stdout, done.stderr
-    assert [line.split(":")[0] for line in done.stderr.split("\n") if line] == ["Interrupted", "Stopped"]
+def test_a_signal_inside_exec_before_a_command_or_behind_its_end_has_the_right_exit_code(
+    small_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "signalled.py").write_text(EARLY_AND_LATE)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "signalled", "quantize", str(small_llama), "-o", str(out), *RTN, "-q"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("130\n130\n75\n") and "lossless" in done.stdout, done.stderr
+    inside, *others = filter(None, done.stderr.split("\n"))
+    assert inside.startswith("Interrupted: ") and "--resume" in inside
+    assert [line.split(":")[0] for line in others] == ["Interrupted", "Stopped"]
     assert done.stderr.count("nothing was written") == 2
+    assert not out.exists() and len(list(tmp_path.glob("out.partial-*"))) == 1
 
 
 @pytest.mark.usefixtures("handlers")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import ROOT, call
+from tests.command_line import call
+from tests.reliability.forks import command, start, wait
 
 FEW = ("--max-new-tokens", 4, "--device", "cpu", "-q")
 
@@ -26,15 +26,21 @@ def test_an_answer_is_printed_without_its_prompt(templated: Path) -> None:
     assert call("generate", templated, "one", "--chat", *FEW).stdout == f"{found['text']}\n"
 
 
-def test_a_reader_that_has_seen_enough_ends_the_command(tiny_llama: Path) -> None:
-    line = f"{sys.executable} -m quantkit generate {tiny_llama} abc --max-new-tokens 400 -q --device cpu"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line} | head -c 3"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout == "abc"
+def test_a_reader_that_has_seen_enough_ends_the_command(tiny_llama: Path, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+
+    def into_the_pipe() -> int | None:
+        os.close(reading)
+        os.dup2(writing, 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # the one at hand is that of a file, which it seeks in
+        return command("generate", tiny_llama, "abc", "--max-new-tokens", 100, "-q", "--device", "cpu")()
+
+    process = start(into_the_pipe, tmp_path)
+    os.close(writing)
+    seen = os.read(reading, 3)
+    os.close(reading)
+    ended = wait(process, tmp_path)
+    assert (seen, ended.code, ended.stderr) == (b"abc", 0, "")
 
 
 @pytest.mark.parametrize(

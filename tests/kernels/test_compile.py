@@ -1,8 +1,8 @@
 """The kernels compile for every architecture, without a GPU, and none spills registers.
 
 All instances take minutes to compile, so that is left to machines with a GPU. Elsewhere a sample of a portable kernel
-has each type on each architecture, and every pair of template arguments on some: no source asks for the architecture.
-That of a Hopper kernel has every argument. What compiled is kept in a cache between runs.
+has each type on some architectures, and every pair of template arguments on one of them: sources ask only whether it is
+sm_90 or later. That of a Hopper kernel has every argument. What compiled is kept in a cache between runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from quantkit.kernels.contract import ACTIVATIONS, TYPES
 from tests.kernels.hopper_cases import CASES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
-
+#: Those that a machine without a GPU compiles for: the oldest, the newest, and both sides of sm_90.
+SAMPLED = ("sm_80", "sm_89", "sm_90a", "sm_120")
 
 pytestmark = pytest.mark.usefixtures("nvrtc", "kernel_cache")
 #: Instances that are compiled together. Not the number of cores, or a cache would not serve another machine.
@@ -32,8 +33,13 @@ def test_every_source_is_listed() -> None:
     assert SOURCES.keys() == {path.stem for path in loader.source_dir().glob("*.cu")}
 
 
-def architectures(name: str) -> list[str]:
-    return [arch for arch in ARCHITECTURES if arch == "sm_90a" or not name.endswith("_hopper")]
+def architectures(name: str, known: Iterable[str] = SAMPLED) -> list[str]:
+    return [arch for arch in known if arch == "sm_90a" or not name.endswith("_hopper")]
+
+
+def test_sources_ask_only_whether_the_architecture_is_sm_90_or_later() -> None:
+    texts = [path.read_text() for path in loader.source_dir().iterdir()]
+    assert {line for text in texts for line in re.findall("#.*__CUDA_ARCH.*", text)} == {"#if __CUDA_ARCH__ >= 900"}
 
 
 def groups(instance: str, size: int) -> set[tuple[object, ...]]:
@@ -90,8 +96,17 @@ def usage(binary: loader.Binary, instance: str) -> tuple[int, int]:
     return int(registers[1]), int(frame[1]) + int(spills[1]) + int(spills[2])
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["sample", "all"])
-@pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in SOURCES for arch in architectures(name)])
+@pytest.mark.parametrize(
+    ("name", "arch", "every"),
+    [
+        *((name, arch, False) for name in SOURCES for arch in architectures(name)),
+        *(
+            pytest.param(name, arch, True, marks=pytest.mark.gpu)
+            for name in SOURCES
+            for arch in architectures(name, ARCHITECTURES)
+        ),
+    ],
+)
 def test_instances_compile_and_none_spills(name: str, arch: str, every: bool) -> None:
     instances = SOURCES[name] if every else samples(name)[arch]
     parts = [instances[i : i + TOGETHER] for i in range(0, len(instances), TOGETHER)]

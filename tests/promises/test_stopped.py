@@ -5,18 +5,16 @@ Other moments, and other commands, belong to the families K and S of tests/relia
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.promises import stopping
 from tests.promises.outputs import CALIB, RTN
-from tests.promises.running import ROOT, Work, differences, digests
+from tests.promises.running import Work, differences, digests
+from tests.reliability.forks import Ended
 
 QUANTIZE = f"quantize two -o out {CALIB}"
 PACK = "pack int4 --layout marlin -o out"
@@ -34,37 +32,36 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def stopped(work: Work) -> dict[str, int]:
-    """The exit code of each case; its folder has links to the sources, what was printed, and what it left."""
+def stopped(work: Work) -> dict[str, Ended]:
+    """How each case ended; its folder has copies of the sources, and what it left."""
     work.done(f"quantize pruned -o int4 {RTN}")
-    cases = []
+    found, changes = {}, {}
     for name, (words, number, share, _) in CASES.items():
         folder = work / name
         folder.mkdir()
         for source in ("two", "int4"):
             shutil.copytree(work / source, folder / source)
         shutil.copy(work / "calib.txt", folder)
-        cases.append([str(folder), int(number), share, words.split()])
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "tests.promises.stopping", json.dumps(cases)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert min(result["totals"].values()) >= 4, "too few changes of the disk were seen to stop between them"
-    return dict(zip(CASES, result["codes"], strict=True))
+        found[name], seen = stopping.stopped(folder, words, number, int(share * changes.get(words, 0)))
+        if not number:
+            changes[words] = seen
+            assert seen >= 4, "too few changes of the disk were seen to stop between them"
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_command_that_is_stopped_continues_to_the_same_bytes(name: str, work: Work, stopped: dict[str, int]) -> None:
+def test_a_command_that_is_stopped_continues_to_the_same_bytes(
+    name: str, work: Work, stopped: dict[str, Ended]
+) -> None:
     words, number, _, code = CASES[name]
-    here = Work(work / name)
-    printed, said = (Path(here / f"{stream}.txt").read_text() for stream in ("stdout", "stderr"))
-    assert stopped[name] == code, said
+    here, ended = Work(work / name), stopped[name]
+    said = ended.stderr
+    assert ended.code == code, said
     assert "Traceback" not in said
     if not number:
         assert (here / "out").is_dir() and not left(here)
         return
-    assert not (here / "out").exists() and printed == ""
+    assert not (here / "out").exists() and ended.stdout == ""
     resumed = " --resume" if words == QUANTIZE and left(here) else ""
     if code > 0:
         advice = "--resume" if resumed else "--overwrite" if left(here) else "run the same command again"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,11 +26,11 @@ from quantkit.pipeline.convert import pack
 from tests.command_line import call
 from tests.faults import faults, memory_path
 from tests.properties.conversions import damage, nothing_is_left, packed
+from tests.reliability.forks import run
 from tests.reporting.samples import write_report
 
 tmp_path = memory_path
 __all__ = ["nothing_is_left", "packed"]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("batch", [1, 50_000, convert.BATCH], ids=["each alone", "some", "all at once"])
@@ -92,21 +90,26 @@ def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Pa
         pack(tmp_path / "ct", tmp_path / "again", "marlin")
 
 
-ONE_WEIGHT = """
-import sys
-import torch
-from quantkit import pack
-from quantkit.layouts.gptq import CODES
-from quantkit.checkpoint.report import peak_memory
-torch.set_num_threads(1)
-CODES.unpack(CODES.pack(torch.zeros(1024, 1024, dtype=torch.uint8), 4), 4, (1024, 1024))  # imports what is needed
-before = peak_memory()["ram"]
-pack(sys.argv[1], sys.argv[2], "gptq")
-print(peak_memory()["ram"] - before)
-"""
+def most_memory(source: Path, out: Path, layout: str, scratch: Path) -> int:
+    """Pack a folder in a fork of this process; returns by how many bytes its RAM rose."""
+
+    def ram(figure: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith(figure))) * 1024
+
+    def work() -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the most so far is that of now
+        before = ram("VmRSS")
+        pack(source, out, layout)
+        print(ram("VmHWM") - before)
+
+    ended = run(work, scratch)
+    assert ended.code == 0, ended.stderr
+    return int(ended.stdout)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs a peak that a process does not inherit")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs a peak that begins anew")
 def test_the_peak_of_a_conversion_is_three_of_the_largest_tensors_and_300_mb(tmp_path: Path) -> None:
     n, k = 16384, 8192
     folder = tmp_path / "m"
@@ -123,11 +126,8 @@ def test_the_peak_of_a_conversion_is_three_of_the_largest_tensors_and_300_mb(tmp
     public = layout.write_config(schemes) | {"quantkit": quantkit_key(layout.NAME, schemes, "0", None)}
     (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
     del q, tensor
-    command = [sys.executable, "-c", ONE_WEIGHT, str(folder), str(tmp_path / "out")]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # whose libraries take memory, too
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     largest = n * k // 2
-    assert largest < int(done.stdout) < 3 * largest + 300 * 2**20
+    assert largest < most_memory(folder, tmp_path / "out", "gptq", tmp_path) < 3 * largest + 300 * 2**20
 
 
 def experts(folder: Path, count: int) -> Path:
@@ -165,27 +165,10 @@ def test_many_small_weights_come_back_and_are_one_file(tmp_path: Path) -> None:
     assert report["files"].items() >= out.hashes().items()
 
 
-#: Prints the peak of one fork a folder, so that the imports are done once.
-SMALL_WEIGHTS = """
-import os, sys
-from pathlib import Path
-import quantkit.pipeline.convert
-from quantkit import pack
-for folder in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        Path("/proc/self/clear_refs").write_text("5")
-        pack(folder, folder + "-out", "humming")
-        print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
-        sys.exit()
-    assert os.waitpid(child, 0)[1] == 0
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs a peak that begins anew")
 def test_the_memory_of_small_weights_does_not_grow_with_their_number(tmp_path: Path) -> None:
     """What little stays of each must not keep the memory of the rest from being used again."""
-    scheme, layout, written = Scheme.parse("fp6:channel"), LAYOUTS["compressed-tensors"], []
+    scheme, layout, most = Scheme.parse("fp6:channel"), LAYOUTS["compressed-tensors"], []
     q = QuantizedTensor(scheme, torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 1, dtype=torch.float16))
     parts = layout.pack(q).items()
     for count in (100, 400):
@@ -197,11 +180,8 @@ def test_the_memory_of_small_weights_does_not_grow_with_their_number(tmp_path: P
             "quantkit": quantkit_key(layout.NAME, Schemes(scheme), "0", None)
         }
         (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
-        written.append(str(folder))
-    command = [sys.executable, "-c", SMALL_WEIGHTS, *written]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    few, many = (int(line) // 1000 for line in done.stdout.splitlines())
-    assert many < few + 30  # of 75 MB more
+        most.append(most_memory(folder, tmp_path / f"{count}-out", "humming", tmp_path) >> 20)
+    assert most[1] < most[0] + 30  # of 75 MB more
 
 
 def another(shard: Path) -> None:

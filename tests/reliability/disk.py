@@ -460,7 +460,7 @@ def planned(found: Run) -> None:
     for name, options in COMBINATIONS:
         out = found.folder / "out"
         with case(found, f"{name} {options}", out):
-            given = [words if word == "TEXT" else word for word in options.split()]
+            given = [words if word == "TEXT" else word for word in (*options.split(), "--set", "clip=none")]
             stated = json.loads(quantkit(found.folder, "plan", written[name], *given, "--json").stdout)
             quantkit(found.folder, "quantize", written[name], *given, "-o", out, "-q")
             most = max(most, compared(stated["files"], out, stated["bytes"]))

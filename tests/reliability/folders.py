@@ -364,7 +364,7 @@ CODES: dict[str, Change] = {
     "a template that escapes": written("chat_template.jinja", ESCAPE),
     "a template that calls the system": written("chat_template.jinja", GLOBALS),
     "a template without an end": written("chat_template.jinja", "{% for i in range(10**12) %}{{ i }}{% endfor %}"),
-    "a template of a huge text": written("chat_template.jinja", "{{ 'x' * 10**9 * 10**9 }}"),
+    "a template of a huge text": written("chat_template.jinja", "{{ 'x' * 10**8 * 10**10 }}"),
     "a processor with code": entered("preprocessor_config.json", auto_map=AUTO, image_processor_type="Evil"),
     "a quantizer with code": entered("config.json", quantization_config={"quant_method": "evil", "modules": "evil"}),
     "a model type that is a path": entered("config.json", model_type="../../evil"),
@@ -391,13 +391,15 @@ def attack_with_code(found: Run) -> None:
         with found.case(name):
             change(model)
             target = out / f"{found.cases}"
-            for line in (
+            lines: list[tuple[object, ...]] = [
                 ("inspect", model, "-q"),
-                ("plan", model, "--method", "rtn", "-q"),
                 samples.calibrated(model, words, target),
-                ("eval", "ppl", model, "--data", words, "--window", 64, "--tokens", 256, "-q"),
                 ("generate", model, "Hi", "--chat", "--max-new-tokens", 2, "-q"),
-            ):
+            ]
+            if found.column != "pr":  # they read no more than those above
+                lines.append(("plan", model, "--method", "rtn", "-q"))
+                lines.append(("eval", "ppl", model, "--data", words, "--window", 64, "--tokens", 256, "-q"))
+            for line in lines:
                 work = watched(command(*line), model, (model, words, out), where=model)
                 ended = run(work, found.folder, limit=60)
                 harmless(ended, model)

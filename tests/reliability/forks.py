@@ -57,15 +57,20 @@ def start(work: Callable[[], int | None], folder: Path, name: str = "fork") -> i
         torch.set_num_threads(torch.get_num_threads())
         for stream, ending in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))  # not pytest's
         code = work() or 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            code = BROKE  # nobody reads it, as an interpreter would say too
+        finally:
+            os._exit(code)
 
 
 def wait(pid: int, folder: Path, name: str = "fork", limit: float = 120.0) -> Ended:

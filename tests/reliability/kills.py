@@ -56,20 +56,25 @@ class Job:
 
 
 def jobs(folder: Path) -> dict[str, Job]:
-    """Write a model of four blocks, and run each command once."""
+    """Write a model of four blocks; each command runs once when it is first asked for."""
     quantize.COMMIT_BYTES = COMMIT_BYTES
     source, words = samples.model(folder / "source", 4), samples.text(folder / "calib.txt")
-    text = ("--calib", words, "--samples", 4, "--max-length", 64, "-q")
+    text = ("--calib", words, *samples.SHORT)
     lines: dict[str, tuple[object, ...]] = {
         "int4": ("quantize", source, *text),
         "fp6": ("quantize", source, "--format", "fp6", *text),
-        "prune": ("prune", source, *text),
+        "prune": ("prune", source, "--calib", words, "--samples", 4, "--max-length", 64, "-q"),
         "rtn": ("quantize", source, "--method", "rtn", "-q"),
         "mapped": ("quantize", source, "--act-budget", "1KB", *text),
     }
-    for name, line in lines.items():
-        warm(*line, "-o", folder / f"warm-{name}")
-    return {name: undisturbed(folder, name, line) for name, line in lines.items()}
+    warm(*lines["int4"], "-o", folder / "warm")
+
+    class Known(dict[str, Job]):
+        def __missing__(self, name: str) -> Job:
+            self[name] = undisturbed(folder, name, lines[name])
+            return self[name]
+
+    return Known()
 
 
 def undisturbed(folder: Path, name: str, words: tuple[object, ...]) -> Job:
@@ -437,7 +442,7 @@ def measure_costs(found: Run) -> None:
 
 
 def costs(found: Run, folder: Path) -> None:
-    source, words = samples.model(folder / "source", 4, **LARGER), samples.text(folder / "calib.txt")
+    source, words = samples.model(folder / "source", 3, **LARGER), samples.text(folder / "calib.txt")
     line: tuple[object, ...] = ("quantize", source, "--calib", words, "--samples", 16, "--max-length", 256, "-q")
     warm(*samples.calibrated(samples.model(folder / "small", 1), words, folder / "warm"))
     noted = folder / "noted.json"

@@ -78,7 +78,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.text = text(folder / "text.txt")
-        self.models = {0: model(folder / "small"), 1: model(folder / "wide", **WIDE, num_key_value_heads=8)}
+        self.models = {0: model(folder / "small"), 1: model(folder / "wide", 1, **WIDE, num_key_value_heads=8)}
         small = self.models[0]
         assert warmed("quantize", small, "--method", "rtn", "-o", folder / "warm", "-q") == 0
         assert warmed(*calibrated(small, self.text, folder / "solved")) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -41,14 +42,14 @@ for arguments in json.loads(sys.argv[3]):
 ROUNDED = {
     "int4": ("quantize", "{model}", "--method", "rtn", "--set", "clip=search"),
     "asym": ("quantize", "{model}", "--method", "rtn", "--asym", "--group-size", "32", "--layout", "awq"),
-    "fp6": ("quantize", "{model}", "--format", "fp6", "--method", "rtn"),
+    "fp6": ("quantize", "{model}", "--format", "fp6", "--method", "rtn", "--set", "clip=none"),
     "pruned": ("prune", "{model}", "--method", "magnitude"),
     "marlin": ("pack", "{out}/int4", "--layout", "marlin"),
     "back": ("convert", "marlin-to-gptq", "{out}/marlin"),
 }
 #: These may depend on the number of threads, by the model's forward alone (docs/reliability.md 1.4).
 CALIBRATED = {
-    "gptq": ("quantize", "{model}", "--calib", "{text}", "--samples", "4", "--max-length", "64"),
+    "gptq": ("quantize", "{model}", "--calib", "{text}", *map(str, samples.SHORT)),
     "thin": ("prune", "{model}", "--calib", "{text}", "--samples", "4", "--max-length", "64"),
 }
 
@@ -96,12 +97,12 @@ def attack_surroundings(found: Run) -> None:
     model, text = samples.model(found.folder / "model", blocks=1), samples.text(found.folder / "text.txt")
     first: dict[str, Any] = {}
     by_threads: dict[tuple[str, str], Any] = {}
-    number = 0
-    while found.cases < found.least or number < 3:
+    number, counts = 0, "14" if found.column == "pr" else "124"
+    while found.cases < found.least or number < len(counts):
         rng = found.random("R1", number)
         place = found.folder / f"{number}"
         place.mkdir()
-        around, threads = surroundings(rng), "124"[number] if number < 3 else rng.choice("124")
+        around, threads = surroundings(rng), counts[number] if number < len(counts) else rng.choice(counts)
         moved = reordered(model, place / "model", rng)
         work = lines(place, model=moved, text=text)
         done = process(list(work.values()), threads, place / "here", rng.choice(("022", "077", "002")), **around)
@@ -115,10 +116,10 @@ def attack_surroundings(found: Run) -> None:
         if number:
             shutil.rmtree(place)
         number += 1
-    same = sum(by_threads["gptq", "1"][0] == by_threads["gptq", other][0] for other in "24")
-    found.facts = {"processes": number, "calibrated_runs_of_2_and_4_threads_equal_to_1": f"{same} of 2"}
+    same = sum(by_threads["gptq", "1"][0] == by_threads["gptq", other][0] for other in counts[1:])
+    found.facts = {"processes": number, "calibrated runs equal to that of one thread": f"{same} of {len(counts) - 1}"}
     warm(*samples.calibrated(model, text, found.folder / "warm"))
-    for before, after in (("1", "2"), ("2", "4"), ("1", "4")):
+    for before, after in itertools.combinations(counts, 2):
         with found.case(f"--resume with {after} threads of a run with {before}"):
             another_number_of_threads(found.folder, model, text, before, after)
 

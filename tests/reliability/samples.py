@@ -22,9 +22,13 @@ def text(path: Path) -> Path:
     return path
 
 
-def calibrated(source: Path, words: Path, out: Path, *options: object) -> tuple[object, ...]:
+#: A short calibration without the search of scales, which is half of such a run and writes nothing.
+SHORT = ("--samples", 4, "--max-length", 64, "--set", "clip=none", "-q")
+
+
+def calibrated(source: Path, words: Path, out: Path | str, *options: object) -> tuple[object, ...]:
     """Return the arguments of a short GPTQ run."""
-    return ("quantize", source, "--calib", words, "--samples", 4, "--max-length", 64, "-o", out, "-q", *options)
+    return ("quantize", source, "--calib", words, *SHORT, "-o", out, *options)
 
 
 def quantkit(folder: Path, *arguments: object, code: int | None = 0, limit: float = 120.0) -> Ended:

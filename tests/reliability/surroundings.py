@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.reliability.campaign import Family, Run
 from tests.reliability.disk import may_mount
-from tests.reliability.samples import digests, model, text
+from tests.reliability.samples import SHORT, digests, model, quantkit, text
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A folder that nobody can make, not even root.
@@ -28,7 +28,7 @@ NOWHERE = "/proc/nowhere"
 #: A hub that does not answer.
 SILENT = {"HF_HUB_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9"}
 ROUND = "quantize {model} --method rtn -o {out} -q"
-SOLVE = "quantize {model} --calib {text} --samples 4 --max-length 64 -o {out} -q"
+SOLVE = " ".join(("quantize {model} --calib {text} -o {out}", *map(str, SHORT)))
 PACKAGED = "quantize {model} --samples 4 --max-length 64 -o {out}"
 
 
@@ -120,10 +120,10 @@ def poor(found: Run) -> None:
     found.facts["read-only folders"] = how
     cases = [each for each in CASES if each.read_only is None or how != "left out"]
     cases = cases if found.column != "pr" else found.random("E1").sample(cases, found.least)
-    for line in dict.fromkeys(each.words for each in cases if each.refusal is None):
-        ended = started(Surroundings("as usual", line), place)
-        assert ended.returncode == 0, ended.stderr
-        place.expected[line] = digests(place.folder / "parent/out")
+    for number, line in enumerate(dict.fromkeys(each.words for each in cases if each.refusal is None)):
+        out = found.folder / f"usual{number}"
+        quantkit(found.folder, *line.format(model=place.model, text=place.text, out=out).split())
+        place.expected[line] = digests(out)
     for surroundings in cases:
         with found.case(surroundings.what):
             judge(surroundings, started(surroundings, place), place)

@@ -595,11 +595,11 @@ def folders(found: Run) -> None:
     shared_tensors(found, folder, words)
     source = edited(folder / "odd", odd_values)
     for method, options in COMMANDS.items():
-        scheme = next(m for m in METHODS if m.name == method).scheme
-        for layout in holding(scheme):
+        layouts = holding(next(m for m in METHODS if m.name == method).scheme)
+        for layout in layouts[:1] if method == "int4 gptq" else layouts:  # int4 rtn has the same scheme
             with found.case(f"odd values, {method}, {layout}, quantized and verified"):
                 out = folder / f"odd-{method}-{layout}"
-                quantkit(folder, *calibrated(source, words, out, *options, "--layout", layout))
+                quantkit(folder, *calibrated(source, words, out, *options, "--layout", layout, "--set", "clip=search"))
                 quantkit(folder, "verify", out, "-q")
 
 
@@ -615,7 +615,7 @@ def warm(folder: Path) -> None:
 
 def source_dtypes(found: Run, folder: Path, refused: Callable[..., None]) -> None:
     """Weights of every float dtype are converted; integers and bare FP8 are refused."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):  # float16 has every other folder
         name = str(dtype)[6:]
         source = edited(folder / name, lambda t, d=dtype: {key: x.to(d) for key, x in t.items()}, torch_dtype=name)
         for method, options in COMMANDS.items():
