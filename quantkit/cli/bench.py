@@ -97,7 +97,7 @@ def kernels(kernel: str, csv: Path | None, as_json: bool, progress: Progress, **
     from quantkit.bench.kernels import default_layouts, kernels as time_kernels
     from quantkit.io import files
 
-    _require_writable(csv, ".csv")
+    _require_writable(csv)
     models = asked["model"] or (() if asked["shape"] else ("llama3-8b",))
     found = time_kernels(
         layers=roofline.layers(models, asked["shape"]),
@@ -124,7 +124,7 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     from quantkit.bench.generate import measure
     from quantkit.io import files
 
-    _require_writable(csv, ".csv")
+    _require_writable(csv)
     named, batches = random_model.read(asked["model"]), tuple(sorted(set(asked["batch"] or BATCHES)))
     variants = random_model.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
     work = random_model.Workload(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
@@ -146,10 +146,10 @@ def _dtype(asked: dict[str, Any]) -> torch.dtype:
     return {"float16": torch.float16, "bfloat16": torch.bfloat16}[asked["dtype"]]
 
 
-def _require_writable(path: Path | None, suffix: str) -> None:
-    """Refuse a file that cannot be written or does not end in `suffix`, before the hours of work that make it."""
-    if path is not None and (path.suffix != suffix or not path.absolute().parent.is_dir()):
-        raise click.UsageError(f"{path}: give a file name that ends in {suffix}, in a folder that exists")
+def _require_writable(path: Path | None) -> None:
+    """Refuse a file that cannot be written or does not end in .csv, before the hours of work that make it."""
+    if path is not None and (path.suffix != ".csv" or not path.absolute().parent.is_dir()):
+        raise click.UsageError(f"{path}: give a file name that ends in .csv, in a folder that exists")
 
 
 def format_speeds(found: Mapping[str, Any]) -> str:

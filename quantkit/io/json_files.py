@@ -18,13 +18,15 @@ AGAIN = "download it again"
 SPECIAL_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 FLOAT_TAG = "__float__"
 
+#: The largest JSON file that is read.
+MOST_BYTES = 100 * 2**20
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 100
 _SHORT.maxother = 100
 
 
-def load_json(path: Path, limit: int = 100 * 2**20, *, special_floats: bool = False) -> dict[str, Any]:
-    """Read the object of a JSON file; CheckpointError if it is larger than `limit` or ambiguous.
+def load_json(path: Path, *, special_floats: bool = False) -> dict[str, Any]:
+    """Read the object of a JSON file; CheckpointError if it is larger than `MOST_BYTES` or ambiguous.
 
     Refused: other encodings than UTF-8, duplicate keys, numbers that are too large, nesting deeper than 64, unpaired
     surrogates, and the words NaN and Infinity unless `special_floats` allows them.
@@ -33,8 +35,8 @@ def load_json(path: Path, limit: int = 100 * 2**20, *, special_floats: bool = Fa
         real = path.resolve(strict=True)
     with files.open_regular(real) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise CheckpointError(f"{size} bytes of JSON are more than the limit of {limit}", subject=path)
+        if size > MOST_BYTES:
+            raise CheckpointError(f"{size} bytes of JSON are more than the limit of {MOST_BYTES}", subject=path)
         return parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats)
 
 

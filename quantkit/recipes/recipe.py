@@ -194,13 +194,13 @@ def written(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def pruning_from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Recipe:
+def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
-    asked = read(mapping, pruning_keys(kind))
+    asked = read(mapping, pruning_keys(Recipe))
     rule: Rule = asked.pop("method", "sparsegpt")
     gptq = Options(**asked.pop("gptq", {}), prune=rule)
     fixed: Any = {"scheme": "2:4", "clip": "none", "metric": "mse", "layout": None}
-    return kind(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))
+    return Recipe(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))
 
 
 def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Recipe:

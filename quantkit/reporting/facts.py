@@ -91,9 +91,9 @@ def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, 
     return [(float(layer[key]), str(layer.get("name"))) for layer in layers if layer.get(key) is not None]
 
 
-def statistics(layers: Iterable[Mapping[str, Any]], key: str) -> str:
-    """Describe the mean and the worst of a relative error, empty if no layer has it."""
-    found = figures(layers, key)
+def weight_error(layers: Iterable[Mapping[str, Any]]) -> str:
+    """Describe the mean and the worst relative error of the weights, empty if no layer has it."""
+    found = figures(layers, "relative_error")
     if not found:
         return ""
     worst, name = max(found)

@@ -116,7 +116,7 @@ def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, sc
         ("dense", facts.dense(totals)),
         ("share", facts.share(report)),
         ("2:4", facts.sparsity(layers)),
-        ("weight error", facts.statistics(layers, "relative_error") or "not recorded"),
+        ("weight error", facts.weight_error(layers) or "not recorded"),
         ("output loss", facts.losses(layers)),
     ]
     return [(label, str(value)) for label, value in found if value]

@@ -27,7 +27,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("opened by", facts.openings(report)),
         ("loads in", ", ".join(map(str, report.get("readers", [])))),
         ("2:4", facts.sparsity(layers)),
-        ("weight error", facts.statistics(layers, "relative_error")),
+        ("weight error", facts.weight_error(layers)),
         ("output loss", facts.losses(layers)),
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
         ("distillation", facts.distillation(report)),
@@ -46,7 +46,7 @@ def line(report: Mapping[str, Any]) -> str:
     """Format a report as one line: what was done, its size, its mean error, and how many notes the report has."""
     layers, notes = report.get("layers", []), len(list(facts.events(report)))
     head = f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, {report.get('layout')}"
-    error = facts.statistics(layers, "relative_error").partition(", worst")[0]
+    error = facts.weight_error(layers).partition(", worst")[0]
     parts = [
         head,
         facts.sizes(report.get("totals", {})),

@@ -15,8 +15,8 @@ from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.engine_method import require_kernels
 from quantkit.serving.shards import JoinedWeight, Part, StackedWeight
 
-#: Engines' names of an expert's linears: gate, down, up. Parameters of gate and up begin with the first of PREFIXES.
-GATE, DOWN, UP = "w1", "w2", "w3"
+#: Engines' names of an expert's linears but the gate, "w1". Parameters of gate and up begin with the first of PREFIXES.
+DOWN, UP = "w2", "w3"
 PREFIXES = ("w13_", "w2_")
 
 
