@@ -31,6 +31,11 @@ _DECAY = 0.95
 _TINY = 1e-12
 
 
+def is_moved_in_place(weight: Tensor, start: QuantizedTensor) -> bool:
+    """Tell whether a kernel takes the steps of a TunedWeight; they change the bfloat16 tensor that `dense` returned."""
+    return kernels.runs_on(weight.device) and tuple(weight.shape) == start.shape
+
+
 class TunedWeight:
     """Learn the codes and scales of one weight `[n, k]`, beginning with `start`, which may be padded.
 
@@ -52,17 +57,12 @@ class TunedWeight:
         self._latent = _Moved(torch.clamp(target, values - inside, values + inside))
         self._factors = _Moved(torch.ones_like(self._scales))
         self._dense: Tensor | None = None
-        if kernels.runs_on(weight.device) and self._size == start.shape:
+        if is_moved_in_place(weight, start):
             self._dense = self.dense().to(torch.bfloat16)
             table = torch.tensor(fmt.values, dtype=torch.float32, device=weight.device)
             zeros = None if self._zeros is None else self._zeros.flatten()
             table = table if zeros is None else table - table[0]  # zero points count codes
             self._given = (self._scales, zeros, start.codes.contiguous(), table, steps)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether all steps write to the tensor that `dense` returns."""
-        return self._dense is not None
 
     def dense(self) -> Tensor:
         """Return the dequantized weight `[n, k]`, without padding; in bfloat16 where a kernel takes the steps.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 from quantkit.errors import RecipeError, Setting, Words
-
-T = TypeVar("T")
 
 #: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to hide the launches of
 #: kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document may depend on other documents.
@@ -76,18 +73,3 @@ def fits_beside(size: int, stored: int, budget: int | None, free: int | None) ->
     if budget is not None and size + stored > budget:
         return False
     return size <= PASSES_BYTES if free is None else stays_on_gpu(size, free)
-
-
-def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Divide items, in order, into lists whose sizes add up to at most `most`; a larger item is a list of its own."""
-    part: list[T] = []
-    total = 0
-    for item in items:
-        needed = size(item)
-        if part and total + needed > most:
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += needed
-    if part:
-        yield part

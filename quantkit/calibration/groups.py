@@ -13,6 +13,7 @@ from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration import budget
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Task
+from quantkit.core.batches import divide
 
 
 def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
@@ -43,7 +44,7 @@ def _divided(run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, An
     """Divide groups into tasks with Hessians of at most `HESSIAN_BYTES`; the linears of a group have the same facts."""
     width = {group: run.model.linears[group.linears[0]][1] for group in groups}
     size = {group: Hessian.bytes(k) + Hessian.chunk_bytes(k) for group, k in width.items()}
-    for some in budget.divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
+    for some in divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
         yield [Task(group, {name: facts.get(name, {}) for name in group.linears}) for group in some]
 
 

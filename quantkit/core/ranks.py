@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from quantkit.core.batches import divide
 from quantkit.errors import Option, QuantkitError, Words, is_out_of_memory, reason
 from quantkit.progress import Progress
 
@@ -36,6 +37,8 @@ LOST = (
     "another process of this run has ended (killed, or out of memory)",
     Words("run the same command again, with", Option("resume", True), "if a .partial- folder was left"),
 )
+#: Values of so many bytes move at once, or a larger one alone.
+MOVED_BYTES = 2**30
 
 
 class _Form(NamedTuple):
@@ -135,13 +138,25 @@ class Ranks:
         with self.progress.loop():
             forms = self._exchange([form for form, _ in apart])
             with self._moving([form for of_rank in forms for form in of_rank]):
+                every = [(number, source) for number in range(len(values)) for source in range(self.count)]
+                steps = divide(every, lambda at: _size(forms[at[1]][at[0]]), MOVED_BYTES)
+                moved: dict[tuple[int, int], list[Tensor]] = {}
+
+                def each(number: int) -> Iterator[T]:
+                    for source in range(self.count):
+                        while (number, source) not in moved:
+                            moved.update(self._move(next(steps), forms, [own for _, own in apart], owners))
+                        tensors = moved.pop((number, source))
+                        if source == self.rank:
+                            yield values[number]
+                        elif owners[number] in (None, self.rank):
+                            yield cast(T, _put_together(forms[source][number], tensors))
+
                 for number, owner in enumerate(owners):
-                    own = values[number], apart[number][1]
-                    each = self._gather([of_rank[number] for of_rank in forms], own, owner)
                     if owner in (None, self.rank):
-                        yield each
+                        yield each(number)
                     else:
-                        list(each)  # sends the own tensors
+                        list(each(number))  # sends the own tensors
                         yield None
 
     def each(self, tasks: Sequence[T], owners: Sequence[int], work: Callable[[T], R]) -> Iterator[R]:
@@ -223,6 +238,7 @@ class Ranks:
         try:
             if self._nccl is None and any(kind == "cuda" for form in forms for _, _, kind in form.tensors):
                 self._nccl = distributed.new_group(backend="nccl", timeout=MOVING)
+                distributed.all_reduce(torch.zeros(1, device=self.device), group=self._nccl)  # all ranks connect
             yield
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -230,23 +246,39 @@ class Ranks:
             raise QuantkitError(*LOST) from error
         self.lost = False
 
-    def _gather(self, forms: list[_Form], own: tuple[T, list[Tensor]], owner: int | None) -> Iterator[T]:
-        """Yield the values of all ranks where `owner` is; elsewhere send the own one and yield nothing."""
+    def _move(
+        self,
+        step: Iterable[tuple[int, int]],
+        forms: Sequence[Sequence[_Form]],
+        own: Sequence[list[Tensor]],
+        owners: Sequence[int | None],
+    ) -> dict[tuple[int, int], list[Tensor]]:
+        """Move the tensors of values, each from a source, at once and in both directions; returns what came here."""
         from torch import distributed
 
-        value, mine = own
-        for source, form in enumerate(forms):
-            here, receives = source == self.rank, owner in (None, self.rank)
-            tensors = mine if here else self._space(form) if receives else []
+        found: dict[tuple[int, int], list[Tensor]] = {}
+        operations: dict[bool, list[Any]] = {False: [], True: []}
+
+        def add(function: Callable[..., Any], tensors: Iterable[Tensor], peer: int) -> None:
             for tensor in tensors:
-                if owner is None:
-                    self._broadcast(tensor, source)
-                elif here and not receives and tensor.numel():
-                    distributed.send(_bytes(tensor), owner, group=self._group(tensor))
-                elif receives and not here and tensor.numel():
-                    distributed.recv(_bytes(tensor), source, group=self._group(tensor))
-            if receives:
-                yield value if here else cast(T, _put_together(form, tensors))
+                if tensor.numel():
+                    operation = distributed.P2POp(function, _bytes(tensor), peer, self._group(tensor))
+                    operations[tensor.is_cuda].append(operation)
+
+        for number, source in step:
+            found[number, source], owner = [], owners[number]
+            receivers = list(range(self.count)) if owner is None else [owner]
+            if source == self.rank:
+                for receiver in receivers:
+                    if receiver != source:
+                        add(distributed.isend, own[number], receiver)
+            elif self.rank in receivers:
+                found[number, source] = self._space(forms[source][number])
+                add(distributed.irecv, found[number, source], source)
+        for of_kind in filter(None, operations.values()):
+            for work in distributed.batch_isend_irecv(of_kind):
+                work.wait()
+        return found
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         from torch import distributed
@@ -328,6 +360,11 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: Any) -> Any:
         return self.tensors[number]
+
+
+def _size(form: _Form) -> int:
+    """Compute the bytes of the tensors of a value."""
+    return sum(dtype.itemsize * shape.numel() for dtype, shape, _ in form.tensors)
 
 
 def _take_apart(value: Any) -> tuple[_Form, list[Tensor]]:

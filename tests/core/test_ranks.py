@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from quantkit.core import ranks as ranks_module
 from quantkit.core.ranks import ALONE, LOST, ROWS, Ranks, ranks
 from quantkit.errors import NumericError, QuantkitError
 from tests import ranks as processes
@@ -49,10 +50,11 @@ def test_values_with_tensors_arrive_in_the_order_of_the_ranks(tmp_path: Path) ->
         assert [name for name, _ in found] == ["rank 0", "rank 1", "rank 2"]
         assert all(same(held, tensors(rank)) for rank, (_, held) in enumerate(found))
         owners = [1, None, 0, 1]
-        for owner, gathered in zip(owners, here.gather_each([tensors(here.rank)] * 4, owners), strict=True):
-            assert (gathered is None) == (owner not in (None, here.rank))
-            for rank, held in enumerate(gathered or ()):
-                assert same(held, tensors(rank))
+        for ranks_module.MOVED_BYTES in (2**30, 200, 1):  # of this process alone: all at once, some, and each alone
+            for owner, gathered in zip(owners, here.gather_each([tensors(here.rank)] * 4, owners), strict=True):
+                assert (gathered is None) == (owner not in (None, here.rank))
+                for rank, held in enumerate(gathered or ()):
+                    assert same(held, tensors(rank))
         tasks = list(here.each(range(5), [2, 0, 1, 2, 0], lambda task: (task, here.rank, torch.tensor(task))))
         assert [(task, rank, int(held)) for task, rank, held in tasks] == [
             (0, 2, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 0, 4)

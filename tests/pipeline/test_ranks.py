@@ -415,7 +415,10 @@ def test_a_hessian_does_not_depend_on_the_ranks(tokens: list[int]) -> None:
 
 
 @pytest.mark.gpu
-def test_two_gpus_give_the_same_bytes_twice_and_nearly_the_codes_of_one(shared: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--recipe", "int4-best", "--set", "tune=40"]], ids=["solved", "tuned"])
+def test_two_gpus_give_the_same_bytes_twice_and_nearly_the_result_of_one(
+    options: list[str], shared: Path, tmp_path: Path
+) -> None:
     """Each run is one of torchrun, as a process that has used CUDA cannot be forked."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two CUDA GPUs, and torch sees {torch.cuda.device_count()}")
@@ -424,12 +427,13 @@ def test_two_gpus_give_the_same_bytes_twice_and_nearly_the_codes_of_one(shared: 
     for out, count in zip(outs, (1, 2, 2), strict=True):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", "quantkit"]
         model = shared / "models" / "llama-29m"
-        args = ["quantize", model, "-o", out, "--calib", text, "--samples", 64, "--max-length", 512, "-q"]
+        args = ["quantize", model, "-o", out, "--calib", text, "--samples", 64, "--max-length", 512, "-q", *options]
         done = subprocess.run([*launcher, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     assert hashes(outs[1]) == hashes(outs[2]) and report(outs[1])["ranks"] == 2
     one, two = map(Checkpoint, outs[:2])
     equal = [(one.quantized(name).codes == two.quantized(name).codes).float().mean() for name in one.modules()]
-    assert float(torch.stack(equal).mean()) > 0.99
-    losses = [sum(layer["loss"] for layer in report(out)["layers"]) for out in outs[:2]]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert float(torch.stack(equal).mean()) > (0.9 if options else 0.99)
+    kind = "tuned_error" if options else "loss"
+    losses = [sum(layer[kind] for layer in report(out)["layers"]) for out in outs[:2]]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2 if options else 1e-3)

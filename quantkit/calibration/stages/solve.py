@@ -27,6 +27,7 @@ from quantkit.calibration import budget
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.calibration.uncalibrated import counts_of_pruned, solve_uncalibrated, solved_width, stored_item
 from quantkit.checkpoint.items import Item
+from quantkit.core.batches import divide
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
@@ -96,7 +97,7 @@ class Solve(Stage):
         assert task.hessian is not None
         ranks = run.ranks if task.owner is None else ALONE
         sizes = {name: prod(run.model.linears[name]) for name in task.group.linears}
-        for part in budget.divide(sizes, sizes.__getitem__, budget.SOLVED_WEIGHTS):
+        for part in divide(sizes, sizes.__getitem__, budget.SOLVED_WEIGHTS):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}

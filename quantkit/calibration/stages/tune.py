@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.block_tuning import TunedWeight
+from quantkit.algorithms.block_tuning import TunedWeight, is_moved_in_place
 from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import (
@@ -203,8 +203,16 @@ class BlockTuning:
         self._of_ranks = [[number for number in trained if number in part] for part in divided]
         seed = (run.recipe.calibration.seed + block.index) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
-        in_place = run.ranks.count == 1 and all(weight.is_in_place for weight in self._weights.values())
-        self._captured = Captured() if in_place else None
+        in_place = {name for name, start in starts.items() if is_moved_in_place(sources[name], start)}
+        self._captured = Captured() if len(in_place) == len(starts) else None
+        #: Where several ranks put the weights of all, always the same memory.
+        self._places: dict[str, Tensor] = {}
+        for name in starts if run.ranks.count > 1 else ():
+            if name in in_place and name in self._weights:
+                self._places[name] = self._weights[name].dense()
+            else:
+                dtype = torch.bfloat16 if name in in_place else torch.float32
+                self._places[name] = torch.empty_like(sources[name], dtype=dtype)
 
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
         """Take all steps; return the weights of least held-out error, and the facts that they share.
@@ -270,19 +278,22 @@ class BlockTuning:
             for name, of_ranks in zip(self._starts, gathered, strict=True):
                 found = [gradient for gradient in of_ranks or () if gradient is not None]
                 if found:  # else another rank moves it, or no token of the batch reached this expert
-                    added[name] = reduce(Tensor.add_, found)
+                    added[name] = reduce(Tensor.add_, found[1:], found[0].float())
         return added
 
     def _dense(self) -> dict[str, Tensor]:
-        """Gather the dequantized weights `[n, k]`; several ranks send them as products take them, and get float32."""
-        if self._run.ranks.count == 1:
+        """Gather the dequantized weights `[n, k]`; several ranks send them as products take them.
+
+        The next step may overwrite them.
+        """
+        if not self._places:
             return {name: weight.dense() for name, weight in self._weights.items()}
         dtype = torch.bfloat16 if is_fast_in_bfloat16(self._model.device) else torch.float32
         with self._run.exchanging():
             each = self._run.ranks.each(
                 list(self._starts), self._owners, lambda name: self._weights[name].dense().to(dtype)
             )
-            return {name: weight.float() for name, weight in zip(self._starts, each, strict=True)}
+            return {name: self._places[name].copy_(weight) for name, weight in zip(self._starts, each, strict=True)}
 
     def held_out_error(self) -> float:
         """Compute the mean error of the tokens of the held-out sequences."""
