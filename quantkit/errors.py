@@ -223,9 +223,16 @@ class ThresholdError(QuantkitError):
     exit_code = 4
 
 
-def more_samples(samples: int, tokens: int, needed: int) -> Words:
-    """Say how many calibration sequences to use for `needed` tokens, with a tenth to spare: `samples` gave `tokens`."""
-    return Words("use", Setting("samples", -(-11 * samples * needed // (10 * tokens))))
+def more_samples(samples: int, tokens: int, needed: int, documents: int | None = None) -> Words:
+    """Say how many calibration sequences to use for `needed` tokens, with a tenth to spare: `samples` gave `tokens`.
+
+    `documents` is how many the text has, if that is known: more samples than these may ask for a longer text.
+    """
+    count = -(-11 * samples * needed // (10 * tokens))
+    longer = (
+        () if documents is None or count <= documents else ("and, if the text has fewer, a longer", Setting("calib"))
+    )
+    return Words("use", Setting("samples", count), *longer)
 
 
 def require_known(kind: str, value: object, names: Collection[str]) -> None:

@@ -261,7 +261,9 @@ def _way_out(fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[s
     if not ratios or not isinstance(sequences, int):
         return []
     most = max(ratios)
-    return [":", more_samples(sequences, most.denominator, most.numerator)]
+    texts = [each for each in calibration.get("sources", []) if each["source"] != "self"]
+    held = sum(each["documents"] for each in texts) if texts else None
+    return [":", more_samples(sequences, most.denominator, most.numerator, held)]
 
 
 def _count(fact: str, value: Any) -> int:

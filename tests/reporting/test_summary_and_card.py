@@ -52,6 +52,10 @@ def test_a_step_that_was_skipped_names_the_samples_that_it_needs(fact: str, samp
     report["layers"][0][fact] = "1000 tokens for 512 input channels"
     report["layers"][1][fact] = "750 tokens for 512 input channels"
     assert f"first a.q_proj: use --samples {samples}" in " ".join(summary(report).split())
+    for documents, longer in ((samples, False), (samples - 1, True)):
+        report["calibration"]["sources"] = [{"source": "text.txt", "documents": documents}]
+        says = f"use --samples {samples} and, if the text has fewer, a longer --calib"
+        assert (says in " ".join(summary(report).split())) is longer
     report["layers"][1][fact] = "0 tokens for 512 input channels"
     report["calibration"] = {}
     assert "--samples" not in summary(report)
