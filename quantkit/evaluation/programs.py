@@ -188,10 +188,14 @@ class CodeExam:
         self._counts = [each for each in USUAL_K if each <= samples] if k is None else list(k)
         if len(set(seeds)) < len(seeds):
             raise RecipeError(f"a seed is given twice in {list(seeds)}", "give each once")
-        if not seeds or not self._counts or not all(1 <= each <= samples for each in self._counts):
+        if not seeds:
+            raise RecipeError("no seed draws the programs", Words("use", Option("seeds", [0])))
+        if not self._counts or min(self._counts) < 1:
+            raise RecipeError(f"there is no pass@k of {self._counts}", Words("use", Option("k"), "of 1 or more"))
+        if max(self._counts) > samples:
             raise RecipeError(
-                f"{samples} samples and {len(seeds)} seeds give no pass@k of {self._counts}",
-                Words("use more", Option("samples")),
+                f"{samples} samples give no pass@{max(self._counts)}",
+                Words("use", Option("samples", max(self._counts)), "or more"),
             )
         self._data = Path(data)
         self._problems = _problems(self._data, limit)

@@ -207,6 +207,8 @@ def test_equal_seeds_write_equal_programs_and_the_rest_of_a_killed_run_is_the_sa
         (HUMANEVAL, "--allow-code-execution --top-p 2", "top_p 2.0 is not in (0, 1]"),
         (HUMANEVAL, "--allow-code-execution --seeds 1,-1", "seed is -1"),
         (HUMANEVAL, "--allow-code-execution --seeds 1,0,1", "a seed is given twice in [1, 0, 1]: give each once"),
+        (HUMANEVAL, "--allow-code-execution --k 0", "there is no pass@k of [0]: use --k of 1 or more"),
+        (HUMANEVAL, "--allow-code-execution --k 1,20", "10 samples give no pass@20: use --samples 20 or more"),
     ],
 )
 def test_bad_input_is_one_line_before_any_weight_is_read(
