@@ -236,8 +236,11 @@ def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import datasets
+    import pyarrow.parquet
 
     try:
+        if not pyarrow.parquet.read_metadata(path).num_rows:  # which datasets cannot read
+            return
         yield from table_rows(
             datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True), path
         )
