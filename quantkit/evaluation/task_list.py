@@ -130,7 +130,7 @@ def _load(
         for number, doc in enumerate(islice(task.eval_docs, limit) if kind == "TASK" else (), start=1):
             task.doc_to_text(doc)
             task.doc_to_target(doc)
-            wrong = wrong or _unanswerable(task, doc, number)
+            wrong = wrong or _unanswerable(task, doc, number) or _null(task, doc, number)
     except Exception as error:  # lm-eval, the hub's client and a task's own code have no common base class
         if local is None and is_unreachable(error):
             raise CheckpointError(
@@ -143,7 +143,7 @@ def _load(
             subject=subject,
         ) from error
     if wrong and data is not None:
-        raise CheckpointError(wrong, "repair the record, or leave it out if its answer is secret", subject=data / name)
+        raise CheckpointError(wrong, "repair the record, or leave it out", subject=data / name)
     if getattr(task, "UNSAFE_CODE", False):
         raise RecipeError(
             f"{name} runs programs that the model writes, uncontained", "use quantkit eval code", subject="lm-eval"
@@ -159,4 +159,14 @@ def _unanswerable(task: Any, doc: Any, number: int) -> str:
     for each in gold if isinstance(gold, list) else [gold]:
         if not (each in choices if isinstance(each, str) else isinstance(each, int) and 0 <= each < len(choices)):
             return f"the answer of question {number} is {each!r}, which is none of its {len(choices)} choices"
+    return ""
+
+
+def _null(task: Any, doc: Any, number: int) -> str:
+    """Say what of a question is null and read all the same: templates write it as the word None."""
+    nulls = [key for key, value in doc.items() if value is None]
+    empty = {**doc, **dict.fromkeys(nulls, "")}
+    reads = [task.doc_to_text, task.doc_to_target, *[task.doc_to_choice] * (task.OUTPUT_TYPE == "multiple_choice")]
+    if nulls and any(read(doc) != read(empty) for read in reads):
+        return f"question {number} has null for {', '.join(nulls)}"
     return ""

@@ -192,6 +192,8 @@ PIQA = piqa(random.Random(0))
             for label, number, shown in ((-1, 2, "-1"), (2, 2, "2"), (None, 2, "None"), (0.5, 1, "0.0"))
         ),
         ("piqa", [{**PIQA, "label": "1"}], "", "is '1', which is none of its 2 choices: repair the record"),
+        ("piqa", [PIQA, {**PIQA, "goal": None}], "", "piqa: question 2 has null for goal: repair the record"),
+        ("piqa", [PIQA, {**PIQA, "sol2": None}], "", "piqa: question 2 has null for sol2: repair the record"),
         ("piqa", [PIQA, {"goal": "a"}], "", "validation.jsonl: line 2: has the keys goal, and the first record goal,"),
         ("piqa", [], "", "validation.jsonl: has no records"),
         ("piqa", [3], "", "line 1: needs the keys"),
