@@ -135,7 +135,10 @@ def _what_remains() -> str:
         if "resume" in context.params:
             return "the finished part is kept, the same command with --resume continues"
         return "something is left beside the output, the same command with --overwrite discards it"
-    if context and (context.params.get("journal") or "recipes" in context.params):
+    journal = context.params.get("journal") if context else None
+    if context and out and "recipes" in context.params:
+        journal = next(Path(out).glob("rows/*"), None)
+    if journal and Path(journal).exists():
         return "the finished part is kept, the same command continues"
     return "nothing was written, run the same command again"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,16 @@ def test_a_signal_before_anything_is_written_leaves_nothing(
         result = call("quantize", small_llama, "-o", tmp_path / "out", *RTN, code=code)
     assert "run the same command again" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_that_is_stopped_before_its_first_row_promises_no_kept_part(
+    small_llama: Path, tmp_path: Path
+) -> None:
+    shutil.copy(ROOT / "LICENSE", tmp_path / "text.txt")
+    words = ("-o", tmp_path / "out", "--recipes", "int4:g64:rtn", "--text", tmp_path / "text.txt", "--device", "cpu")
+    with faults(lambda operation, path: signal.raise_signal(signal.SIGINT) if operation == "mkdir" else None):
+        result = call("compare", small_llama, *words, code=130)
+    assert "run the same command again" in result.stderr and "kept" not in result.stderr
 
 
 #: Prints the exit code of one fork a signal, and then ends well. One process, so that the imports are done once.
