@@ -188,8 +188,8 @@ def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torc
 def repack_for_kernels(linears: Linears) -> list[str]:
     """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some cannot be repacked.
 
-    CheckpointError or LayoutError names a damaged weight, or scales that float16 does not hold. Weights on a CPU are
-    not changed.
+    CheckpointError or LayoutError names a damaged weight, scales that float16 does not hold, or FP8 values that are not
+    of the format. Weights on a CPU are not changed.
     """
     decoded: dict[str, list[str]] = {}
     for name, linear in linears.items():
@@ -198,6 +198,8 @@ def repack_for_kernels(linears: Linears) -> list[str]:
             for tensor in linear.packed().values() if linear.device.type == "cpu" else ():
                 if tensor.dtype in (torch.bfloat16, torch.float32):  # scales of another program
                     validation.half(tensor)
+                elif tensor.dtype == torch.float8_e4m3fn:  # has more values than FP6 and FP5
+                    linear.record()
         if linear.device.type == "meta" and torch.cuda.is_available() and linear.layout not in kernels.MATMULS:
             why = f"offloaded weights stay in the layout of the file, and {kernels.none_for(linear.layout)}"
         if why is not None:

@@ -98,6 +98,18 @@ def test_scales_that_float16_does_not_hold_are_named_before_the_first_token(
     quantkit.load(tmp_path / "packed", device="cpu")
 
 
+def test_an_fp8_value_that_is_none_of_the_format_is_named_before_the_first_token(
+    folder: Folders, tmp_path: Path
+) -> None:
+    path = shutil.copytree(folder("compressed-tensors", "fp6:channel"), tmp_path / "damaged")
+    name = "model.layers.1.mlp.up_proj"
+    change(
+        path, lambda tensors: tensors[f"{name}.weight"][:1, :1].fill_(0.1171875) if f"{name}.weight" in tensors else 0
+    )
+    with pytest.raises(LayoutError, match=rf"^{re.escape(name)}: .*no fp6 value"):
+        quantkit.load(path, device="cpu")
+
+
 def test_an_absent_gpu_is_refused(folder: Folders) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
