@@ -278,7 +278,7 @@ class BlockTuning:
             for name, of_ranks in zip(self._starts, gathered, strict=True):
                 found = [gradient for gradient in of_ranks or () if gradient is not None]
                 if found:  # else another rank moves it, or no token of the batch reached this expert
-                    added[name] = reduce(Tensor.add_, found[1:], found[0].float())
+                    added[name] = reduce(Tensor.add_, found)
         return added
 
     def _dense(self) -> dict[str, Tensor]:
