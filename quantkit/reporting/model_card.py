@@ -29,7 +29,7 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
     source = report.get("base") or report.get("source", {})
     layout, totals = str(report.get("layout")), report.get("totals", {})
     scheme = facts.schemes(report)
-    base = str(source.get("base_model") or source.get("name") or "unknown")
+    base = str(source.get("base_model" if source.get("relation") == "quantized" else "name") or "unknown")
     pruned = report.get("command") == "prune"
     revision = f" (revision {_plain(source['revision'])})" if source.get("revision") else ""
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in _front(report, source).items()), "---", ""]

@@ -190,7 +190,8 @@ def test_a_base_without_a_hub_id_is_named_in_the_text_alone() -> None:
     _, front, body = model_card(report).split("---\n", 2)
     assert "base_model" not in yaml.safe_load(front) and "base_model_relation" not in front
     assert "Quantized from `my-folder`" in body
-    report["base"]["base_model"] = "some/ancestor"  # named by the folder, which may have been trained further
+    report["base"] |= {"name": "tuned", "base_model": "some/ancestor"}  # of the model card in a folder of another model
+    assert "some/ancestor" not in model_card(report).split("---")[2] and "from `tuned` with" in model_card(report)
     stated = yaml.safe_load(model_card(report).split("---\n", 2)[1])
     assert stated["base_model"] == "some/ancestor" and "base_model_relation" not in stated
 
