@@ -391,7 +391,8 @@ def _quantize(
         recipe = job.recipe
         require_tied(job.model.module, job.src, job.model.states.stored)
         require_devices(job.model.device, here)
-    if not progress.quiet and not run.resume and here.count == 1:
+    # On a GPU the first block soon says how much is left, and a probe would take a tenth of the run.
+    if not progress.quiet and not run.resume and here.count == 1 and job.model.device.type == "cpu":
         with clock.phase("probe"):
             duration, why = _duration(job, text, run)
         progress.note(*([f"{duration}, by a probe of one block"] if duration else why))
