@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import quantkit
-from quantkit.cli.demo import MODEL, texts
+from quantkit.cli.demo import texts
 from quantkit.errors import LayoutError, Option, QuantkitError, RecipeError, ThresholdError, Words
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
@@ -29,10 +29,10 @@ CALIBRATED: dict[str, Any] = {"calib": "calibration.txt", "samples": 16, "max_le
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def work(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working folder with what the examples start from."""
     folder = tmp_path_factory.mktemp("api")
-    (folder / "model").symlink_to(MODEL)
+    (folder / "model").symlink_to(tiny_llama)
     calibration, evaluation = texts()
     (folder / "calibration.txt").write_text("\n\n".join(calibration), encoding="utf-8")
     (folder / "evaluation.txt").write_text(evaluation[:8_000], encoding="utf-8")

@@ -32,7 +32,7 @@ from tests.command_line import call, refused
 from tests.evaluation.folders import written
 from tests.folders import TEXT
 
-SMALL = {"calibration": {"samples": 4, "max_length": 32}}
+SMALL = {"calibration": {"samples": 4, "max_length": 32}, "clip": "none"}
 RECIPES = ["int4:g64:rtn", "int4:g64:gptq", "fp6:g64:gptq"]
 
 

@@ -265,10 +265,10 @@ def test_an_untied_model_without_a_head_is_refused_by_its_flag(flag: bool | None
 def test_a_tilde_is_the_home_folder_everywhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "calib.txt").write_text(TEXT)
-    (tmp_path / "few.yaml").write_text(json.dumps(gptq("~/calib.txt")))
+    (tmp_path / "few.yaml").write_text(json.dumps(gptq("~/calib.txt", clip="search")))
     call("quantize", "~/model", "--recipe", "~/few.yaml", "-o", "~/one")
-    call("quantize", "~/model", "--calib", "~/calib.txt:1", "--samples", 8, "--max-length", 128, "--out=~/two")
-    few: dict[str, Any] = {"calib": ["~/calib.txt"], "samples": 8, "max_length": 128}
+    call("quantize", "~/model", "--calib", "~/calib.txt:1", "--samples", 8, "--max-length", 64, "--out=~/two")
+    few: dict[str, Any] = {"calib": ["~/calib.txt"], "samples": 8, "max_length": 64}
     quantkit.quantize("~/model", Path("~/three"), **few)
     assert tensors(tmp_path / "one") == tensors(tmp_path / "two") == tensors(tmp_path / "three")
     call("verify", "~/one", "--against", "~/two")

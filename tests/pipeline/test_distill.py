@@ -24,6 +24,7 @@ from quantkit.pipeline.convert import pack
 from quantkit.pipeline.distill import distill
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning import memory as memory_estimate
+from quantkit.recipes.recipe import from_mapping
 from quantkit.reporting.summary import summary
 from tests.faults import Killed, count, faults, killer, memory_path
 from tests.folders import TEXT, hashes
@@ -43,7 +44,7 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> str:
 def plain(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that was quantized and has learned nothing."""
     out = tmp_path_factory.mktemp("plain") / "plain"
-    quantize(small_llama, out, build_recipe(method="rtn"))
+    quantize(small_llama, out, from_mapping({"method": "rtn", "clip": "none"}))
     return out
 
 
@@ -137,7 +138,7 @@ def test_a_killed_run_leaves_no_folder_and_begins_anew_with_the_same_bytes_unles
     assert hashes(out) == hashes(whole) != hashes(tmp_path / "other") and hashes(plain) == before
 
 
-@pytest.mark.parametrize("family", ["qwen2", "opt", "gpt2", "gemma2", "llama4_text"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "llama4_text"])
 def test_families_learn(family: str, calib: str, tmp_path: Path) -> None:
     """Tied embeddings, biases of norms, Conv1D, norms around zero, experts."""
     model = write_model(family, tmp_path / "model", torch.bfloat16 if family == "gemma2" else torch.float16)

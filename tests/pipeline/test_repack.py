@@ -14,6 +14,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError, LayoutError
+from quantkit.io.hashing import hash_of
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
@@ -46,7 +47,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_threads_write_the_same_files(
+def test_many_threads_write_the_same_files_with_their_hashes(
     layout: str, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = packed
@@ -62,6 +63,9 @@ def test_many_threads_write_the_same_files(
     assert files(tmp_path / "one") == files(tmp_path / "five")
     for key in ("layers", "notices", "files", "source"):
         assert one[key] == other[key]
+    shards = {path.name for path in Checkpoint(tmp_path / "one").files()}
+    assert len(shards) > 5 and {"config.json", *shards} <= one["files"].keys()
+    assert one["files"] == {name: hash_of((tmp_path / "one" / name).read_bytes()) for name in one["files"]}
 
 
 @pytest.mark.parametrize("which", [0, 1, -2, -1])

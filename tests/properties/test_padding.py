@@ -31,7 +31,7 @@ from tests.folders import hashes, tensors
 from tests.tiny_models import write_model
 
 calib, tmp_path = command_line.calib, memory_path
-GPTQ = ("--samples", 4, "--max-length", 64)
+GPTQ = ("--samples", 4, "--max-length", 64, "--set", "clip=none")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,13 @@ from click.testing import CliRunner
 
 from quantkit.checkpoint.report import load
 from quantkit.cli.commands import quantkit
+from tests import command_line
 
+calib = command_line.calib
 ROOT = Path(__file__).resolve().parents[2]
 #: Programs that open folders. A row's second column says where its output runs.
 PROGRAMS = ("vLLM", "SGLang", "GPTQModel", "transformers", "quantkit.load")
-THRIFTY = ("--calib", "packaged", "--samples", "8", "--max-length", "64")
+THRIFTY = ("--samples", "8", "--max-length", "64")
 
 
 class Choice(NamedTuple):
@@ -42,15 +44,18 @@ def test_the_table_has_a_row_for_each_need() -> None:
 
 
 @pytest.mark.parametrize("choice", choices(), ids=lambda choice: " ".join(choice.words))
-def test_each_row_of_the_table_gives_what_its_programs_open(choice: Choice, small_llama: Path, tmp_path: Path) -> None:
+def test_each_row_of_the_table_gives_what_its_programs_open(
+    choice: Choice, small_llama: Path, calib: Path, tmp_path: Path
+) -> None:
+    text = ("--calib", str(calib), *THRIFTY)
     places = {"MODEL": small_llama, "OUT": tmp_path / "out"}
     words = choice.words
     if words[0] == "quantize":
         steps = ("--set", "tune=2") if "int4-best" in words else ()  # the README's own number takes a minute
-        words = [*words, *THRIFTY, *steps, "-q"]
+        words = [*words, *text, *steps, "-q"]
     else:
         source = next(other.words for other in choices() if other.words[-1] == "gptq")
-        places["FOLDER"] = run([*source, *THRIFTY, "-q"], **{**places, "OUT": tmp_path / "gptq"})
+        places["FOLDER"] = run([*source, *text, "-q"], **{**places, "OUT": tmp_path / "gptq"})
     readers = load(run(words, **places))["readers"]
     named = [program for program in PROGRAMS if program in choice.where]
     assert named

@@ -16,7 +16,6 @@ from quantkit.checkpoint.report import REPORT, load
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.io.hashing import hash_of
 from quantkit.io.json_files import dump_json
 from quantkit.io.safetensors_writer import SafetensorsWriter
 from quantkit.layouts import LAYOUTS, quantkit_key
@@ -59,17 +58,6 @@ def test_digests_are_those_of_what_was_written_not_of_what_was_read(packed: Path
         assert {layer["name"]: layer["digest"] for layer in layers} == {
             module: out.quantized(module).digest() for module in out.modules()
         }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shard", [40_000, 2**31])
-def test_reports_list_the_hash_of_every_file(layout: str, shard: int, packed: Path, tmp_path: Path) -> None:
-    plain = layout in ("compressed-tensors", "gptq", "gptq-v2", "marlin", "awq", "quick")
-    pack(packed, tmp_path / "out", layout, max_shard_size=shard, requantize=not plain, pad=True)
-    out, files = Checkpoint(tmp_path / "out"), load(tmp_path / "out")["files"]
-    assert files["config.json"] and {p.name for p in out.files()} <= files.keys()
-    for name, digest in files.items():
-        assert hash_of((tmp_path / "out" / name).read_bytes()) == digest, name
 
 
 def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Path, tmp_path: Path) -> None:

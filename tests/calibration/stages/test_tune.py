@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "opt": {"num_hidden_layers": 1, "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
     "mixtral": {"num_hidden_layers": 1},
 }
-TUNED: dict[str, Any] = {"scheme": {"group_size": 32}, "tune": 4}
+TUNED: dict[str, Any] = {"scheme": {"group_size": 32}, "clip": "none", "tune": 4}
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,10 @@ def facts_of(items: dict[str, Item]) -> list[dict[str, Any]]:
     ("family", "recipe"),
     [
         ("llama", {"scheme": {"group_size": 32}, "signed": True, "gptq": {"descent": 1, "refit": True}}),
-        ("opt", {"scheme": {"symmetric": False}}),
-        ("gemma2", {"scheme": {"format": "fp6"}, "method": "gptq"}),
-        ("mixtral", {"scheme": {"group_size": 32}, "skip": ["lm_head", "k_proj"]}),
-        ("llama", {"scheme": {"sparsity": "2:4"}}),
+        ("opt", {"scheme": {"symmetric": False}, "clip": "none"}),
+        ("gemma2", {"scheme": {"format": "fp6"}, "method": "gptq", "clip": "none"}),
+        ("mixtral", {"scheme": {"group_size": 32}, "clip": "none", "skip": ["lm_head", "k_proj"]}),
+        ("llama", {"scheme": {"sparsity": "2:4"}, "clip": "none"}),
     ],
 )
 def test_a_tuned_block_is_never_worse_on_held_out_text(
