@@ -62,13 +62,14 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
         sync_folder(path.parent)
 
 
-def save_tensor(path: Path, *tensors: Tensor) -> str:
+def save_tensor(path: Path, *tensors: Tensor, durable: bool = True) -> str:
     """Write the raw bytes of tensors as `write_atomic` does; returns their BLAKE3, which `load_tensor` asks for.
 
-    A tensor on a GPU is contiguous, and is copied in chunks.
+    A tensor on a GPU is contiguous, and is copied in chunks. Without `durable` no disk is waited for, and a power cut
+    may damage the file.
     """
     seen = blake3()
-    with _replacing(path, needed=sum(tensor.nbytes for tensor in tensors)) as file:
+    with _replacing(path, sum(tensor.nbytes for tensor in tensors), durable) as file:
         for tensor in tensors:
             for data in _chunks(tensor):
                 seen.update(data)
@@ -225,16 +226,18 @@ def remove_empty(folder: Path) -> None:
 
 
 @contextmanager
-def _replacing(path: Path, needed: int) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of `path`, durably, when the block ends well."""
+def _replacing(path: Path, needed: int, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the place of `path`, durably or soon, when the block ends well."""
     temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with guarded(path, needed):
         try:
             with create(temp) as file:
                 yield file
-                sync(file, path)
+                if durable:
+                    sync(file, path)
             rename(temp, path)
-            sync_folder(path.parent)
+            if durable:
+                sync_folder(path.parent)
         except BaseException:
             with suppress(CheckpointError):
                 remove(temp)

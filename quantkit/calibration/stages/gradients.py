@@ -226,7 +226,8 @@ def _save(run: Run, queue: WorkQueue, kind: str, block: int, tensor: Tensor, has
             held = tensor.clone()
 
     def write() -> None:
-        hashes[block] = files.save_tensor(_file(run, kind, block), held)
+        # What a power cut damages is computed again, and waiting for the disk would take longer than the passes.
+        hashes[block] = files.save_tensor(_file(run, kind, block), held, durable=False)
 
     with run.clock.phase("save"):
         if held is tensor:
