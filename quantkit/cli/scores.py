@@ -16,7 +16,7 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from quantkit.evaluation.programs import CodeScores
     from quantkit.evaluation.rouge import Rouge
-    from quantkit.evaluation.tasks import TaskScores
+    from quantkit.evaluation.tasks import TaskScore, TaskScores
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -128,9 +128,25 @@ def tasks(checkpoint: str, tasks: str, against: str | None, as_json: bool, progr
 
 def format_tasks(found: TaskScores, progress: Progress) -> str:
     """Format the scores of tasks, their mean and their protocol."""
-    from quantkit.reporting import facts
+    head = ["task", "metric", "value, %", "std error", "questions"]
+    head += [found.against, "difference", "95 % interval"] if found.against else []
 
-    head, rows, protocol = facts.tasks(asdict(found))
+    def row(names: tuple[str, str], value: float, of: TaskScore | TaskScores, questions: str, other: str) -> list[str]:
+        figures = [_percent(value), _percent(of.stderr), questions, other, _percent(of.difference, "+")]
+        return [*names, *figures, _interval(of.difference_low, of.difference_high, "+")][: len(head)]
+
+    rows = [
+        row((each.task, each.metric), each.value, each, str(each.questions), _percent(each.against))
+        for each in found.scores
+    ]
+    rows.append(row(("mean", "first metrics"), found.mean, found, "", ""))
+    splits = sorted({f"{each.split} ({each.shots} examples)" for each in found.scores})
+    questions = sum({each.task: each.questions for each in found.scores}.values())
+    protocol = (
+        f"on {found.data}: {', '.join(splits)}, {questions} questions, seed {found.seed}, batches of "
+        f"{found.batch_size}, {'with' if found.chat_template else 'no'} chat template, {found.truncated} requests cut "
+        f"to fit; lm-eval {found.lm_eval}; {found.weights}"
+    )
     line = f"mean {' '.join(filter(None, rows[-1][2:]))}"
     return show.of_level(progress, f"{line} {protocol}", f"{show.table(head, rows)}\n{protocol}")
 
@@ -198,10 +214,10 @@ def format_code(found: CodeScores, progress: Progress) -> str:
     return show.of_level(progress, f"{line} {protocol}", f"{text}\n{protocol}")
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.2f}"
+def _percent(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{100 * value:{sign}.2f}"
 
 
-def _interval(low: float | None, high: float | None) -> str:
+def _interval(low: float | None, high: float | None, sign: str = "") -> str:
     """Format an interval of shares in percent, empty if there is none."""
-    return "" if low is None or high is None else f"{100 * low:.2f} to {100 * high:.2f}"
+    return "" if low is None or high is None else f"{_percent(low, sign)} to {_percent(high, sign)}"

@@ -271,29 +271,3 @@ def _count(fact: str, value: Any) -> int:
     if isinstance(value, list):
         return max(0, len(value) - (fact == "rungs"))
     return int(bool(value)) if isinstance(value, str) else int(value or 0)
-
-
-def tasks(scores: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str]:
-    """Return head and rows of a table of the scores of tasks in percent, the mean last, and their protocol."""
-
-    def percent(value: Any, sign: str = "") -> str:
-        return "" if number(value) is None else f"{100 * value:{sign}.2f}"
-
-    found, against = scores.get("scores", []), scores.get("against")
-    head = ["task", "metric", "value, %", "std error", "questions"]
-    head += [str(against), "difference", "95 % interval"] if against else []
-    rows = []
-    for each in [*found, {**scores, "task": "mean", "metric": "first metrics", "value": scores.get("mean")}]:
-        row = [each.get("task"), each.get("metric"), percent(each.get("value")), percent(each.get("stderr"))]
-        low, high = (percent(each.get(f"difference_{end}"), "+") for end in ("low", "high"))
-        row += [each.get("questions", ""), percent(each.get("against")), percent(each.get("difference"), "+")]
-        rows.append([str(value) for value in [*row, f"{low} to {high}" if low else ""][: len(head)]])
-    splits = sorted({f"{each.get('split')} ({each.get('shots')} examples)" for each in found})
-    questions = sum({str(each.get("task")): number(each.get("questions")) or 0 for each in found}.values())
-    return (
-        head,
-        rows,
-        f"on {scores.get('data')}: {', '.join(splits)}, {questions:.0f} questions, seed {scores.get('seed')}, batches "
-        f"of {scores.get('batch_size')}, {'with' if scores.get('chat_template') else 'no'} chat template, "
-        f"{scores.get('truncated')} requests cut to fit; lm-eval {scores.get('lm_eval')}; {scores.get('weights')}",
-    )
