@@ -143,6 +143,16 @@ def test_a_plan_ends_as_the_run_would(case: str, small_llama: Path, calib: Path,
     assert tree(tmp_path) == before
 
 
+def test_what_helps_where_too_few_sequences_tune_helps_with_a_recipe_that_tunes(small_llama: Path, calib: Path) -> None:
+    """Without `--set tune` on the command line there is none to drop."""
+    words = ("plan", small_llama, "--recipe", "int4-best", "--group-size", 64, "--calib", calib, *GPTQ, "-q")
+    line = call(*words, code=2).stderr.strip()
+    ways = line.rpartition(": ")[2].split(", or use ")
+    assert ways == ["use --samples 8 or more", "--set tune=0 and --set output_aware=false"]
+    for way in (["--samples", "8"], ways[1].replace(" and", "").split()):
+        call(*words, *way)
+
+
 def test_a_pattern_without_effect_names_the_nearest_linears(small_llama: Path) -> None:
     line = call("plan", small_llama, *RTN, "--skip", "dwn_proj", "-q", code=2).stderr
     assert line.startswith("Error: skip 'dwn_proj' matches no linear: the nearest names are down_proj,")

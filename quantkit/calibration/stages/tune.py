@@ -50,7 +50,8 @@ WARM_UP, CHECKS = 5, 8
 _TINY = 1e-30
 
 
-INSTEAD = Words("drop", Setting("tune"))
+#: Helps with recipes too that tune by gradients.
+INSTEAD = Words("use", Setting("tune", 0), "and", Setting("output_aware", False))
 
 
 class Tune(Stage):
