@@ -18,6 +18,7 @@ IMPORTERS = {
     "accelerate": {"checkpoint.gguf_source", "models"},
     "gguf": {"checkpoint.gguf_source"},
     "datasets": {"text", "evaluation.task_list"},
+    "pyarrow": {"text.records"},  # which datasets depends on
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push", "serving.damage"},
@@ -94,22 +95,23 @@ def test_third_party_packages_are_imported_in_few_places() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("code", "unwanted"),
-    [
-        ("import quantkit", {"torch", "click", "transformers", "numpy"}),
-        (
-            "from quantkit.cli.commands import quantkit; quantkit(['convert', '--list'], standalone_mode=False)",
-            {*LATE, "safetensors", "torch._dynamo"},
-        ),
-    ],
-)
-def test_the_start_imports_nothing_heavy(code: str, unwanted: set[str]) -> None:
-    code += "; import sys; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
-    )
-    assert unwanted & set(loaded.stdout.split()) == set()
+#: What is done one after another in a new process, and what must not be imported then.
+STARTS: list[tuple[str, set[str]]] = [
+    ("import quantkit", {"torch", "click", "transformers", "numpy"}),
+    (
+        "from quantkit.cli.commands import quantkit; quantkit(['convert', '--list'], standalone_mode=False)",
+        {*LATE, "safetensors", "torch._dynamo"},
+    ),
+    ("from quantkit.cli import doctor; doctor.diagnose()", {"transformers", "datasets", "jinja2"}),
+]
+
+
+def test_the_start_and_the_doctor_import_nothing_heavy() -> None:
+    code = "import sys\n" + "\n".join(f"{start}; print('imported', *sys.modules)" for start, _ in STARTS)
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    loaded = [set(line.split()) for line in done.stdout.splitlines() if line.startswith("imported ")]
+    for (start, unwanted), modules in zip(STARTS, loaded, strict=True):
+        assert unwanted & modules == set(), start
 
 
 def test_the_public_names_exist() -> None:
