@@ -49,6 +49,8 @@ CONVERTED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "padded": (f"quantize odd -o padded --group-size channel {RTN}", ("compressed-tensors", "marlin", "awq"), "--pad"),
     "again": (f"quantize model -o again {RTN}", ("compressed-tensors", "marlin24", "tcfpx"), "--requantize"),
 }
+#: Sources of which only pairs with the first layout are converted: int4 and asym have every pair of the same layouts.
+BY_THE_FIRST = ("channel", "g64")
 #: Outputs of one command each.
 MADE = {
     "prune magnitude": "prune model -o out --method magnitude -q",
@@ -101,7 +103,7 @@ def prepare(work: Work) -> Work:
 
 
 def converted(work: Work, name: str) -> dict[str, Any]:
-    """Return digests of every pair of layouts that hold the source folder `name`, or the error of those that fail."""
+    """Return digests of pairs of layouts that hold the source folder `name`, or the error of those that fail."""
     line, layouts, options = CONVERTED[name]
     work.make(name, line)
     first, folders = layouts[0], {layouts[0]: name}
@@ -109,6 +111,8 @@ def converted(work: Work, name: str) -> dict[str, Any]:
     for source in layouts:
         for target in layouts:
             if source == target or source not in folders:
+                continue
+            if name in BY_THE_FIRST and first not in (source, target):
                 continue
             out = f"{name}.{target}" if source == first else "out"
             result = work.run(f"convert {source}-to-{target} {folders[source]} -o {out} {options} -q")
