@@ -15,7 +15,7 @@ VOLATILE = {REPORT}  # holds times and peak memory
 
 
 def gptq(calib: str, **changes: object) -> dict[str, object]:
-    """Return a short calibrated recipe, without the search of scales unless it is asked for."""
+    """Return a short calibrated recipe; only `clip` makes it search scales."""
     return {"calibration": {"data": calib, "samples": 8, "max_length": 64}, "clip": "none", **changes}
 
 
