@@ -1,7 +1,7 @@
 """Low-bit checkpoints from Hugging Face causal LMs.
 
-The names below are imported on first use. `import quantkit` changes nothing in the process; `register` makes packed
-checkpoints known to transformers, and `load` calls it.
+The names below are imported on first use. `import quantkit` changes nothing in the process;
+`register` makes packed checkpoints known to transformers, and `load` calls it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The functions that `import quantkit` and the command line share.
 
-An option of the command line and a keyword of `quantize` are one field of `recipes.schema`. So they have the same name
-and the same default (ALGORITHMS 0). The public functions are those of `import quantkit`: `keywords` makes their
-signatures, and spells their errors.
+An option of the command line and a keyword of `quantize` are one field of `recipes.schema`. So they
+have the same name and the same default (ALGORITHMS 0). The public functions are those of `import
+quantkit`: `keywords` makes their signatures, and spells their errors.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class PruneKeywords(PruningKeywords, PublishKeywords, ToldSettings, total=False)
 
 
 class PlanKeywords(RecipeKeywords, FitKeywords, ToldSettings, total=False):
-    """The keywords of `plan`: those of `quantize` that decide its output, and those about another machine."""
+    """The keywords of `plan`: those of `quantize` that decide its output, and those about another
+    machine.
+    """
 
     gpu_memory: int | None
     gpu: str | None
@@ -115,10 +117,11 @@ def plan(
 ) -> Plan:
     """Plan what `quantize` would write and need, without computing anything.
 
-    The keywords are those of `quantize`. The plan has the exact bytes of every file, an estimate of the memory, and
-    every weight that does not fit. Its `refusal` is the error that `quantize` would raise, or None. `gpu_memory` has
-    the bytes of a GPU that is not here. `target` and `gpu` name a program and a GPU: the plan then lists its kernels.
-    Unless `probe` is False, the first blocks of a long run are measured to estimate its `duration`.
+    The keywords are those of `quantize`. The plan has the exact bytes of every file, an estimate of
+    the memory, and every weight that does not fit. Its `refusal` is the error that `quantize` would
+    raise, or None. `gpu_memory` has the bytes of a GPU that is not here. `target` and `gpu` name a
+    program and a GPU: the plan then lists its kernels. Unless `probe` is False, the first blocks of
+    a long run are measured to estimate its `duration`.
 
     Example:
 
@@ -132,8 +135,13 @@ def plan(
     ```
     """
     run, _, fitted, recipe_options = _split(options)
-    asked = {"probe": True, **{name: recipe_options.pop(name) for name in PLANNING if name in recipe_options}}
-    found = fit.plan(model, build_recipe(recipe, **recipe_options), fitted=fitted, out=out, **asked, **run)
+    asked = {
+        "probe": True,
+        **{name: recipe_options.pop(name) for name in PLANNING if name in recipe_options},
+    }
+    found = fit.plan(
+        model, build_recipe(recipe, **recipe_options), fitted=fitted, out=out, **asked, **run
+    )
     if found.refusal is not None:
         found.refusal.to_python()
     return replace(
@@ -156,10 +164,10 @@ def quantize(
 ) -> Result:
     """Quantize a Hugging Face causal LM (folder, hub id or GGUF file) into a new folder `out`.
 
-    `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` change single values of it.
-    An interrupted run, or one whose `progress` raised, leaves `out.partial-*`, which `resume` continues. If the caller
-    has joined a process group of torch.distributed, its ranks share a calibrated run. Raises a QuantkitError for
-    anything that cannot be done.
+    `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` change
+    single values of it. An interrupted run, or one whose `progress` raised, leaves `out.partial-*`,
+    which `resume` continues. If the caller has joined a process group of torch.distributed, its
+    ranks share a calibrated run. Raises a QuantkitError for anything that cannot be done.
 
     Example:
 
@@ -198,9 +206,8 @@ def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) 
     ```python
     import quantkit
 
-    thin = quantkit.prune("model", "model-24", method="magnitude")
-    quantkit.quantize(thin.path, "model-24-int4", prune="2:4", prune_method="magnitude", method="rtn")
-    ```
+    thin = quantkit.prune("model", "model-24", method="magnitude") quantkit.quantize(thin.path,
+    "model-24-int4", prune="2:4", prune_method="magnitude", method="rtn") ```
     """
     run, publishing, _, pruning_options = _split(options)
     return _published(model, out, build_pruning(**pruning_options), publishing, run)
@@ -215,11 +222,15 @@ def produce(
     fitted: FitOptions | None = None,
     **run: Unpack[RunKeywords],
 ) -> dict[str, Any]:
-    """Quantize or prune by a recipe, and return the report. `eval` is a text to measure on, `fitted` has a target."""
+    """Quantize or prune by a recipe, and return the report. `eval` is a text to measure on,
+    `fitted` has a target.
+    """
     fitted = fitted or FitOptions()
     if eval is None:
         return fit.quantize(model, out, recipe, fitted, **run)
-    report = fit.quantize(model, out, recipe, fitted, measurement(eval, model, RunOptions(**run)), **run)
+    report = fit.quantize(
+        model, out, recipe, fitted, measurement(eval, model, RunOptions(**run)), **run
+    )
     if "evaluation" not in report:
         rule = f"{out} was finished by the interrupted run and is not evaluated: use"
         (run.get("progress") or Progress(quiet=True)).warn(Words(rule, Command("eval ppl")))
@@ -237,11 +248,12 @@ def push(
     token: str | None = None,
     progress: Progress | Listener | None = None,
 ) -> Pushed:
-    """Verify a folder that quantkit wrote and upload it to the hub as `repository`, which is ORG/NAME.
+    """Verify a folder that quantkit wrote and upload it to the hub as `repository`, which is
+    ORG/NAME.
 
-    A new repository is private unless `public`. Files that are there already are not sent again, and other contents
-    are not replaced. `endpoint` and `token` default to those of huggingface_hub. Raises a QuantkitError if the folder
-    is not what was written, or the hub refuses.
+    A new repository is private unless `public`. Files that are there already are not sent again,
+    and other contents are not replaced. `endpoint` and `token` default to those of huggingface_hub.
+    Raises a QuantkitError if the folder is not what was written, or the hub refuses.
 
     Example:
 
@@ -262,11 +274,15 @@ def push(
         failures, notices = list(found.failures), list(found.notices)
     recorded = load_report(folder)
     if not recorded.get("files"):
-        raise CheckpointError(f"has no {REPORT}", "give a folder that quantkit wrote", subject=folder)
+        raise CheckpointError(
+            f"has no {REPORT}", "give a folder that quantkit wrote", subject=folder
+        )
     if failures:
         more = f" ({len(failures)} failures)" if len(failures) > 1 else ""
         lists = Words(Command("verify"), "lists all")
-        raise VerificationError(Words(f"{folder} is not what was written{more}:", failures[0]), lists)
+        raise VerificationError(
+            Words(f"{folder} is not what was written{more}:", failures[0]), lists
+        )
     progress.note(*notices)
     names = [*recorded["files"], *(name for name in UNLISTED if (folder / name).is_file())]
     done = upload(folder, names, EDITED, target, progress)
@@ -287,26 +303,43 @@ def _published(
 ) -> Result:
     here = ranks()
     with here.together():
-        repository, public = publishing.get("push_to") if here.first else None, publishing.get("public", False)
+        repository, public = (
+            publishing.get("push_to") if here.first else None,
+            publishing.get("public", False),
+        )
         if repository is not None:
             reach(repository, public=public).require_only()
         text = publishing.get("eval")
-        report = produce(model, out, recipe, eval=None if text is None else str(text), fitted=fitted, **run)
+        report = produce(
+            model, out, recipe, eval=None if text is None else str(text), fitted=fitted, **run
+        )
         if repository is not None:
-            push(out, repository, public=public, device=run.get("device", "auto"), progress=run.get("progress"))
+            push(
+                out,
+                repository,
+                public=public,
+                device=run.get("device", "auto"),
+                progress=run.get("progress"),
+            )
         return _result(out, report)
 
 
 @api_function(pack_folder)
 def pack(
-    checkpoint: str | Path, out: str | Path, layout: str, *, expect: str | None = None, **options: Unpack[PackKeywords]
+    checkpoint: str | Path,
+    out: str | Path,
+    layout: str,
+    *,
+    expect: str | None = None,
+    **options: Unpack[PackKeywords],
 ) -> Result:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`.
 
-    `expect` is the layout that the source must have. If the layout does not hold a weight's scheme, the weight is
-    recast: the same values in a scheme that it holds (LAYOUTS 11). Only config.json and the weight files are read, a
-    few weights at a time. LayoutError lists every weight that the layout cannot hold, or names the one whose data it
-    cannot; CheckpointError if a weight's codes are not those that its report recorded.
+    `expect` is the layout that the source must have. If the layout does not hold a weight's scheme,
+    the weight is recast: the same values in a scheme that it holds (LAYOUTS 11). Only config.json
+    and the weight files are read, a few weights at a time. LayoutError lists every weight that the
+    layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes
+    are not those that its report recorded.
 
     Example:
 
@@ -321,11 +354,14 @@ def pack(
 
 
 @api_function(pack_folder)
-def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]) -> Result:
-    """Rewrite a quantized checkpoint from layout A to layout B, bit for bit, into a new folder `out`.
+def convert(
+    pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]
+) -> Result:
+    """Rewrite a quantized checkpoint from layout A to layout B, bit for bit, into a new folder
+    `out`.
 
-    `pair` is "A-to-B", such as "gptq-to-marlin". Everything else is as for `pack`. Raises a CheckpointError if the
-    checkpoint is not in layout A.
+    `pair` is "A-to-B", such as "gptq-to-marlin". Everything else is as for `pack`. Raises a
+    CheckpointError if the checkpoint is not in layout A.
 
     Example:
 
@@ -337,7 +373,9 @@ def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpac
     """
     source, target = compatibility.parse(pair)
     try:
-        return _result(out, pack_folder(checkpoint, out, target, expect=source, **_packing(options)))
+        return _result(
+            out, pack_folder(checkpoint, out, target, expect=source, **_packing(options))
+        )
     except QuantkitError as error:  # a hint at another target names the options of `pack`
         error.rule = _as_pairs(error.rule, source)
         error.ways_out = tuple(_as_pairs(way, source) for way in error.ways_out)
@@ -367,12 +405,13 @@ def distill(
     trust_remote_code: bool = False,
     progress: Progress | Listener | None = None,
 ) -> Result:
-    """Tune scales and norms of a quantized folder against the unquantized model, into a new folder `out`.
+    """Tune scales and norms of a quantized folder against the unquantized model, into a new folder
+    `out`.
 
-    `against` is the model that was quantized, a folder or a hub id, and `revision` is its. Both are in memory. Each of
-    `steps` lowers the KL divergence from that model on the calibration text; an eighth of the sequences is held out,
-    and the step that is best on these is written (ALGORITHMS 8.2). With `codes`, codes move too. Raises a QuantkitError
-    for anything that cannot be done.
+    `against` is the model that was quantized, a folder or a hub id, and `revision` is its. Both are
+    in memory. Each of `steps` lowers the KL divergence from that model on the calibration text; an
+    eighth of the sequences is held out, and the step that is best on these is written (ALGORITHMS
+    8.2). With `codes`, codes move too. Raises a QuantkitError for anything that cannot be done.
 
     Example:
 
@@ -380,12 +419,18 @@ def distill(
     import quantkit
 
     tuned = quantkit.distill(
-        "model-int4", "model-tuned", against="model", steps=8, calib="calibration.txt", samples=16, max_length=64
+        "model-int4", "model-tuned", against="model", steps=8, calib="calibration.txt", samples=16,
+        max_length=64
     )
     print(tuned["distillation"]["kl_before"], tuned["distillation"]["kl_after"])
     ```
     """
-    text: dict[str, Any] = {"calib": calib, "samples": samples, "max_length": max_length, "seed": seed}
+    text: dict[str, Any] = {
+        "calib": calib,
+        "samples": samples,
+        "max_length": max_length,
+        "seed": seed,
+    }
     text |= {"lengths": lengths, "text_column": text_column, "split": split}
     recipe = build_recipe(**text, template_args=template_args, skip_bad_records=skip_bad_records)
     report = distill_folder(
@@ -414,15 +459,18 @@ def verify(
     engine: Literal["vllm"] | None = None,
     engine_args: Mapping[str, Any] | None = None,
 ) -> Verification:
-    """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a time.
+    """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a
+    time.
 
-    `against` is a checkpoint to compare with, dense tensors included. `device` "auto" takes a GPU if it can run the
-    kernels. Codes that nothing can be compared with are a failure, unless `unsealed`: there is no report, the weight
-    files state no digests, and `against` is not given. The installed `engine` opens the folder, with `engine_args` for
-    `vllm.LLM`, and must compute the log-probabilities of the decoded model, up to rounding.
+    `against` is a checkpoint to compare with, dense tensors included. `device` "auto" takes a GPU
+    if it can run the kernels. Codes that nothing can be compared with are a failure, unless
+    `unsealed`: there is no report, the weight files state no digests, and `against` is not given.
+    The installed `engine` opens the folder, with `engine_args` for `vllm.LLM`, and must compute the
+    log-probabilities of the decoded model, up to rounding.
 
-    CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that changed since it was
-    written is a failure instead. KernelError if a kernel fails, or if a GPU asked for by name cannot run kernels.
+    CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that
+    changed since it was written is a failure instead. KernelError if a kernel fails, or if a GPU
+    asked for by name cannot run kernels.
 
     Example:
 
@@ -435,7 +483,9 @@ def verify(
     ```
     """
     against = None if against is None else Path(against)
-    found = verify_in_engine(Path(folder), engine, engine_args or {}, against, reporter(progress), device, unsealed)
+    found = verify_in_engine(
+        Path(folder), engine, engine_args or {}, against, reporter(progress), device, unsealed
+    )
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 
@@ -446,7 +496,9 @@ load = api_function()(load_model)
 def _as_pairs(text: str, source: str) -> str:
     """Name another target as `convert` does, A-to-B, instead of by the layout that `pack` takes."""
     if isinstance(text, Option):
-        return Command("convert", f"{source}-to-{text.values[0]}") if text.name == "layout" else text
+        return (
+            Command("convert", f"{source}-to-{text.values[0]}") if text.name == "layout" else text
+        )
     return Words(*(_as_pairs(part, source) for part in text.parts)) if type(text) is Words else text
 
 
@@ -463,22 +515,37 @@ def _packing(options: PackKeywords) -> dict[str, Any]:
     return {**options, "progress": reporter(options.get("progress"))}
 
 
-def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, FitOptions, dict[str, Any]]:
-    """Separate the options of a run, those that publish its output, those of a target, and those of its recipe."""
+def _split(
+    options: Mapping[str, Any],
+) -> tuple[RunKeywords, PublishKeywords, FitOptions, dict[str, Any]]:
+    """Separate the options of a run, those that publish its output, those of a target, and those of
+    its recipe.
+    """
     kinds = [{field.name for field in fields(kind)} for kind in (RunOptions, FitOptions)]
     kinds.append({*PublishKeywords.__annotations__})
-    run, fitted, publishing = ({name: value for name, value in options.items() if name in kind} for kind in kinds)
-    rest = {name: value for name, value in options.items() if name not in {*run, *fitted, *publishing}}
+    run, fitted, publishing = (
+        {name: value for name, value in options.items() if name in kind} for kind in kinds
+    )
+    rest = {
+        name: value for name, value in options.items() if name not in {*run, *fitted, *publishing}
+    }
     run["progress"] = reporter(run.get("progress"))
     return cast(RunKeywords, run), cast(PublishKeywords, publishing), FitOptions(**fitted), rest
 
 
 def build_pruning(
-    *, skip: str | Iterable[str] | None = None, settings: Mapping[str, Any] | None = None, **options: Any
+    *,
+    skip: str | Iterable[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Recipe:
-    """Make a recipe that prunes. `skip` adds to lm_head. Raises a RecipeError for a wrong option or value."""
+    """Make a recipe that prunes. `skip` adds to lm_head. Raises a RecipeError for a wrong option or
+    value.
+    """
     mapping = recipes.merge(placed(options, pruning_keys(Recipe)), settings or {})
-    return recipes.pruning_from_mapping({**mapping, "skip": [*mapping.get("skip", Recipe.skip), *_patterns(skip)]})
+    return recipes.pruning_from_mapping(
+        {**mapping, "skip": [*mapping.get("skip", Recipe.skip), *_patterns(skip)]}
+    )
 
 
 def _patterns(skip: str | Iterable[str] | None) -> list[str]:
@@ -487,7 +554,9 @@ def _patterns(skip: str | Iterable[str] | None) -> list[str]:
 
 
 def placed(options: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
-    """Place options by keyword under their keys of a recipe. Raises a RecipeError for an unknown one."""
+    """Place options by keyword under their keys of a recipe. Raises a RecipeError for an unknown
+    one.
+    """
     known = {key.keyword: key for key in keys if key.level != "key"}
     found: dict[str, Any] = {}
     for name, value in options.items():
@@ -500,7 +569,9 @@ def placed(options: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
             if not value:
                 continue
         *section, last = known[name].path
-        (found.setdefault(section[0], {}) if section else found)[last] = not value if known[name].negated else value
+        (found.setdefault(section[0], {}) if section else found)[last] = (
+            not value if known[name].negated else value
+        )
     return found
 
 
@@ -512,11 +583,12 @@ def build_recipe(
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Recipe:
-    """Make a Recipe of `recipe`, or of the format's defaults, with options by name in place of its values.
+    """Make a Recipe of `recipe`, or of the format's defaults, with options by name in place of its
+    values.
 
-    An option that is None changes nothing. `settings` maps keys of a recipe to values. `skip` adds to the recipe's
-    list. `override` goes before the recipe's own: the first match wins. Raises a RecipeError for an unknown recipe,
-    option or value.
+    An option that is None changes nothing. `settings` maps keys of a recipe to values. `skip` adds
+    to the recipe's list. `override` goes before the recipe's own: the first match wins. Raises a
+    RecipeError for an unknown recipe, option or value.
     """
     base = _mapping(recipe)
     merged = recipes.merge(recipes.merge(base, placed(options, keys_of(Recipe))), settings or {})
@@ -524,7 +596,10 @@ def build_recipe(
         merged["skip"] = [*merged.get("skip", Recipe.skip), *_patterns(skip)]
     if override:
         before = merged.get("overrides") or {}
-        merged["overrides"] = {**override, **{key: before[key] for key in before if key not in override}}
+        merged["overrides"] = {
+            **override,
+            **{key: before[key] for key in before if key not in override},
+        }
     return recipes.from_mapping(merged)
 
 
@@ -560,13 +635,14 @@ def eval_ppl(
 ) -> Perplexity:
     """Measure the perplexity of a dense or quantized checkpoint.
 
-    On a GPU, kernels multiply packed weights in the model's dtype. On a CPU, weights are decoded one at a time. A dense
-    model computes in float32. `data` is the name of a data set or a file. Only its first `tokens` tokens are read, in
-    whole windows. `window` and `stride` are in tokens: `window` defaults to the model's longest context, at most 2048
-    and no longer than the text, and `stride` to the window. The BOS token precedes every window if the tokenizer adds
-    it to a text by itself; `bos` True or False overrides that. An encoder-decoder is judged on a file of records with
-    `document` and `summary`: it reads the one and predicts the other. `check` is as for `load`. Raises a QuantkitError
-    for a checkpoint, text or window that cannot be evaluated.
+    On a GPU, kernels multiply packed weights in the model's dtype. On a CPU, weights are decoded
+    one at a time. A dense model computes in float32. `data` is the name of a data set or a file.
+    Only its first `tokens` tokens are read, in whole windows. `window` and `stride` are in tokens:
+    `window` defaults to the model's longest context, at most 2048 and no longer than the text, and
+    `stride` to the window. The BOS token precedes every window if the tokenizer adds it to a text
+    by itself; `bos` True or False overrides that. An encoder-decoder is judged on a file of records
+    with `document` and `summary`: it reads the one and predicts the other. `check` is as for
+    `load`. Raises a QuantkitError for a checkpoint, text or window that cannot be evaluated.
 
     Example:
 
@@ -581,10 +657,17 @@ def eval_ppl(
     progress = reporter(progress)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     text, what = load_material(src, str(data), trust_remote_code)
-    options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
+    options: Any = {
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "check": check,
+        "progress": progress,
+    }
     model = load_for_evaluation(src, **options)
     protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
-    found = perplexity(model, load_tokenizer(src.path), text, data=what, progress=progress, **protocol)
+    found = perplexity(
+        model, load_tokenizer(src.path), text, data=what, progress=progress, **protocol
+    )
     return replace(found, weights=describe_weights(model))
 
 
@@ -605,11 +688,13 @@ def eval_kld(
     check: bool = True,
     progress: Progress | Listener | None = None,
 ) -> Divergence:
-    """Measure the KL divergence of a checkpoint's next-token distributions from those of the model `against`.
+    """Measure the KL divergence of a checkpoint's next-token distributions from those of the model
+    `against`.
 
-    The result has the mean with its 95 % interval, the tails and the share of tokens with the same first choice.
-    `versus` is another checkpoint, which is compared in pairs on the same windows. All models are in memory together,
-    and the tokenizer is that of `against`. Everything else is as for `eval_ppl`.
+    The result has the mean with its 95 % interval, the tails and the share of tokens with the same
+    first choice. `versus` is another checkpoint, which is compared in pairs on the same windows.
+    All models are in memory together, and the tokenizer is that of `against`. Everything else is as
+    for `eval_ppl`.
 
     Example:
 
@@ -624,7 +709,12 @@ def eval_kld(
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
     text, what = load_material(ref, str(data), trust_remote_code)
-    options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
+    options: Any = {
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "check": check,
+        "progress": progress,
+    }
     model, reference = load_for_evaluation(src, **options), load_for_evaluation(ref, **options)
     protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
     protocol |= {"data": what, "progress": progress}

@@ -1,6 +1,7 @@
 """The errors that a user can meet, and the options that their messages name.
 
-An error says what it is about (`subject`), which rule is broken (`rule`) and what helps (`ways_out`):
+An error says what it is about (`subject`), which rule is broken (`rule`) and what helps
+(`ways_out`):
 
     raise LayoutError(
         "MARLIN is symmetric only",
@@ -9,10 +10,11 @@ An error says what it is about (`subject`), which rule is broken (`rule`) and wh
         subject=name,
     )
 
-A text that names an option is `Words`. As a string it is the text of the command line, "use --layout gptq-v2"; its
-`python` is that of the API, 'use layout="gptq-v2"'. A text without options is a plain string. An f-string makes a plain
-string of `Words`, so put `Words` together with `Words`. The command line prints an error as one line and exits with its
-code. Any other exception is a bug.
+A text that names an option is `Words`. As a string it is the text of the command line, "use
+--layout gptq-v2"; its `python` is that of the API, 'use layout="gptq-v2"'. A text without options
+is a plain string. An f-string makes a plain string of `Words`, so put `Words` together with
+`Words`. The command line prints an error as one line and exits with its code. Any other exception
+is a bug.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ _Words = TypeVar("_Words", bound="Words")
 
 #: What torch and Python say in an error when the system gives no memory or no thread.
 EXHAUSTED = (
-    *("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "Cannot allocate memory"),
+    *(
+        "DefaultCPUAllocator: can't allocate memory",
+        "can't start new thread",
+        "Cannot allocate memory",
+    ),
     *("failed to map segment", "std::bad_alloc"),
     "error return without exception set",  # so Python calls an extension that found no memory
 )
-#: The recipe's keys by keyword, for settings that the command line has only as `--set KEY=VALUE`. The schema of the
-#: recipe fills this table.
+#: The recipe's keys by keyword, for settings that the command line has only as `--set KEY=VALUE`.
+#: The schema of the recipe fills this table.
 KEYS: dict[str, str] = {}
 #: Options with another name than their keyword: options of an output, and switches that are off.
 OUT, OFF = {"out": "-o"}, {"asym": "--sym", "signed": "--unsigned"}
@@ -42,7 +48,8 @@ OUT, OFF = {"out": "-o"}, {"asym": "--sym", "signed": "--unsigned"}
 class Words(str):
     """A text that names options: itself as the command line has it, `python` as the API has it.
 
-    The parts are joined by spaces, except before punctuation and after an open bracket: `Words("use", option, ", or")`.
+    The parts are joined by spaces, except before punctuation and after an open bracket:
+    `Words("use", option, ", or")`.
     """
 
     parts: tuple[Any, ...]
@@ -70,8 +77,9 @@ class Words(str):
 class Option(Words):
     """An option of a command, and the keyword of the function that does the same.
 
-    `Option("window", 9)` is `--window 9` or `window=9`. `Option("check", False)` is `--no-check` or `check=False`.
-    `Option("window")` is only the name. Several values are alternatives. A placeholder is `Words("FILE")`.
+    `Option("window", 9)` is `--window 9` or `window=9`. `Option("check", False)` is `--no-check` or
+    `check=False`. `Option("window")` is only the name. Several values are alternatives. A
+    placeholder is `Words("FILE")`.
     """
 
     @property
@@ -93,11 +101,14 @@ class Option(Words):
 
     @property
     def python(self) -> str:
-        return f"{self.name}={' or '.join(map(_literal, self.values))}" if self.values else self.name
+        return (
+            f"{self.name}={' or '.join(map(_literal, self.values))}" if self.values else self.name
+        )
 
 
 class Setting(Option):
-    """An option of the recipe: one of `quantize` and its like, or a key that `--set` takes (`KEYS`).
+    """An option of the recipe: one of `quantize` and its like, or a key that `--set` takes
+    (`KEYS`).
 
     `Setting("damp", 0.02)` is `--set gptq.damp=0.02` or, in Python, `damp=0.02`.
     """
@@ -105,12 +116,17 @@ class Setting(Option):
     def spelled(self) -> str:
         if self.name not in KEYS:
             return super().spelled()
-        values = (str(value).lower() if isinstance(value, bool) else _quoted(value) for value in self.values)
+        values = (
+            str(value).lower() if isinstance(value, bool) else _quoted(value)
+            for value in self.values
+        )
         return f"--set {KEYS[self.name]}{'=' if self.values else ''}{' or '.join(values)}"
 
 
 class Command(Words):
-    """A command with its arguments and options, and the call that does the same: `quantkit eval ppl`, `eval_ppl`."""
+    """A command with its arguments and options, and the call that does the same: `quantkit eval
+    ppl`, `eval_ppl`.
+    """
 
     def spelled(self) -> str:
         return " ".join(["quantkit", self.parts[0], *map(_quoted, self.parts[1:])])
@@ -133,7 +149,11 @@ def _shell(text: object) -> str:
 def _joined(parts: Iterable[str]) -> str:
     text = ""
     for part in parts:
-        text += f" {part}" if text and part and part[0] not in ",;:.)\n" and text[-1] not in "(\n" else part
+        text += (
+            f" {part}"
+            if text and part and part[0] not in ",;:.)\n" and text[-1] not in "(\n"
+            else part
+        )
     return text
 
 
@@ -151,11 +171,12 @@ FILE, NAME = Words("FILE"), Words("NAME")
 
 
 class QuantkitError(Exception):
-    """The base of all errors that a user can meet: a request that cannot be carried out, in one line.
+    """The base of all errors that a user can meet: a request that cannot be carried out, in one
+    line.
 
-    `subject` is the tensor, file or option that it is about, or None. `rule` says what is wrong, and each of `ways_out`
-    what to do instead. `exit_code` is the code with which the command line ends. `str` gives the text of the command
-    line, or that of the API `for_python`.
+    `subject` is the tensor, file or option that it is about, or None. `rule` says what is wrong,
+    and each of `ways_out` what to do instead. `exit_code` is the code with which the command line
+    ends. `str` gives the text of the command line, or that of the API `for_python`.
     """
 
     exit_code = 1
@@ -164,7 +185,9 @@ class QuantkitError(Exception):
     def __init__(self, rule: str, *ways_out: str, subject: object = None) -> None:
         super().__init__(rule, *ways_out)
         self.rule, self.ways_out = rule, ways_out
-        self.subject = None if subject is None else subject if isinstance(subject, str) else str(subject)
+        self.subject = (
+            None if subject is None else subject if isinstance(subject, str) else str(subject)
+        )
 
     @property
     def typed(self) -> Words:
@@ -194,7 +217,9 @@ class CheckpointError(QuantkitError):
 
 
 class NumericError(QuantkitError):
-    """A value that no number format holds: NaN, infinity, an overflowing scale, a broken Hessian."""
+    """A value that no number format holds: NaN, infinity, an overflowing scale, a
+    broken Hessian.
+    """
 
 
 class KernelError(QuantkitError):
@@ -224,13 +249,17 @@ class ThresholdError(QuantkitError):
 
 
 def more_samples(samples: int, tokens: int, needed: int, documents: int | None = None) -> Words:
-    """Say how many calibration sequences to use for `needed` tokens, with a tenth to spare: `samples` gave `tokens`.
+    """Say how many calibration sequences to use for `needed` tokens, with a tenth to spare:
+    `samples` gave `tokens`.
 
-    `documents` is how many the text has, if that is known: more samples than these may ask for a longer text.
+    `documents` is how many the text has, if that is known: more samples than these may ask for a
+    longer text.
     """
     count = -(-11 * samples * needed // (10 * tokens))
     longer = (
-        () if documents is None or count <= documents else ("and, if the text has fewer, a longer", Setting("calib"))
+        ()
+        if documents is None or count <= documents
+        else ("and, if the text has fewer, a longer", Setting("calib"))
     )
     return Words("use", Setting("samples", count), *longer)
 
@@ -242,7 +271,9 @@ def require_known(kind: str, value: object, names: Collection[str]) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error of Python or torch says that the system gives no memory or no thread."""
+    """Return True if an error of Python or torch says that the system gives no memory
+    or no thread.
+    """
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
@@ -257,7 +288,9 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Put `name` in front of the subject of any QuantkitError raised inside: that code does not know its weight."""
+    """Put `name` in front of the subject of any QuantkitError raised inside: that code does not
+    know its weight.
+    """
     try:
         yield
     except QuantkitError as error:

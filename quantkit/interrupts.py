@@ -10,9 +10,11 @@ T = TypeVar("T")
 
 
 class Stop:
-    """Hold a request to end, which a signal handler makes and a loop meets between two of its items.
+    """Hold a request to end, which a signal handler makes and a loop meets between two of its
+    items.
 
-    Inside a loop an exception at any instruction could leave a lock taken that other threads wait for.
+    Inside a loop an exception at any instruction could leave a lock taken that other threads wait
+    for.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,9 @@ class Stop:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Let requests wait inside; the caller asks for them with `check`, and once more behind it."""
+        """Let requests wait inside; the caller asks for them with `check`, and once
+        more behind it.
+        """
         self._loops += 1
         try:
             yield

@@ -1,7 +1,8 @@
-"""Declare the keys of a recipe and the options of a run: fields of dataclasses that say everything about them.
+"""Declare the keys of a recipe and the options of a run: fields of dataclasses that say everything
+about them.
 
-The command line, the signatures of the API, the YAML file and its checks, the pages and the identity of a run read
-these declarations. A new option is thus one field.
+The command line, the signatures of the API, the YAML file and its checks, the pages and the
+identity of a run read these declarations. A new option is thus one field.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import msgspec
 
 from quantkit.errors import RecipeError
 
-#: An option of `--help`, one that `--help-all` lists, a key that is `--set KEY=VALUE` there (for options of a run: an
-#: option), or a key of a recipe that has no keyword in Python.
+#: An option of `--help`, one that `--help-all` lists, a key that is `--set KEY=VALUE` there (for
+#: options of a run: an option), or a key of a recipe that has no keyword in Python.
 Level = Literal["shown", "option", "all", "key"]
 #: Levels of the keys that have an option of their own.
 OPTIONS: tuple[Level, ...] = ("shown", "option")
@@ -34,13 +35,14 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class Key:
     """One option, and how each surface spells it.
 
-    `help` is a phrase for the command line. docs/recipes.md adds `more`, and in `when` the reason to change the key.
-    `usual` describes a default that depends on other keys. `keyword` is the name in Python and of a flag, if it differs
-    from the key's. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
-    `typed` the annotation of the keyword, if they differ from the field's. A key that `may_lack` is left out of a file
-    while it has its default. `pruning` says that `prune` has it too, or with which type. `choices` are the
-    usual keys of the `module:variable` named by `table`: a program may have registered more there. `keys_of` fills in
-    `path`, `type` and `default`, which is `...` for a key that has none.
+    `help` is a phrase for the command line. docs/recipes.md adds `more`, and in `when` the reason
+    to change the key. `usual` describes a default that depends on other keys. `keyword` is the name
+    in Python and of a flag, if it differs from the key's. `negated` says that the keyword is the
+    opposite of the key. `form` is the type in a file, and `typed` the annotation of the keyword, if
+    they differ from the field's. A key that `may_lack` is left out of a file while it has its
+    default. `pruning` says that `prune` has it too, or with which type. `choices` are the usual
+    keys of the `module:variable` named by `table`: a program may have registered more there.
+    `keys_of` fills in `path`, `type` and `default`, which is `...` for a key that has none.
     """
 
     help: str
@@ -76,19 +78,28 @@ class Key:
     def known(self) -> Collection[str]:
         """The choices, including any that a program has registered."""
         module, _, variable = self.table.partition(":")
-        known: Collection[str] = getattr(import_module(module), variable) if module else self.choices
+        known: Collection[str] = (
+            getattr(import_module(module), variable) if module else self.choices
+        )
         return known
 
     @property
     def number(self) -> type[int] | type[float] | None:
         """The kind of number that the key is; None for anything else."""
-        bases = [get_args(part)[0] if get_origin(part) is Annotated else part for part in _parts(self.type)]
+        bases = [
+            get_args(part)[0] if get_origin(part) is Annotated else part
+            for part in _parts(self.type)
+        ]
         return next((base for base in bases if base in (int, float)), None)
 
     @property
     def kind(self) -> str:
         """The word for a value in help."""
-        return "true|false" if self.is_switch else {int: "N", float: "X"}.get(self.number or str, "TEXT")
+        return (
+            "true|false"
+            if self.is_switch
+            else {int: "N", float: "X"}.get(self.number or str, "TEXT")
+        )
 
     @property
     def is_switch(self) -> bool:
@@ -105,7 +116,11 @@ class Key:
         for part in _parts(self.type):
             base = get_args(part)[0] if get_origin(part) is Annotated else part
             literals = ", ".join(f'"{value}"' for value in get_args(base))
-            words.append(f"Literal[{literals}]" if get_origin(base) is Literal else named.get(str(base), base.__name__))
+            words.append(
+                f"Literal[{literals}]"
+                if get_origin(base) is Literal
+                else named.get(str(base), base.__name__)
+            )
         return " | ".join(words)
 
     @property
@@ -122,14 +137,18 @@ class Key:
         return f"{self.help} [{self.default_text}]." if self.default_text else f"{self.help}."
 
     def read(self, value: Any, strict: bool = True) -> Any:
-        """Convert a value of a file, or of a shell if not `strict`, to that of the field; RecipeError if it is none."""
+        """Convert a value of a file, or of a shell if not `strict`, to that of the field;
+        RecipeError if it is none.
+        """
         if value is False and "off" in self.values:
             value = "off"  # YAML reads an unquoted off as False
         try:
             found = msgspec.convert(value, self.type, strict=strict)
             msgspec.json.encode(found)
         except UnicodeEncodeError:
-            raise RecipeError(f"{self.name} is {value!r}, and the report is UTF-8", "rename it") from None
+            raise RecipeError(
+                f"{self.name} is {value!r}, and the report is UTF-8", "rename it"
+            ) from None
         except (msgspec.ValidationError, OverflowError):
             with suppress(msgspec.ValidationError):  # as a file would have it
                 value = value if strict else msgspec.convert(value, int | float, strict=False)
@@ -165,7 +184,9 @@ def section(help: str, kind: type, heading: str = "", pruning: bool = False) -> 
 
 
 def keys_of(declared: type[Any], *above: str) -> tuple[Key, ...]:
-    """List the keys that the fields of a dataclass declare, those of its sections included, in the order of a file."""
+    """List the keys that the fields of a dataclass declare, those of its sections included, in the
+    order of a file.
+    """
     return _keys(cast(Hashable, declared), above)
 
 
@@ -176,7 +197,10 @@ def _keys(declared: Any, above: tuple[str, ...]) -> tuple[Key, ...]:
         if "section" in each.metadata:
             _, kind, heading, pruning = each.metadata["section"]
             inner = keys_of(kind, *above, each.name)
-            found += [replace(k, section=heading or k.section, pruning=pruning or k.pruning) for k in inner]
+            found += [
+                replace(k, section=heading or k.section, pruning=pruning or k.pruning)
+                for k in inner
+            ]
         elif "key" in each.metadata:
             declaration: Key = each.metadata["key"]
             found.append(
@@ -192,7 +216,9 @@ def _keys(declared: Any, above: tuple[str, ...]) -> tuple[Key, ...]:
 
 
 def read(mapping: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
-    """Check and convert the values of a mapping, section by section; RecipeError names an unknown key or value."""
+    """Check and convert the values of a mapping, section by section; RecipeError names an unknown
+    key or value.
+    """
     within: dict[str, list[Key]] = {}
     for each in keys:
         within.setdefault(each.path[0], []).append(each)
@@ -210,7 +236,9 @@ def read(mapping: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
 
 
 def section_at(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the section `name` of a mapping, empty if there is none; RecipeError if it has no keys."""
+    """Return the section `name` of a mapping, empty if there is none; RecipeError if it has no
+    keys.
+    """
     found = {} if mapping.get(name) is None else mapping[name]
     if not isinstance(found, Mapping):
         raise RecipeError(f"{name} is {found!r}", "it must be a section of keys")
@@ -243,7 +271,9 @@ def shown(value: Any) -> str:
 
 
 def _type(declared: type, name: str) -> Any:
-    """Evaluate the annotation of one field in its module: others may name what only type checkers import."""
+    """Evaluate the annotation of one field in its module: others may name what only type checkers
+    import.
+    """
     home = next(each for each in declared.__mro__ if name in vars(each).get("__annotations__", {}))
     alone = SimpleNamespace(__annotations__={name: home.__annotations__[name]})
     return get_type_hints(alone, vars(sys.modules[home.__module__]), include_extras=True)[name]
@@ -259,11 +289,19 @@ def _described(kind: Any) -> str:
     if get_origin(kind) is Annotated:
         base, bounds = get_args(kind)
         limits = {"from": bounds.ge, "above": bounds.gt, "up to": bounds.le}
-        words = " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
+        words = " and ".join(
+            f"{word} {limit}" for word, limit in limits.items() if limit is not None
+        )
         return f"{_described(base)} {words}"
     if get_origin(kind) in (tuple, list):
         return "a list of texts"
     if get_origin(kind) in (dict, Mapping):
         return "a mapping of texts" if get_args(kind)[1:] == (str,) else "a mapping"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: ""}
+    names = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a text",
+        NoneType: "",
+    }
     return names.get(kind, str(kind))

@@ -1,6 +1,8 @@
-"""The Python spelling of the API: signatures that editors and notebooks complete, and errors that name keywords.
+"""The Python spelling of the API: signatures that editors and notebooks complete, and errors that
+name keywords.
 
-The command line has "use --group-size 128" where an error of an `api_function` says "use group_size=128".
+The command line has "use --group-size 128" where an error of an `api_function` says "use
+group_size=128".
 """
 
 from __future__ import annotations
@@ -16,16 +18,28 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.io.paths import at_home
 
-#: The least values of counts, in every function that has them; those of recipes are in their schema.
-LEAST = {"limit": 1, "shots": 0, "tokens": 2, "batch_size": 1, "code_batch_size": 1, "max_new_tokens": 1}
+#: The least values of counts, in every function that has them; those of recipes are in their
+#: schema.
+LEAST = {
+    "limit": 1,
+    "shots": 0,
+    "tokens": 2,
+    "batch_size": 1,
+    "code_batch_size": 1,
+    "max_new_tokens": 1,
+}
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function of the Python API: its signature lists the keywords, and its errors name them.
+def api_function(
+    *like: Callable[..., Any], **given: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function of the Python API: its signature lists the keywords, and its errors name
+    them.
 
-    Keywords that are an unpacked TypedDict have the `given` defaults, or those of the functions `like`, or else None.
+    Keywords that are an unpacked TypedDict have the `given` defaults, or those of the functions
+    `like`, or else None.
     """
     defaults = {
         name: parameter.default
@@ -36,21 +50,30 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = _spelled_out(function, defaults)
-        kinds = {name: _classes(parameter.annotation) for name, parameter in signature.parameters.items()}
+        kinds = {
+            name: _classes(parameter.annotation) for name, parameter in signature.parameters.items()
+        }
         named, paths = list(kinds), {name for name, classes in kinds.items() if Path in classes}
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, value in [*zip(signature.parameters, args, strict=False), *kwargs.items()]:
                 if name not in signature.parameters:
-                    raise TypeError(_unexpected(function.__name__, name, list(signature.parameters)))
+                    raise TypeError(
+                        _unexpected(function.__name__, name, list(signature.parameters))
+                    )
                 if not isinstance(value, kinds[name]):
                     raise TypeError(_mistyped(function.__name__, name, kinds[name], value))
                 if isinstance(value, int) and value < LEAST.get(name, value):
                     raise RecipeError(f"{name} is {value}", f"use an integer from {LEAST[name]}")
-            values: Any = [at_home(value) if name in paths else value for name, value in zip(named, args, strict=False)]
+            values: Any = [
+                at_home(value) if name in paths else value
+                for name, value in zip(named, args, strict=False)
+            ]
             values += args[len(named) :]
-            options: Any = {name: at_home(value) if name in paths else value for name, value in kwargs.items()}
+            options: Any = {
+                name: at_home(value) if name in paths else value for name, value in kwargs.items()
+            }
             try:
                 return function(*values, **options)
             except QuantkitError as error:
@@ -58,7 +81,9 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
                 raise
 
         call.__signature__ = signature  # type: ignore[attr-defined]
-        annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        annotations = {
+            name: parameter.annotation for name, parameter in signature.parameters.items()
+        }
         call.__annotations__ = {**annotations, "return": signature.return_annotation}
         return call
 
@@ -66,19 +91,29 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
 
 
 def _spelled_out(function: Callable[..., Any], defaults: dict[str, Any]) -> inspect.Signature:
-    """Make the signature of a function, with its types, and each key of an unpacked TypedDict as a keyword."""
+    """Make the signature of a function, with its types, and each key of an unpacked TypedDict as a
+    keyword.
+    """
     found: list[inspect.Parameter] = []
     signature = inspect.signature(function)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            keywords = function.__globals__[parameter.annotation.removeprefix("Unpack[").removesuffix("]")]
+            keywords = function.__globals__[
+                parameter.annotation.removeprefix("Unpack[").removesuffix("]")
+            ]
             for name, kind in get_type_hints(keywords).items():
                 found.append(
-                    inspect.Parameter(name, parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind)
+                    inspect.Parameter(
+                        name, parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind
+                    )
                 )
         else:
             holder = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-            found.append(parameter.replace(annotation=get_type_hints(holder, function.__globals__)[parameter.name]))
+            found.append(
+                parameter.replace(
+                    annotation=get_type_hints(holder, function.__globals__)[parameter.name]
+                )
+            )
     return signature.replace(parameters=found)
 
 

@@ -1,6 +1,7 @@
 """The names that options and tables share: formats, layouts, and the values of the recipe's keys.
 
-This module imports nothing, so that `--help` and completion need no torch. A test compares it with the tables.
+This module imports nothing, so that `--help` and completion need no torch. A test compares it with
+the tables.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ LAYOUTS = (
     "marlin24",
     "marlin24-ct",
 )
-#: Layouts that a kernel of quantkit multiplies -> the module of `kernels` that launches it, which has the name of a
-#: layout too.
-KERNELS = {"marlin": "marlin", "marlin24": "marlin24", "marlin24-ct": "marlin24", "tcfpx": "tcfpx", "quick": "quick"}
+#: Layouts that a kernel of quantkit multiplies -> the module of `kernels` that launches it, which
+#: has the name of a layout too.
+KERNELS = {
+    "marlin": "marlin",
+    "marlin24": "marlin24",
+    "marlin24-ct": "marlin24",
+    "tcfpx": "tcfpx",
+    "quick": "quick",
+}
 #: The dtypes of `kernels.contract.ACTIVATIONS`.
 ACTIVATIONS = ("float16", "bfloat16")
 
@@ -35,7 +42,8 @@ SERVERS = {"vllm": "vLLM"}
 MOST_TOKENS = 32768
 
 Method = Literal["gptq", "rtn"]
-#: How the two that stay of four are chosen; `sparsegpt` also updates them, to compensate for those that go.
+#: How the two that stay of four are chosen; `sparsegpt` also updates them, to compensate for those
+#: that go.
 Rule = Literal["magnitude", "wanda", "sparsegpt"]
 Clip = Literal["none", "search"]
 Metric = Literal["mse", "diag", "block"]

@@ -29,22 +29,34 @@ DELAY = 2
 class Progress:
     """Bars with an ETA (on a terminal, from the third second on), notes and warnings.
 
-    `quiet` silences bars and notes; warnings always appear. `verbose` lets details through. Loops over a bar end where
-    `stop` asks for it.
+    `quiet` silences bars and notes; warnings always appear. `verbose` lets details through. Loops
+    over a bar end where `stop` asks for it.
     """
 
-    def __init__(self, quiet: bool = False, verbose: bool = False, stop: Stop | None = None) -> None:
+    def __init__(
+        self, quiet: bool = False, verbose: bool = False, stop: Stop | None = None
+    ) -> None:
         self.quiet = quiet
         self.verbose = verbose
         self._stop = stop or Stop()
 
-    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = "") -> Any:
-        """Return a bar: an iterator over `work`, or for a number of steps an object with `update(n)` and `close()`.
+    def bar(
+        self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = ""
+    ) -> Any:
+        """Return a bar: an iterator over `work`, or for a number of steps an object with
+        `update(n)` and `close()`.
 
-        Without a terminal there is a line for each item, if items are named by `each`, such as "block".
+        Without a terminal there is a line for each item, if items are named by `each`, such as
+        "block".
         """
         steps = work if isinstance(work, int) else total
-        if each and total and not isinstance(work, int) and not self.quiet and not sys.stderr.isatty():
+        if (
+            each
+            and total
+            and not isinstance(work, int)
+            and not self.quiet
+            and not sys.stderr.isatty()
+        ):
             work = _lines(work, label, total, each)
         bar = _bar_class()(
             None if isinstance(work, int) else work,
@@ -111,19 +123,26 @@ class Event:
     total: int | None
 
 
-#: A function that a caller is told of each step by. An exception that it raises ends the run between two items.
+#: A function that a caller is told of each step by. An exception that it raises ends the run
+#: between two items.
 Listener = Callable[[Event], object]
 
 
 class Reporter(Progress):
-    """Progress of a Python caller: `listener` is called at each step, and only warnings are printed."""
+    """Progress of a Python caller: `listener` is called at each step, and only warnings are
+    printed.
+    """
 
     def __init__(self, listener: Listener | None) -> None:
         super().__init__(quiet=True)
         self._listener = listener
 
-    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = "") -> Any:
-        """Return an iterator over `work` that tells the listener of each item; a number of steps has no listener."""
+    def bar(
+        self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = ""
+    ) -> Any:
+        """Return an iterator over `work` that tells the listener of each item; a number of steps
+        has no listener.
+        """
         if isinstance(work, int) or self._listener is None:
             return super().bar(work, label, total)
         return super().bar(self._told(work, label, total, self._listener), label, total)
@@ -133,7 +152,9 @@ class Reporter(Progress):
         super().warn(in_python(text))
 
     @staticmethod
-    def _told(work: Iterable[_T], label: str, total: int | None, listener: Listener) -> Iterator[_T]:
+    def _told(
+        work: Iterable[_T], label: str, total: int | None, listener: Listener
+    ) -> Iterator[_T]:
         listener(Event(label, 0, total))
         for done, item in enumerate(work, 1):
             yield item
@@ -142,7 +163,9 @@ class Reporter(Progress):
 
 
 def reporter(progress: Progress | Listener | None) -> Progress:
-    """Return the progress that a caller of the API gave, or one that reports to the function given."""
+    """Return the progress that a caller of the API gave, or one that reports to the
+    function given.
+    """
     return progress if isinstance(progress, Progress) else Reporter(progress)
 
 
@@ -221,7 +244,9 @@ class Clock:
 
 @cache
 def _bar_class() -> Any:
-    """Make a tqdm bar that asks for the width of the terminal at each drawing, as the terminal may be resized."""
+    """Make a tqdm bar that asks for the width of the terminal at each drawing, as the terminal may
+    be resized.
+    """
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -233,7 +258,9 @@ def _bar_class() -> Any:
 
 
 def _columns() -> int:
-    """Count the columns that a bar may fill: all but the last one, because some terminals wrap after it."""
+    """Count the columns that a bar may fill: all but the last one, because some terminals wrap
+    after it.
+    """
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):
@@ -242,13 +269,17 @@ def _columns() -> int:
 
 
 def _lines(work: Iterable[_T], label: str, total: int, each: str) -> Iterator[_T]:
-    """Yield the items, and say after each one, from the third second on, how long it took and how much is left."""
+    """Yield the items, and say after each one, from the third second on, how long it took and how
+    much is left.
+    """
     begun = before = time.perf_counter()
     for done, item in enumerate(work, 1):
         yield item
         del item  # its memory is free while the next one is made
         now = time.perf_counter()
-        left = f", about {_rough((now - begun) / done * (total - done))} left" if done < total else ""
+        left = (
+            f", about {_rough((now - begun) / done * (total - done))} left" if done < total else ""
+        )
         if now - begun > DELAY:
             _say(f"{label}: {each} {done}/{total}, {now - before:.1f} s{left}")
         before = now

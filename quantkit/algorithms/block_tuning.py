@@ -1,7 +1,8 @@
 """Tune the codes and scales of quantized weights by the gradient of a shared loss (ALGORITHMS 8.1).
 
-Each code has a latent value, and each scale a factor; the gradient passes the rounding unchanged (straight through).
-There is no momentum, because it would overshoot codes that the solver has fitted to each other.
+Each code has a latent value, and each scale a factor; the gradient passes the rounding unchanged
+(straight through). There is no momentum, because it would overshoot codes that the solver has
+fitted to each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, largest_value, round_to_codes, stored_scale
+from quantkit.algorithms.grid import (
+    LARGEST_HALF,
+    SMALLEST_SCALE,
+    largest_value,
+    round_to_codes,
+    stored_scale,
+)
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.kernels import gptq as kernels
@@ -22,8 +29,8 @@ from quantkit.kernels import gptq as kernels
 BOUND = 1.0
 #: Least and largest factor of a scale.
 FACTORS = (0.5, 1.5)
-#: Bytes for each weight: latent value, mean square, step, dequantized weight, its gradient, the same in bfloat16, the
-#: best codes so far, and the source.
+#: Bytes for each weight: latent value, mean square, step, dequantized weight, its gradient, the
+#: same in bfloat16, the best codes so far, and the source.
 TUNING_BYTES = 28
 #: A latent value starts inside its code's interval, which reaches 0.5 steps to each side.
 _INSIDE = 0.49
@@ -32,12 +39,15 @@ _TINY = 1e-12
 
 
 def is_moved_in_place(weight: Tensor, start: QuantizedTensor) -> bool:
-    """Tell whether a kernel takes the steps of a TunedWeight; they change the bfloat16 tensor that `dense` returned."""
+    """Tell whether a kernel takes the steps of a TunedWeight; they change the bfloat16 tensor that
+    `dense` returned.
+    """
     return kernels.runs_on(weight.device) and tuple(weight.shape) == start.shape
 
 
 class TunedWeight:
-    """Learn the codes and scales of one weight `[n, k]`, beginning with `start`, which may be padded.
+    """Learn the codes and scales of one weight `[n, k]`, beginning with `start`, which may be
+    padded.
 
     Zero points stay, and so do the zero codes of a 2:4 scheme. All arithmetic is float32.
     """
@@ -52,7 +62,9 @@ class TunedWeight:
         self._zeros = None if start.zeros is None else start.zeros.float().unsqueeze(-1)
         self._scales = start.scales.float().contiguous()
         values = start.values()
-        target = self._grouped(weight.float()).div_(self._scales.masked_fill(self._scales == 0, 1.0).unsqueeze(-1))
+        target = self._grouped(weight.float()).div_(
+            self._scales.masked_fill(self._scales == 0, 1.0).unsqueeze(-1)
+        )
         inside = _INSIDE * self._step
         self._latent = _Moved(torch.clamp(target, values - inside, values + inside))
         self._factors = _Moved(torch.ones_like(self._scales))
@@ -65,7 +77,8 @@ class TunedWeight:
             self._given = (self._scales, zeros, start.codes.contiguous(), table, steps)
 
     def dense(self) -> Tensor:
-        """Return the dequantized weight `[n, k]`, without padding; in bfloat16 where a kernel takes the steps.
+        """Return the dequantized weight `[n, k]`, without padding; in bfloat16 where a kernel takes
+        the steps.
 
         The next step may overwrite it.
         """
@@ -76,7 +89,8 @@ class TunedWeight:
         return values.flatten(1)[:n, :k].contiguous()
 
     def descend(self, gradient: Tensor, rate: float) -> None:
-        """Take one step against the gradient `[n, k]` of the loss by `dense()`; `rate` is in steps of the grid.
+        """Take one step against the gradient `[n, k]` of the loss by `dense()`; `rate` is in steps
+        of the grid.
 
         A factor moves by `rate` too, relative to its start of 1.
         """
@@ -89,12 +103,23 @@ class TunedWeight:
         self._latent.descend(slope.mul_(self._step), rate * self._step)
         values, bound = self.start.values(), BOUND * self._step
         low, high = _range(self.start.scheme.format, self._zeros)
-        self._latent.value.clamp_((values - bound).clamp_(min=low), (values + bound).clamp_(max=high))
+        self._latent.value.clamp_(
+            (values - bound).clamp_(min=low), (values + bound).clamp_(max=high)
+        )
 
     def _descend_by_kernel(self, dense: Tensor, gradient: Tensor, rate: float) -> None:
         scheme, latent, factors = self.start.scheme, self._latent, self._factors
         frozen = -1 if scheme.sparsity is None else scheme.format.zero_code
-        numbers = (rate, latent.count(), _DECAY, _TINY, BOUND, *FACTORS, SMALLEST_SCALE, LARGEST_HALF)
+        numbers = (
+            rate,
+            latent.count(),
+            _DECAY,
+            _TINY,
+            BOUND,
+            *FACTORS,
+            SMALLEST_SCALE,
+            LARGEST_HALF,
+        )
         step = struct.pack("<9f2i", *numbers, frozen, self._stored == torch.bfloat16)
         moved = (latent.value, latent.square, factors.value, factors.square)
         kernels.tune(dense, gradient.to(dense.dtype), moved, self._given, scheme.format, step)
@@ -102,10 +127,16 @@ class TunedWeight:
     def tensor(self) -> QuantizedTensor:
         """Return the weight as it is quantized now."""
         start, values = self.start, self._values()
-        codes = start.scheme.format.encode(values) if self._zeros is None else (values + self._zeros).to(torch.uint8)
+        codes = (
+            start.scheme.format.encode(values)
+            if self._zeros is None
+            else (values + self._zeros).to(torch.uint8)
+        )
         # An unchanged value keeps its code, and with it the sign of a zero.
         codes = torch.where(values == start.values(), start.codes.view_as(codes), codes)
-        return QuantizedTensor(start.scheme, codes.flatten(1), self._tuned_scales().to(torch.float16), start.zeros)
+        return QuantizedTensor(
+            start.scheme, codes.flatten(1), self._tuned_scales().to(torch.float16), start.zeros
+        )
 
     def _grouped(self, matrix: Tensor) -> Tensor:
         """Return a matrix `[n, k]` in groups `[n', groups, g]`, padded with zeros; a copy."""
@@ -122,15 +153,21 @@ class TunedWeight:
         return values
 
     def _tuned_scales(self) -> Tensor:
-        """Return the scales as they are stored; a scale that would overflow keeps its start value."""
+        """Return the scales as they are stored; a scale that would overflow keeps its
+        start value.
+        """
         zeros = None if self._zeros is None else self._zeros.squeeze(-1)
         found = stored_scale(self._scales * self._factors.value, self._stored)
-        usable = (found.abs() * largest_value(self.start.scheme.format, zeros) <= LARGEST_HALF) & (self._scales != 0)
+        usable = (found.abs() * largest_value(self.start.scheme.format, zeros) <= LARGEST_HALF) & (
+            self._scales != 0
+        )
         return torch.where(usable, found, self._scales)
 
 
 class _Moved:
-    """A tensor that moves against gradients, each divided by the root of its mean square (RMSprop)."""
+    """A tensor that moves against gradients, each divided by the root of its mean
+    square (RMSprop).
+    """
 
     def __init__(self, value: Tensor) -> None:
         self.value, self.square = value, torch.zeros_like(value)

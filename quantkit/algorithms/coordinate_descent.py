@@ -1,7 +1,9 @@
-"""Refine a swept weight: move single codes by coordinate descent, then refit all scales of a row by least squares.
+"""Refine a swept weight: move single codes by coordinate descent, then refit all scales of a row by
+least squares.
 
-With all other codes fixed, the loss of a row is a parabola in each of its weights; with all codes fixed, it is a
-quadratic form in the row's scales. Both also fit the noise of the calibration tokens (ALGORITHMS 8).
+With all other codes fixed, the loss of a row is a parabola in each of its weights; with all codes
+fixed, it is a quadratic form in the row's scales. Both also fit the noise of the calibration tokens
+(ALGORITHMS 8).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _RIDGE = 1e-8
 class Refined(NamedTuple):
     """Hold a refined weight, its changes by row `[n]`, and its losses by row, float64 `[n]`.
 
-    `changes` has an entry for each requested step: `descent_changed` counts codes, `refit_rows` marks new scales.
-    `loss` is None if nothing was.
+    `changes` has an entry for each requested step: `descent_changed` counts codes, `refit_rows`
+    marks new scales. `loss` is None if nothing was.
     """
 
     tensor: QuantizedTensor
@@ -41,11 +43,15 @@ class Refined(NamedTuple):
     loss: Tensor | None
 
 
-def refine(weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False) -> Refined:
-    """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit` of its scales.
+def refine(
+    weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False
+) -> Refined:
+    """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit`
+    of its scales.
 
-    `h` `[k, k]` is the undamped Hessian. After all passes, and after the refit, every row takes the better of before
-    and after, so its loss never rises. Zero points stay, and so do the zero codes of a 2:4 scheme.
+    `h` `[k, k]` is the undamped Hessian. After all passes, and after the refit, every row takes the
+    better of before and after, so its loss never rises. Zero points stay, and so do the zero codes
+    of a 2:4 scheme.
     """
     if not (descent or refit):
         return Refined(tensor, {}, None)
@@ -67,16 +73,26 @@ def refine(weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int =
 def _better(
     weight: Tensor, found: QuantizedTensor, before: QuantizedTensor, loss: Tensor, h: Tensor
 ) -> tuple[QuantizedTensor, Tensor, Tensor]:
-    """Choose the better of two tensors with equal zeros by row; return it, its loss, and True where it is `found`."""
+    """Choose the better of two tensors with equal zeros by row; return it, its loss, and True where
+    it is `found`.
+    """
     new = row_losses(weight, found, h)
     fell = new < loss
     take = fell.unsqueeze(-1)
-    codes, scales = torch.where(take, found.codes, before.codes), torch.where(take, found.scales, before.scales)
-    return QuantizedTensor(before.scheme, codes, scales, before.zeros), torch.where(fell, new, loss), fell
+    codes, scales = (
+        torch.where(take, found.codes, before.codes),
+        torch.where(take, found.scales, before.scales),
+    )
+    return (
+        QuantizedTensor(before.scheme, codes, scales, before.zeros),
+        torch.where(fell, new, loss),
+        fell,
+    )
 
 
 def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor, passes: int = 1) -> QuantizedTensor:
-    """Return the tensor `[n, k]` after some passes over its columns in natural order, fewer if a pass changes nothing.
+    """Return the tensor `[n, k]` after some passes over its columns in natural order, fewer if a
+    pass changes nothing.
 
     Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
     """
@@ -97,16 +113,23 @@ def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor, passes: int = 1)
             descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], columns.part(a, b), fmt, frozen)
         if torch.equal(v, before):
             break
-    codes = fmt.encode(v) if zeros is None else v.add_(zeros.repeat_interleave(k // groups, 0)).to(torch.uint8)
+    codes = (
+        fmt.encode(v)
+        if zeros is None
+        else v.add_(zeros.repeat_interleave(k // groups, 0)).to(torch.uint8)
+    )
     return QuantizedTensor(tensor.scheme, codes.T.contiguous(), tensor.scales, tensor.zeros)
 
 
-def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool) -> None:
-    """Move the values `v` `[b, n]` of a block, one column after the other, and update their errors `e` `[b, n]`.
+def descend_block(
+    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool
+) -> None:
+    """Move the values `v` `[b, n]` of a block, one column after the other, and update their errors
+    `e` `[b, n]`.
 
-    `slope` `[b, n]` is `H e` as the block begins, and is overwritten. `h` `[b, b]` is the block of H, `columns` the
-    scales and zeros. A dead column (`H_jj = 0`) stays; with `frozen` so does every zero. On a GPU a kernel does this,
-    where it can be compiled.
+    `slope` `[b, n]` is `H e` as the block begins, and is overwritten. `h` `[b, b]` is the block of
+    H, `columns` the scales and zeros. A dead column (`H_jj = 0`) stays; with `frozen` so does every
+    zero. On a GPU a kernel does this, where it can be compiled.
     """
     if v.dtype == torch.float32 and kernels.runs_on(v.device):
         kernels.descend_block(slope, e, v, h, columns, fmt, frozen)
@@ -123,7 +146,9 @@ def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Colum
                 continue
             scale = columns.scales[group_of[j]]
             zero = None if columns.zeros is None else columns.zeros[group_of[j]]
-            distance = slope[j] / (scale * diagonal[j])  # to the parabola's minimum, in steps of the grid
+            distance = slope[j] / (
+                scale * diagonal[j]
+            )  # to the parabola's minimum, in steps of the grid
             target = v[j] + distance
             nearest = round_to_codes(target.clone(), fmt, zero)
             # On ties the code stays; it also stays if its target is infinite.
@@ -140,8 +165,8 @@ def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Colum
 def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
     """Return the tensor with the scales of least loss for its codes, rounded as they are stored.
 
-    A row's scales stay if a new one would be zero, of the other sign, or too large. A group's scale stays if nothing
-    depends on it: all its weights are zero, or all its channels are dead.
+    A row's scales stay if a new one would be zero, of the other sign, or too large. A group's scale
+    stays if nothing depends on it: all its weights are zero, or all its channels are dead.
     """
     h = h.to(factor_dtype(h.device))
     fmt = tensor.scheme.format
@@ -151,7 +176,9 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
         rows = slice(first, first + together)
         some = tensor.rows(rows)
         own = some.scales.to(h.dtype)
-        a, b = _normal_equations(weight[rows].to(h.dtype), some.values(h.dtype).flatten(1), h, own.shape[1])
+        a, b = _normal_equations(
+            weight[rows].to(h.dtype), some.values(h.dtype).flatten(1), h, own.shape[1]
+        )
         diagonal = a.diagonal(dim1=1, dim2=2)
         idle = diagonal == 0
         diagonal.add_(diagonal.mean(-1, keepdim=True), alpha=_RIDGE)
@@ -166,7 +193,9 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
 
 
 def _normal_equations(w: Tensor, q: Tensor, h: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the lower triangle of `A` `[m, g, g]`, and `b` `[m, g]`, of `A s = b` for weights and values `[m, k]`."""
+    """Return the lower triangle of `A` `[m, g, g]`, and `b` `[m, g]`, of `A s = b` for weights and
+    values `[m, k]`.
+    """
     m, k = q.shape
     size = k // groups
     a = q.new_empty(m, groups, groups)

@@ -1,6 +1,8 @@
-"""GPTQ: quantize a weight so that its outputs change least on the calibration tokens (ALGORITHMS 5 to 9).
+"""GPTQ: quantize a weight so that its outputs change least on the calibration tokens (ALGORITHMS 5
+to 9).
 
-Rows never interact. Linears that share an input are therefore solved as one tall weight, and `split` separates them.
+Rows never interact. Linears that share an input are therefore solved as one tall weight, and
+`split` separates them.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ TALLEST = 60000.0
 #: A scale 16 times as large leaves FP6 31 of its 63 values, and FP5 15 of 31.
 MOST_BINADES = 4
 
-#: float32 matrices `[k, k]` while rows are solved, by the dtype of factors: the sum, H, its factor, that of the sweep,
-#: and H for the losses.
+#: float32 matrices `[k, k]` while rows are solved, by the dtype of factors: the sum, H, its factor,
+#: that of the sweep, and H for the losses.
 SQUARES = {torch.float32: 4, torch.float64: 7}
-#: float32 matrices `[rows, k]` meanwhile, by device: weights, targets, errors, both results, the search's scratch. The
-#: kernels of a GPU need no more than 4 (benchmarks/gpu/quantize_llama2-70b_3.csv).
+#: float32 matrices `[rows, k]` meanwhile, by device: weights, targets, errors, both results, the
+#: search's scratch. The kernels of a GPU need no more than 4
+#: (benchmarks/gpu/quantize_llama2-70b_3.csv).
 _ROWS = {"cpu": 11, "cuda": 4}
 
 
@@ -44,10 +47,10 @@ _ROWS = {"cpu": 11, "cuda": 4}
 class Solution:
     """Hold a quantized weight and its losses by row: `d H d^T` with the undamped H, float64 `[n]`.
 
-    `loss` is the loss of `tensor`, `rtn_loss` the loss of plain rounding with scales by the same rule, and `norm` the
-    loss of a zero weight. `guard_rows` bool `[n]` marks rows for which plain rounding was better and was taken.
-    `solver` describes the factorisation. `changes` counts the changes of `coordinate_descent.refine` in the other rows,
-    by row `[n]`, and marks raised scales.
+    `loss` is the loss of `tensor`, `rtn_loss` the loss of plain rounding with scales by the same
+    rule, and `norm` the loss of a zero weight. `guard_rows` bool `[n]` marks rows for which plain
+    rounding was better and was taken. `solver` describes the factorisation. `changes` counts the
+    changes of `coordinate_descent.refine` in the other rows, by row `[n]`, and marks raised scales.
     """
 
     tensor: QuantizedTensor
@@ -61,7 +64,10 @@ class Solution:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The facts for the report: those of the solver, counts of scales, and sums over rows."""
-        sums = {name: int(rows.sum()) for name, rows in {"guard_rows": self.guard_rows, **self.changes}.items()}
+        sums = {
+            name: int(rows.sum())
+            for name, rows in {"guard_rows": self.guard_rows, **self.changes}.items()
+        }
         return {**self.solver, **rtn.scale_facts(self.tensor), **sums}
 
 
@@ -73,13 +79,15 @@ def quantize(
     factor: Factor | None = None,
     floor: Tensor | None = None,
 ) -> Solution:
-    """Quantize `weight` `[n, k]` so that its outputs change least on the calibration tokens behind `h` `[k, k]`.
+    """Quantize `weight` `[n, k]` so that its outputs change least on the calibration tokens behind
+    `h` `[k, k]`.
 
-    `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorisation. No row is worse than
-    plain rounding (for a 2:4 weight: under the same mask), measured with the undamped `h`. `floor`, float32 `[n]`,
-    raises the searched scales of FP6 and FP5 that are smaller, by powers of two up to 2^MOST_BINADES. Raises the errors
-    of `rtn.quantize` and `factorize`. With `on_unsolvable="rtn"`, a Hessian that cannot be factored gives plain
-    rounding, and the facts say so.
+    `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorisation. No
+    row is worse than plain rounding (for a 2:4 weight: under the same mask), measured with the
+    undamped `h`. `floor`, float32 `[n]`, raises the searched scales of FP6 and FP5 that are
+    smaller, by powers of two up to 2^MOST_BINADES. Raises the errors of `rtn.quantize` and
+    `factorize`. With `on_unsolvable="rtn"`, a Hessian that cannot be factored gives plain rounding,
+    and the facts say so.
     """
     check_weight(weight)
     check_size(h, weight.shape[1])
@@ -98,13 +106,18 @@ def quantize(
     grid = choose_scales(weight, scheme, options.clip, errors, options.signed)
     raised = {}
     if floor is not None:
-        binades = torch.log2(floor / grid.scales[:, 0]).ceil().nan_to_num(0.0).clamp(0, MOST_BINADES)
+        binades = (
+            torch.log2(floor / grid.scales[:, 0]).ceil().nan_to_num(0.0).clamp(0, MOST_BINADES)
+        )
         raised = {"raised_scales": binades > 0}
         grid = grid._replace(scales=grid.scales * binades.exp2().half().unsqueeze(-1))
     scales_by_group = options.act_order == "off" and groups > 1
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
-    refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
-    # Last, because a record is checked: a GPU would wait, while the launches of the sweep can hide behind the search.
+    refined = coordinate_descent.refine(
+        weight, swept, h, descent=options.descent, refit=options.refit
+    )
+    # Last, because a record is checked: a GPU would wait, while the launches of the sweep can hide
+    # behind the search.
     if scheme.format.is_float and options.clip == "none":
         plain, _ = rtn.quantize(weight, scheme)
     else:
@@ -133,7 +146,8 @@ def join(parts: Sequence[Solution]) -> Solution:
     if len(parts) == 1:
         return parts[0]
     loss, rtn_loss, norm, guard = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("loss", "rtn_loss", "norm", "guard_rows")
+        torch.cat([getattr(part, name) for part in parts])
+        for name in ("loss", "rtn_loss", "norm", "guard_rows")
     )
     changes = {name: torch.cat([part.changes[name] for part in parts]) for name in parts[0].changes}
     tensor = concatenated([part.tensor for part in parts])
@@ -141,13 +155,20 @@ def join(parts: Sequence[Solution]) -> Solution:
 
 
 def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
-    """Split a joint solution into linears of `rows` rows each; ValueError if the rows do not add up."""
+    """Split a joint solution into linears of `rows` rows each; ValueError if the rows do not add
+    up.
+    """
     parts = []
     first = 0
     for count in rows:
         part = slice(first, first + count)
         changes = {name: changed[part] for name, changed in solution.changes.items()}
-        own = solution.loss[part], solution.rtn_loss[part], solution.norm[part], solution.guard_rows[part]
+        own = (
+            solution.loss[part],
+            solution.rtn_loss[part],
+            solution.norm[part],
+            solution.guard_rows[part],
+        )
         parts.append(Solution(solution.tensor.rows(part), *own, solution.solver, changes))
         first += count
     if first != len(solution.loss):
@@ -156,21 +177,30 @@ def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
 
 
 def _quantize_sparse(
-    weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor: Factor, errors: list[GroupError] | None
+    weight: Tensor,
+    scheme: Scheme,
+    h: Tensor,
+    options: Options,
+    factor: Factor,
+    errors: list[GroupError] | None,
 ) -> Solution:
     """Choose mask and codes together, in two sweeps over one factor (ALGORITHMS 9).
 
-    The first sweep does not round: it shows how large the survivors grow, so that scales can cover them. The second
-    starts from the original weight with these scales. It chooses the mask again, now with rounding errors.
+    The first sweep does not round: it shows how large the survivors grow, so that scales can cover
+    them. The second starts from the original weight with these scales. It chooses the mask again,
+    now with rounding errors.
     """
     pattern = sweep_pattern(weight, h, options, factor)
     moved = survivors(weight, factor, options, pattern)
-    # A row that would overflow float16 gets scales for its original weights; the row guard applies as usual.
+    # A row that would overflow float16 gets scales for its original weights; the row guard applies
+    # as usual.
     grown = moved.abs().amax(-1, keepdim=True) > TALLEST
     moved = torch.where(grown & (moved != 0), weight, moved)
     grid = choose_scales(moved, scheme, options.clip, errors, options.signed)
     swept = sweep(weight, scheme, factor, options, grid, pattern)
-    refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
+    refined = coordinate_descent.refine(
+        weight, swept, h, descent=options.descent, refit=options.refit
+    )
     mask = torch.empty_like(pattern.mask).index_copy_(0, factor.order, pattern.mask).T
     masked = weight.masked_fill(~mask, 0)
     own = choose_scales(masked, scheme, options.clip, errors, options.signed)
@@ -190,7 +220,11 @@ def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reaso
 
 
 def _guarded(
-    weight: Tensor, refined: coordinate_descent.Refined, plain: QuantizedTensor, h: Tensor, factor: Factor
+    weight: Tensor,
+    refined: coordinate_descent.Refined,
+    plain: QuantizedTensor,
+    h: Tensor,
+    factor: Factor,
 ) -> Solution:
     """Take the better of the refined sweep and plain rounding, row by row (ALGORITHMS 5.3)."""
     swept, changes, loss = refined
@@ -205,6 +239,10 @@ def _guarded(
     codes = torch.where(take_plain, plain.codes, swept.codes)
     scales = torch.where(take_plain, plain.scales, swept.scales)
     tensor = QuantizedTensor(swept.scheme, codes, scales, zeros)
-    solver = {"damp": factor.damp, "rungs": list(factor.rungs), "dead_columns": int(factor.dead.sum())}
+    solver = {
+        "damp": factor.damp,
+        "rungs": list(factor.rungs),
+        "dead_columns": int(factor.dead.sum()),
+    }
     norm = row_losses(weight, None, h)
     return Solution(tensor, torch.minimum(loss, rtn_loss), rtn_loss, norm, worse, solver, changes)

@@ -1,6 +1,7 @@
 """A grid is the set of values of a group's codes; this module rounds weights to it.
 
-A scale is rounded to float16 before it is used, so the search compares the scales that are stored (ALGORITHMS 3).
+A scale is rounded to float16 before it is used, so the search compares the scales that are stored
+(ALGORITHMS 3).
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def encode(weight: Tensor, scheme: Scheme, grid: Grid) -> Tensor:
 
 
 def round_to_codes(x: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
-    """Round `x` (a weight divided by its scale) in place to the nearest value of a code, ties to the even code."""
+    """Round `x` (a weight divided by its scale) in place to the nearest value of a code, ties to
+    the even code.
+    """
     if zeros is not None:
         return x.add_(zeros).clamp_(0, 2**fmt.bits - 1).round_().sub_(zeros)
     if fmt.is_float:
@@ -52,37 +55,47 @@ def round_to_codes(x: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
 
 
 def largest_value(fmt: Format, zeros: Tensor | None) -> Tensor | float:
-    """Return the largest magnitude of a code in steps of the scale, given float `zeros` of any shape."""
+    """Return the largest magnitude of a code in steps of the scale, given float `zeros` of any
+    shape.
+    """
     return fmt.largest if zeros is None else torch.maximum(zeros, 2**fmt.bits - 1 - zeros)
 
 
 def stored_scale(scale: Tensor, stored: torch.dtype) -> Tensor:
-    """Round scales to float16 values, at least 2^-20 in magnitude, and 1 for groups of zeros; dtype and sign stay.
+    """Round scales to float16 values, at least 2^-20 in magnitude, and 1 for groups of zeros; dtype
+    and sign stay.
 
-    `stored` is the dtype of the weight. For bfloat16 the scales are bfloat16 values as well: a loader that runs the
-    model in bfloat16 then reads the same scale.
+    `stored` is the dtype of the weight. For bfloat16 the scales are bfloat16 values as well: a
+    loader that runs the model in bfloat16 then reads the same scale.
     """
     half = half_precision(scale, stored).abs_().clamp_(min=SMALLEST_SCALE)
     return half.copysign_(scale).masked_fill_(scale == 0, 1.0)
 
 
 def half_precision(scale: Tensor, stored: torch.dtype) -> Tensor:
-    """Round scales to float16 values, through bfloat16 if the weight is `stored` in it; the dtype stays."""
+    """Round scales to float16 values, through bfloat16 if the weight is `stored` in it; the dtype
+    stays.
+    """
     through = scale.to(torch.bfloat16) if stored == torch.bfloat16 else scale
     return through.to(torch.float16).to(scale.dtype)
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """Divide by a plain number; on a GPU torch would multiply by its reciprocal, which rounds differently."""
+    """Divide by a plain number; on a GPU torch would multiply by its reciprocal, which rounds
+    differently.
+    """
     return x / torch.full_like(x, divisor)
 
 
 def refuse_overflow(overflow: Tensor, row: int, groups: int) -> None:
-    """Raise NumericError if `overflow` bool `[m]` is set anywhere; entry `i` belongs to row `row + i // groups`."""
+    """Raise NumericError if `overflow` bool `[m]` is set anywhere; entry `i` belongs to row `row +
+    i // groups`.
+    """
     if bool(overflow.any()):
         rows = sorted({row + i // groups for i in overflow.nonzero().flatten().tolist()})
         raise NumericError(
-            f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} has weights too large: its "
+            f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} has weights too "
+            "large: its "
             f"scale or its dequantized weights pass {LARGEST_HALF:.0f}, the end of float16",
             Words("leave it dense with", Setting("skip")),
         )

@@ -16,24 +16,29 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import side_by_side
 from quantkit.errors import NumericError, Option, Words
 
-CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
-LONG_CHUNK = 16384  # the same where a GPU sums few Hessians at a time: fewer products, and fewer launches to wait for
+# tokens per product; fixed, so that the sum does not depend on how the tokens were batched
+CHUNK = 4096
+# the same where a GPU sums few Hessians at a time: fewer products, and fewer launches to wait for
+LONG_CHUNK = 16384
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
 _LEAST_WIDTH = {"cpu": 1, "cuda": 1024}  # of these blocks: narrow ones leave much of a GPU idle
 _ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from one product
 _LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
-_DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
+# diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
+_DEAD = 1e-6
 
 
 class Hessian:
     """Sum `x^T x` over tokens in float32, each with its weight.
 
-    Tokens are summed in chunks of `chunk` in the order of their arrival, so their division between calls does not
-    matter (ALGORITHMS 2). `tokens` counts them. With `checks` False no call waits for a GPU, and `may_be_broken`
-    reports at the end whether numbers were not finite.
+    Tokens are summed in chunks of `chunk` in the order of their arrival, so their division between
+    calls does not matter (ALGORITHMS 2). `tokens` counts them. With `checks` False no call waits
+    for a GPU, and `may_be_broken` reports at the end whether numbers were not finite.
     """
 
-    def __init__(self, k: int, device: torch.device | str, *, checks: bool = True, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, k: int, device: torch.device | str, *, checks: bool = True, chunk: int = CHUNK
+    ) -> None:
         self.tokens = 0
         self.chunk = chunk
         self._totals: list[Tensor] | None = None if checks else []
@@ -48,19 +53,23 @@ class Hessian:
 
     @staticmethod
     def chunk_bytes(k: int, device: str = "cpu", itemsize: int = 4) -> int:
-        """Compute the bytes of a chunk of tokens: in float32, on a GPU a long one with `itemsize` bytes a number."""
+        """Compute the bytes of a chunk of tokens: in float32, on a GPU a long one with `itemsize`
+        bytes a number.
+        """
         return (itemsize * LONG_CHUNK if device == "cuda" else 4 * CHUNK) * k
 
     def add(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any entry is not finite.
+        """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any
+        entry is not finite.
 
-        NumericError, too, if `k` differs from the linear's. Without checks this is the only one. `weights`, float32,
-        one for each token, multiply its part of the sum. Half-precision inputs on a GPU are multiplied as they are with
-        a float32 result, all others as float32.
+        NumericError, too, if `k` differs from the linear's. Without checks this is the only one.
+        `weights`, float32, one for each token, multiply its part of the sum. Half-precision inputs
+        on a GPU are multiplied as they are with a float32 result, all others as float32.
         """
         if x.shape[-1] != len(self._sum):
             raise NumericError(
-                f"activations of {x.shape[-1]} channels for a linear of {len(self._sum)}: config.json does not fit the "
+                f"activations of {x.shape[-1]} channels for a linear of {len(self._sum)}: "
+                "config.json does not fit the "
                 "weights, fetch the folder again"
             )
         x = x.detach().reshape(-1, len(self._sum))
@@ -70,14 +79,17 @@ class Hessian:
             finite = torch.isfinite(x)
             token, channel = (~finite).nonzero()[0].tolist()
             raise NumericError(
-                f"{int((~finite).sum())} of {x.numel()} activations are NaN or infinite, the first in token {token}, "
+                f"{int((~finite).sum())} of {x.numel()} activations are NaN or infinite, the first "
+                f"in token {token}, "
                 f"channel {channel}",
                 "drop that document",
                 Words("use", Option("device", "cpu"), ", which computes in float32"),
             )
         if self._chunk is None:
             keep = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-            self._chunk = x.new_empty(self.chunk, x.shape[1], dtype=x.dtype if keep else torch.float32)
+            self._chunk = x.new_empty(
+                self.chunk, x.shape[1], dtype=x.dtype if keep else torch.float32
+            )
         self.tokens += len(x)
         factors = None if weights is None else weights.flatten().sqrt().unsqueeze(-1)
         done = 0
@@ -94,11 +106,15 @@ class Hessian:
                 self._filled = 0
 
     def may_be_broken(self) -> bool:
-        """Return True if the sum of a call's numbers is not finite: one of them is not, or they are very large."""
+        """Return True if the sum of a call's numbers is not finite: one of them is not, or they are
+        very large.
+        """
         return bool(self._totals) and not is_finite(torch.stack(self._totals or []))
 
     def part(self) -> Part:
-        """Return the sums so far, for `absorb` of another Hessian; they share the memory of this one."""
+        """Return the sums so far, for `absorb` of another Hessian; they share the memory of this
+        one.
+        """
         full = self.tokens - self._filled
         last = self._chunk[: self._filled] if self._chunk is not None and self._filled else None
         return Part(full, self._sum if full else None, last)
@@ -106,9 +122,9 @@ class Hessian:
     def absorb(self, part: Part) -> None:
         """Add the sum of another rank's tokens. Call this in the order of the ranks.
 
-        Its full chunks are added as a sum. Its last tokens continue the unfinished chunk here, so that a Hessian of few
-        tokens does not depend on the number of ranks. This Hessian takes over the tensor of the first part and adds to
-        it.
+        Its full chunks are added as a sum. Its last tokens continue the unfinished chunk here, so
+        that a Hessian of few tokens does not depend on the number of ranks. This Hessian takes over
+        the tensor of the first part and adds to it.
         """
         if part.total is not None:
             self._sum = self._sum.add_(part.total) if self.tokens else part.total
@@ -121,9 +137,13 @@ class Hessian:
         check_size(self._sum, k)
 
     def matrix(self) -> Tensor:
-        """Return `H = (2 / T) sum w x^T x`, float32 `[k, k]`, symmetric; NumericError if no token was added."""
+        """Return `H = (2 / T) sum w x^T x`, float32 `[k, k]`, symmetric; NumericError if no token
+        was added.
+        """
         if not self.tokens:
-            raise NumericError("no calibration token reached this linear", "add calibration text", "leave it dense")
+            raise NumericError(
+                "no calibration token reached this linear", "add calibration text", "leave it dense"
+            )
         total = self._sum.clone()
         if self._chunk is not None and self._filled:
             _add_products(total, self._chunk[: self._filled])
@@ -134,8 +154,8 @@ class Hessian:
 class Part(NamedTuple):
     """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, and the last tokens.
 
-    `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full chunk. `last` `[t, k]`,
-    already weighted, is None if there are none.
+    `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full
+    chunk. `last` `[t, k]`, already weighted, is None if there are none.
     """
 
     tokens: int
@@ -164,23 +184,32 @@ def check_size(h: Tensor, k: int) -> None:
     """Raise NumericError unless `h` is a `[k, k]` matrix, as a weight `[n, k]` needs."""
     if h.shape != (k, k):
         raise NumericError(
-            f"the Hessian is {list(h.shape)} and the weight has {k} input channels: calibrate this linear again"
+            f"the Hessian is {list(h.shape)} and the weight has {k} input channels: calibrate this "
+            "linear again"
         )
 
 
 def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the diagonal of `h` `[k, k]` with dead channels raised to a small positive value, and the dead mask.
+    """Return the diagonal of `h` `[k, k]` with dead channels raised to a small positive value, and
+    the dead mask.
 
-    A dead channel gets 1e-6 of the mean live one (1 if all are dead). It is then rounded to nearest and never outweighs
-    a live channel. NumericError if `h` has a non-finite entry or a negative diagonal.
+    A dead channel gets 1e-6 of the mean live one (1 if all are dead). It is then rounded to nearest
+    and never outweighs a live channel. NumericError if `h` has a non-finite entry or a negative
+    diagonal.
     """
     diagonal = h.diagonal().clone()
-    # The sum of a row is not finite if an entry is not; a finite sum overflows only beyond 1e38 / k.
+    # The sum of a row is not finite if an entry is not; a finite sum overflows only beyond 1e38 /
+    # k.
     if not bool(torch.isfinite(h.sum(0)).all()):
         broken = int((~torch.isfinite(h)).sum())
-        raise NumericError(f"the Hessian has {broken} entries that are NaN or infinite", "check the calibration text")
+        raise NumericError(
+            f"the Hessian has {broken} entries that are NaN or infinite",
+            "check the calibration text",
+        )
     if bool((diagonal < 0).any()):
-        raise NumericError("the Hessian has a negative diagonal entry and is not a covariance: calibrate anew")
+        raise NumericError(
+            "the Hessian has a negative diagonal entry and is not a covariance: calibrate anew"
+        )
     dead = diagonal == 0
     live = diagonal[~dead]
     diagonal[dead] = live.mean() * _DEAD if len(live) else 1.0
@@ -190,18 +219,23 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
 def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Tensor:
     """Return the proxy loss `d H d^T` of each row of `weight - tensor`, float64 `[n]`.
 
-    With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is symmetric and undamped (ALGORITHMS 1).
+    With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is symmetric and undamped
+    (ALGORITHMS 1).
     """
     h = h.to(factor_dtype(h.device))
     d = weight.to(working_dtype(weight))
     if tensor is not None:
         d = d - tensor.dequantize(d.dtype)
-    parts = side_by_side(h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS[h.device.type])])
+    parts = side_by_side(
+        h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS[h.device.type])]
+    )
     return torch.cat(parts).double().clamp_(min=0)
 
 
 def _quadratic_forms(rows: Tensor, h: Tensor) -> Tensor:
-    """Return `d h d^T` of each of `rows` `[r, k]`; blocks above the diagonal count twice, blocks below it never."""
+    """Return `d h d^T` of each of `rows` `[r, k]`; blocks above the diagonal count twice, blocks
+    below it never.
+    """
     rows = rows.to(h.dtype)
     total = rows.new_zeros(len(rows))
     width = _LOSS_WIDTH[h.device.type]

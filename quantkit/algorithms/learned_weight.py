@@ -1,7 +1,8 @@
 """A quantized weight with scales, and optionally codes, that are learned by gradients.
 
-A model always computes with the values of a record: scales are rounded to float16 and positions to codes first. The
-gradient passes both roundings unchanged (straight-through estimator, Bengio et al. 2013).
+A model always computes with the values of a record: scales are rounded to float16 and positions to
+codes first. The gradient passes both roundings unchanged (straight-through estimator, Bengio et al.
+2013).
 """
 
 from __future__ import annotations
@@ -16,29 +17,37 @@ from quantkit.algorithms.grid import LARGEST_HALF, half_precision, largest_value
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 
-#: The farthest that a position starts from its code. Many codes of GPTQ are not the nearest to their weights, because
-#: they make up for others: nearer to the half, the noise of a few steps would undo that.
+#: The farthest that a position starts from its code. Many codes of GPTQ are not the nearest to
+#: their weights, because they make up for others: nearer to the half, the noise of a few steps
+#: would undo that.
 INSIDE = 0.3
-#: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the best position.
+#: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the
+#: best position.
 LEARNED = 20
 
 
 class LearnedWeight:
-    """A quantized weight `[n, k]` with float32 parameters in place of its scales and, optionally, its codes.
+    """A quantized weight `[n, k]` with float32 parameters in place of its scales and, optionally,
+    its codes.
 
-    `factors` `[n, g]` are logarithms: a scale is its start value times `exp(factor)`, and keeps its sign. `positions`
-    `[n, k]` count the format's values in order, and the nearest whole number is the code; None leaves all codes fixed.
-    Zero codes of a 2:4 weight stay zero. Until a parameter changes, the values equal the record's. `stored` is the
-    dtype of the source's weights, as for `grid.stored_scale`. `source` `[n, k]` is the unquantized weight, if codes are
-    learned: positions start as near to it as the codes allow.
+    `factors` `[n, g]` are logarithms: a scale is its start value times `exp(factor)`, and keeps its
+    sign. `positions` `[n, k]` count the format's values in order, and the nearest whole number is
+    the code; None leaves all codes fixed. Zero codes of a 2:4 weight stay zero. Until a parameter
+    changes, the values equal the record's. `stored` is the dtype of the source's weights, as for
+    `grid.stored_scale`. `source` `[n, k]` is the unquantized weight, if codes are learned:
+    positions start as near to it as the codes allow.
     """
 
-    def __init__(self, tensor: QuantizedTensor, stored: torch.dtype, source: Tensor | None = None) -> None:
+    def __init__(
+        self, tensor: QuantizedTensor, stored: torch.dtype, source: Tensor | None = None
+    ) -> None:
         fmt = tensor.scheme.format
         self._start, self._stored = tensor, stored
         self._zeros = None if tensor.zeros is None else fmt.decode(tensor.zeros).unsqueeze(-1)
         zeros = None if tensor.zeros is None else tensor.zeros.float()
-        self._limit = LARGEST_HALF / torch.as_tensor(largest_value(fmt, zeros), device=tensor.scales.device)
+        self._limit = LARGEST_HALF / torch.as_tensor(
+            largest_value(fmt, zeros), device=tensor.scales.device
+        )
         self.factors = torch.zeros_like(tensor.scales, dtype=torch.float32).requires_grad_()
         self.positions: Tensor | None = None
         if source is not None:
@@ -83,7 +92,9 @@ class LearnedWeight:
         return values if self._zeros is None else values.sub_(self._zeros)
 
     def _positions_near(self, source: Tensor) -> Tensor:
-        """Return the source's weights as positions among the format's values, at most INSIDE from their codes."""
+        """Return the source's weights as positions among the format's values, at most INSIDE from
+        their codes.
+        """
         fmt, (n, g) = self._start.scheme.format, self._start.scales.shape
         values = fmt.decode(self._order)
         scales = self._start.scales.float().unsqueeze(-1)
@@ -100,7 +111,8 @@ class LearnedWeight:
 class LearnedVector:
     """A vector of any dtype, such as the weight of a norm, with a float32 parameter.
 
-    `moves` counts in units of the vector's root mean square, 1 for zeros. The values are rounded to the vector's dtype.
+    `moves` counts in units of the vector's root mean square, 1 for zeros. The values are rounded to
+    the vector's dtype.
     """
 
     def __init__(self, start: Tensor) -> None:
@@ -110,7 +122,9 @@ class LearnedVector:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Compute the vector in `dtype`, with a gradient for the parameter."""
-        return _round(self._start.float() + self._unit * self.moves, lambda x: x.to(self._start.dtype)).to(dtype)
+        return _round(
+            self._start.float() + self._unit * self.moves, lambda x: x.to(self._start.dtype)
+        ).to(dtype)
 
     def record(self) -> Tensor:
         """Return the vector that `dense` has now, in its own dtype."""
@@ -123,15 +137,23 @@ def _round(x: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Dequantize(torch.autograd.Function):
-    """Multiply the values of codes by their scales; the backward pass decodes again, to store no floats."""
+    """Multiply the values of codes by their scales; the backward pass decodes again, to store no
+    floats.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, scales: Tensor, positions: Tensor | None, weight: LearnedWeight, dtype: torch.dtype
+        ctx: Any,
+        scales: Tensor,
+        positions: Tensor | None,
+        weight: LearnedWeight,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(scales)
         ctx.weight = weight
-        found: Tensor = weight._values().mul_(scales.unsqueeze(-1)).view(weight._start.shape).to(dtype)
+        found: Tensor = (
+            weight._values().mul_(scales.unsqueeze(-1)).view(weight._start.shape).to(dtype)
+        )
         return found
 
     @staticmethod
@@ -146,6 +168,8 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _codes_by_value(fmt: Format, device: torch.device) -> Tensor:
-    """Return the codes of a format's values, uint8, from the lowest value to the highest; minus zero has none."""
+    """Return the codes of a format's values, uint8, from the lowest value to the highest; minus
+    zero has none.
+    """
     codes = {value: code for code, value in reversed(list(enumerate(fmt.values)))}
     return torch.tensor([codes[value] for value in sorted(codes)], dtype=torch.uint8, device=device)

@@ -13,11 +13,11 @@ from quantkit.names import Clip, Metric, Rule
 
 @dataclass(frozen=True)
 class Options:
-    """Hold damping, column order, block width, scales and refinement of one GPTQ run; RecipeError for a value out of
-    range.
+    """Hold damping, column order, block width, scales and refinement of one GPTQ run; RecipeError
+    for a value out of range.
 
-    `prune` chooses the mask of a 2:4 weight, whose scales are static in any order (ALGORITHMS 9). The others are as a
-    recipe describes them.
+    `prune` chooses the mask of a 2:4 weight, whose scales are static in any order (ALGORITHMS 9).
+    The others are as a recipe describes them.
     """
 
     damp: Annotated[float, Meta(gt=0, le=1)] = key(
@@ -65,17 +65,20 @@ class Options:
         "Passes that move single codes after GPTQ",
         default=0,
         usual="3 for symmetric integers without 2:4, else 0",
-        more="Skipped below 16 tokens for each input channel; the report names these linears. Passes that are not the "
+        more="Skipped below 16 tokens for each input channel; the report names these linears. "
+        "Passes that are not the "
         "default ones give a warning for each.",
         when="0 to save time. 1 to 3 for accuracy with other formats, with enough text.",
     )
     prune: Rule = "sparsegpt"
     first_token: Annotated[float, Meta(ge=0, le=100)] = key(
-        "Weight of a document's first token in Hessians of normalised inputs, in parts of the document's length",
+        "Weight of a document's first token in Hessians of normalised inputs, in parts of the "
+        "document's length",
         default=0.1,
         level="key",
         pruning=True,
-        more="At least 1. See [algorithms.md](algorithms.md) 2. Searches and masks that use the Hessian change, too.",
+        more="At least 1. See [algorithms.md](algorithms.md) 2. Searches and masks that use the "
+        "Hessian change, too.",
         when="0 to reproduce published GPTQ.",
     )
 

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, divide, encode, half_precision, refuse_overflow
+from quantkit.algorithms.grid import (
+    LARGEST_HALF,
+    SMALLEST_SCALE,
+    divide,
+    encode,
+    half_precision,
+    refuse_overflow,
+)
 from quantkit.algorithms.hessian import check_size, live_diagonal
 from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
@@ -18,8 +25,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
 from quantkit.names import Clip, Metric, Rule
 
-#: Bytes for each weight while it is rounded, packed or unpacked: the source, its float32 copy, the scale search's
-#: scratch, the codes, the words (measured: 11.4).
+#: Bytes for each weight while it is rounded, packed or unpacked: the source, its float32 copy, the
+#: scale search's scratch, the codes, the words (measured: 11.4).
 ROUNDING_BYTES = 12
 
 
@@ -35,11 +42,12 @@ def quantize(
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
     """Round `weight` `[n, k]` to nearest; also return the counts of `scale_facts`.
 
-    `clip="search"` searches each scale for the least `metric`; "diag" and "block" need `hessian` `[k, k]`. FP6 and FP5
-    without search follow the published rule: codes from the unrounded scale (LAYOUTS 6.3). `signed` allows negative
-    scales. A weight of a 2:4 scheme is first pruned by the mask that `fixed_mask` makes for `prune`. NumericError if
-    the weight is not finite, or if dequantized weights overflow float16. LayoutError if the group size does not divide
-    k. RecipeError as `check_signed` and `fixed_mask`.
+    `clip="search"` searches each scale for the least `metric`; "diag" and "block" need `hessian`
+    `[k, k]`. FP6 and FP5 without search follow the published rule: codes from the unrounded scale
+    (LAYOUTS 6.3). `signed` allows negative scales. A weight of a 2:4 scheme is first pruned by the
+    mask that `fixed_mask` makes for `prune`. NumericError if the weight is not finite, or if
+    dequantized weights overflow float16. LayoutError if the group size does not divide k.
+    RecipeError as `check_signed` and `fixed_mask`.
     """
     check_weight(weight)
     if hessian is not None:
@@ -55,15 +63,22 @@ def quantize(
     errors = None
     if clip == "search" and metric != "mse":
         if hessian is None:
-            raise RecipeError(f"metric {metric} needs calibration data", "give a calibration set", "use metric mse")
-        errors = group_errors(hessian, live_diagonal(hessian)[0], groups, metric, working_dtype(weight))
+            raise RecipeError(
+                f"metric {metric} needs calibration data",
+                "give a calibration set",
+                "use metric mse",
+            )
+        errors = group_errors(
+            hessian, live_diagonal(hessian)[0], groups, metric, working_dtype(weight)
+        )
     grid = choose_scales(weight, scheme, clip, errors, signed)
     tensor = QuantizedTensor(scheme, encode(weight, scheme, grid), *grid)
     return tensor, {**rule, **scale_facts(tensor)}
 
 
 def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
-    """Count for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of zero, by magnitude.
+    """Count for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of
+    zero, by magnitude.
 
     For a 2:4 weight, also count zero and nonzero codes.
     """
@@ -81,7 +96,9 @@ def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
 
 
 def _published(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
-    """Quantize to FP6 or FP5 as the reference code does: codes first, then the scale is rounded to float16."""
+    """Quantize to FP6 or FP5 as the reference code does: codes first, then the scale is rounded to
+    float16.
+    """
     fmt = scheme.format
     n, k = weight.shape
     groups = scheme.groups(k)
@@ -96,6 +113,8 @@ def _published(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
 
 
 def published_codes(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 `[..., g]` and unrounded scales `[...]` of float32 `x` `[..., g]` (LAYOUTS 6.3)."""
+    """Return codes uint8 `[..., g]` and unrounded scales `[...]` of float32 `x` `[..., g]` (LAYOUTS
+    6.3).
+    """
     scale = divide(x.abs().amax(-1).clamp_(min=1e-12), fmt.largest)
     return fmt.encode(x / scale.unsqueeze(-1)), scale

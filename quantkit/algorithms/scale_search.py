@@ -1,7 +1,8 @@
 """Choose scales: from the largest magnitude of each group, or by a search over candidates.
 
-The search tries a table of candidates on all groups at once and takes the one with the least error. The error is a
-function of the rounding errors of a group; `group_errors` makes it from the Hessian (ALGORITHMS 4).
+The search tries a table of candidates on all groups at once and takes the one with the least error.
+The error is a function of the rounding errors of a group; `group_errors` makes it from the Hessian
+(ALGORITHMS 4).
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ from quantkit.names import Clip, Metric
 #: From rounding errors `[m, g]`, which it may overwrite, to one number per row `[m]`.
 GroupError = Callable[[Tensor], Tensor]
 
-WIDEST_BLOCK = 4096  # a wider group uses only the diagonal blocks of its Hessian, _BLOCK columns each
+WIDEST_BLOCK = (
+    4096  # a wider group uses only the diagonal blocks of its Hessian, _BLOCK columns each
+)
 _BLOCK = 128
 _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 _CPU_ENTRIES = 2**17  # the same, which its cache holds
-_MATRICES = 7  # float32 matrices of blocks of H while they are factored: the blocks, and three in float64
+_MATRICES = (
+    7  # float32 matrices of blocks of H while they are factored: the blocks, and three in float64
+)
 _BATCH = 16  # blocks of columns that one batched product judges on a GPU
 
 
@@ -55,8 +60,8 @@ def choose_scales(
 ) -> Grid:
     """Return the grid `[n, groups]` of a weight `[n, k]`.
 
-    `errors` has one function per group; None stands for plain `mse`. `stored` is the dtype of the original weight, if
-    `weight` has another. Raises the errors of `check_signed` and `fit_scales`.
+    `errors` has one function per group; None stands for plain `mse`. `stored` is the dtype of the
+    original weight, if `weight` has another. Raises the errors of `check_signed` and `fit_scales`.
     """
     check_signed(scheme, signed)
     n, k = weight.shape
@@ -67,15 +72,23 @@ def choose_scales(
     def fit(rows: slice) -> None:
         parts = weight[rows].to(working_dtype(weight)).reshape(-1, groups, k // groups)
         if together is not None:
-            fits = [fit_scales(parts.flatten(0, 1), scheme, clip, dtype, together, rows.start, groups, signed)]
+            fits = [
+                fit_scales(
+                    parts.flatten(0, 1), scheme, clip, dtype, together, rows.start, groups, signed
+                )
+            ]
         else:
             fits = [
-                fit_scales(parts[:, j].contiguous(), scheme, clip, dtype, error, rows.start, signed=signed)
+                fit_scales(
+                    parts[:, j].contiguous(), scheme, clip, dtype, error, rows.start, signed=signed
+                )
                 for j, error in enumerate(errors or ())
             ]
         scales[rows] = torch.stack([f.scales for f in fits], 1).view(-1, groups)
         if zeros is not None:
-            zeros[rows] = torch.stack([f.zeros for f in fits if f.zeros is not None], 1).view(-1, groups)
+            zeros[rows] = torch.stack([f.zeros for f in fits if f.zeros is not None], 1).view(
+                -1, groups
+            )
 
     together: GroupError | KernelErrors | None
     if errors is None:
@@ -98,10 +111,11 @@ def fit_scales(
     groups: int = 1,
     signed: bool = False,
 ) -> Grid:
-    """Return the grid `[m]` for groups of weights `x` `[m, g]` (float32 or float64), the larger scale on ties.
+    """Return the grid `[m]` for groups of weights `x` `[m, g]` (float32 or float64), the larger
+    scale on ties.
 
-    `stored` is the dtype of the original weight. NumericError, naming the row, if a base scale overflows float16; group
-    `i` belongs to row `row + i // groups` (ALGORITHMS 3 and 4).
+    `stored` is the dtype of the original weight. NumericError, naming the row, if a base scale
+    overflows float16; group `i` belongs to row `row + i // groups` (ALGORITHMS 3 and 4).
     """
     fmt = scheme.format
     scales, zeros = _candidates(x, scheme, clip, stored, signed)
@@ -110,15 +124,21 @@ def fit_scales(
     if len(scales) == 1:
         best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
     else:
-        tried = scales.masked_fill(overflow, torch.nan) if isinstance(error, KernelErrors) else scales
+        tried = (
+            scales.masked_fill(overflow, torch.nan) if isinstance(error, KernelErrors) else scales
+        )
         errors = _errors(x, tried, zeros, fmt, error)
         best = errors.masked_fill_(overflow, torch.inf).argmin(0, keepdim=True)
     chosen = scales.gather(0, best)[0].to(torch.float16)
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
 
 
-def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError | KernelErrors) -> Tensor:
-    """Return the error `[c, m]` of each candidate of `scales` and `zeros` `[c, m]` for the groups `x` `[m, g]`."""
+def _errors(
+    x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError | KernelErrors
+) -> Tensor:
+    """Return the error `[c, m]` of each candidate of `scales` and `zeros` `[c, m]` for the groups
+    `x` `[m, g]`.
+    """
     if isinstance(error, KernelErrors):
         return kernels.search_errors(x, scales, zeros, error.factors, fmt)
     errors = torch.empty_like(scales)
@@ -151,10 +171,12 @@ def check_signed(scheme: Scheme, signed: bool) -> None:
 def group_errors(
     h: Tensor, diagonal: Tensor, groups: int, metric: Metric, dtype: torch.dtype
 ) -> list[GroupError] | None:
-    """Return the error function of `metric` for each group of columns of `h` `[k, k]`; None for plain `mse`.
+    """Return the error function of `metric` for each group of columns of `h` `[k, k]`; None for
+    plain `mse`.
 
-    `diagonal` `[k]` replaces the diagonal of `h` (damped, dead channels raised). Errors are relative to its mean, so
-    that large activations cannot overflow them. NumericError if `h` is no covariance.
+    `diagonal` `[k]` replaces the diagonal of `h` (damped, dead channels raised). Errors are
+    relative to its mean, so that large activations cannot overflow them. NumericError if `h` is no
+    covariance.
     """
     if metric == "mse":
         return None
@@ -163,7 +185,11 @@ def group_errors(
     if metric == "diag":
         return [diagonal_error(part) for part in (diagonal / mean).to(dtype).split(g)]
     size = g if g <= WIDEST_BLOCK else _BLOCK
-    parts = [(a, min(a + size, first + g)) for first in range(0, groups * g, g) for a in range(first, first + g, size)]
+    parts = [
+        (a, min(a + size, first + g))
+        for first in range(0, groups * g, g)
+        for a in range(first, first + g, size)
+    ]
     factors: dict[int, Tensor] = {}
     for width in {b - a for a, b in parts}:
         alike = [(a, b) for a, b in parts if b - a == width]
@@ -178,7 +204,9 @@ def group_errors(
 
 
 def search_bytes(k: int, group_sizes: Iterable[int | None]) -> int:
-    """Compute the bytes of the blocks of H `[k, k]` that the metric `block` factors, for the widest group."""
+    """Compute the bytes of the blocks of H `[k, k]` that the metric `block` factors, for the widest
+    group.
+    """
     wide = max((size or WIDEST_BLOCK for size in group_sizes), default=0)
     if wide >= WIDEST_BLOCK:
         wide = k if k <= WIDEST_BLOCK else 0
@@ -186,7 +214,9 @@ def search_bytes(k: int, group_sizes: Iterable[int | None]) -> int:
 
 
 class TriangularError:
-    """The error `sum ||delta R||^2` over `blocks` on the diagonal, each a first column and an upper `R`."""
+    """The error `sum ||delta R||^2` over `blocks` on the diagonal, each a first column and an upper
+    `R`.
+    """
 
     def __init__(self, blocks: list[tuple[int, Tensor]]) -> None:
         self.blocks = blocks
@@ -204,7 +234,9 @@ class TriangularError:
 
     @functools.cached_property
     def _batches(self) -> list[tuple[int, int, Tensor]]:
-        """Neighbouring blocks of equal width, up to `_BATCH` of them: the bounds of their columns, and every R."""
+        """Neighbouring blocks of equal width, up to `_BATCH` of them: the bounds of their columns,
+        and every R.
+        """
         found = []
         for width, group in itertools.groupby(self.blocks, lambda block: len(block[1])):
             alike = list(group)
@@ -214,14 +246,21 @@ class TriangularError:
         return found
 
     def __call__(self, delta: Tensor) -> Tensor:
-        # The panels of many blocks are thousands of launches. Batched products do twice their work, but do not wait.
-        return self.by_batches(delta) if delta.is_cuda and len(self.blocks) > 1 else self.by_panels(delta)
+        # The panels of many blocks are thousands of launches. Batched products do twice their work,
+        # but do not wait.
+        return (
+            self.by_batches(delta)
+            if delta.is_cuda and len(self.blocks) > 1
+            else self.by_panels(delta)
+        )
 
     def by_batches(self, delta: Tensor) -> Tensor:
         """Return the errors from products with whole blocks, many at a time."""
         found = []
         for a, b, factors in self._batches:
-            products: Tensor = delta[:, a:b].unflatten(1, (len(factors), -1)).transpose(0, 1) @ factors
+            products: Tensor = (
+                delta[:, a:b].unflatten(1, (len(factors), -1)).transpose(0, 1) @ factors
+            )
             found.append(products.square_().sum((0, 2)))
         return torch.stack(found).sum(0)
 
@@ -232,22 +271,32 @@ class TriangularError:
 
 
 class KernelErrors(NamedTuple):
-    """The factors `[groups, g, g]`, each an `R`, by which a kernel computes `||delta R||^2` of groups of whole rows."""
+    """The factors `[groups, g, g]`, each an `R`, by which a kernel computes `||delta R||^2` of
+    groups of whole rows.
+    """
 
     factors: Tensor
 
 
 def _kernel_errors(weight: Tensor, errors: list[GroupError]) -> KernelErrors | None:
-    """Return the errors of all groups of `weight` `[n, k]` together; None if no kernel computes them."""
+    """Return the errors of all groups of `weight` `[n, k]` together; None if no kernel computes
+    them.
+    """
     size = weight.shape[1] // len(errors)
-    if size not in kernels.SEARCHED or working_dtype(weight) != torch.float32 or not kernels.runs_on(weight.device):
+    if (
+        size not in kernels.SEARCHED
+        or working_dtype(weight) != torch.float32
+        or not kernels.runs_on(weight.device)
+    ):
         return None
     factors = [error.blocks[0][1] for error in errors if isinstance(error, TriangularError)]
     return KernelErrors(torch.stack(factors)) if len(factors) == len(errors) else None
 
 
 def diagonal_error(weights: Tensor) -> GroupError:
-    """Return the error `sum_j weights_j delta_j^2`: it knows the size of each input channel, but no correlation."""
+    """Return the error `sum_j weights_j delta_j^2`: it knows the size of each input channel, but no
+    correlation.
+    """
     return lambda delta: delta.square_() @ weights
 
 
@@ -260,22 +309,34 @@ def _ratios(fmt: Format, clip: Clip) -> list[float]:
     """Return candidate scales relative to the base scale, largest first (ALGORITHMS 4)."""
     if clip == "none":
         return [1.0]
-    return [2 ** (i / 16) for i in range(16, -9, -1)] if fmt.is_float else [1 - i / 100 for i in range(76)]
+    return (
+        [2 ** (i / 16) for i in range(16, -9, -1)]
+        if fmt.is_float
+        else [1 - i / 100 for i in range(76)]
+    )
 
 
 def _candidates(
     x: Tensor, scheme: Scheme, clip: Clip, stored: torch.dtype, signed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return candidate scales `[c, m]`, float16 values in the dtype of `x`, and zeros for the groups `x` `[m, g]`."""
+    """Return candidate scales `[c, m]`, float16 values in the dtype of `x`, and zeros for the
+    groups `x` `[m, g]`.
+    """
     fmt = scheme.format
     ratios = torch.tensor(_ratios(fmt, clip), dtype=x.dtype, device=x.device).unsqueeze(-1)
     if signed:
         low, high = x.aminmax(dim=-1)
-        base = divide(torch.where(high > -low, -high, -low), fmt.largest)  # the extreme weight gets the code of -8
+        base = divide(
+            torch.where(high > -low, -high, -low), fmt.largest
+        )  # the extreme weight gets the code of -8
         scales = ratios * base
-        if clip == "search":  # of weights that are all +c, -c or 0, both extremes are exact with -7 and 7
+        if (
+            clip == "search"
+        ):  # of weights that are all +c, -c or 0, both extremes are exact with -7 and 7
             even = ((x.abs() == high.unsqueeze(-1)) | (x == 0)).all(-1) & (high == -low)
-            scales = torch.cat([scales, torch.where(even, divide(high, fmt.largest - 1), base).unsqueeze(0)])
+            scales = torch.cat(
+                [scales, torch.where(even, divide(high, fmt.largest - 1), base).unsqueeze(0)]
+            )
         return stored_scale(scales, stored), None
     if scheme.symmetric:
         return stored_scale(ratios * divide(x.abs().amax(-1), fmt.absmax), stored), None

@@ -1,4 +1,6 @@
-"""SparseGPT: choose the 2:4 mask during the sweep, and move the surviving weights (ALGORITHMS 9)."""
+"""SparseGPT: choose the 2:4 mask during the sweep, and move the surviving weights
+(ALGORITHMS 9).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from quantkit.errors import NumericError, Setting, Words
 
 
 def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = None) -> Tensor:
-    """Return `weight` `[n, k]` with at most two non-zero values per quad, by the rule of `options`, in its dtype.
+    """Return `weight` `[n, k]` with at most two non-zero values per quad, by the rule of `options`,
+    in its dtype.
 
-    sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h` `[k, k]`. `factor`
-    is the result of `factorize` with `sparse`, if it is known already. NumericError for a weight that is not finite,
-    for a survivor that overflows the dtype, and as `factorize`.
+    sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h`
+    `[k, k]`. `factor` is the result of `factorize` with `sparse`, if it is known already.
+    NumericError for a weight that is not finite, for a survivor that overflows the dtype, and as
+    `factorize`.
     """
     check_weight(weight)
     if options.prune != "sparsegpt":
@@ -30,13 +34,16 @@ def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = N
     values = survivors(weight, factor, options, sweep_pattern(weight, h, options, factor))
     if not bool(torch.isfinite(values).all()):
         raise NumericError(
-            f"weights that make up for pruned ones overflow {dtype_name(values.dtype)}", Words(Setting("skip"), "it")
+            f"weights that make up for pruned ones overflow {dtype_name(values.dtype)}",
+            Words(Setting("skip"), "it"),
         )
     return values
 
 
 def sweep_pattern(weight: Tensor, h: Tensor, options: Options, factor: Factor) -> Pattern:
-    """Return the pattern of a weight `[n, k]`: known by magnitude or wanda, filled in by the sweep for sparsegpt."""
+    """Return the pattern of a weight `[n, k]`: known by magnitude or wanda, filled in by the sweep
+    for sparsegpt.
+    """
     if options.prune != "sparsegpt":
         return Pattern(fixed_mask(weight, options.prune, h).T.index_select(0, factor.order))
     n, k = weight.shape
@@ -47,13 +54,17 @@ def sweep_pattern(weight: Tensor, h: Tensor, options: Options, factor: Factor) -
     unit = blocks / blocks.diagonal(dim1=1, dim2=2).unsqueeze(1)
     eye = torch.eye(QUAD, dtype=unit.dtype, device=unit.device)
     with one_thread(r.device):
-        ahead = r * torch.linalg.solve_triangular(unit, eye.expand_as(unit), upper=True).mT.reshape(k, QUAD)
+        ahead = r * torch.linalg.solve_triangular(unit, eye.expand_as(unit), upper=True).mT.reshape(
+            k, QUAD
+        )
     dtype = working_dtype(weight)
     return Pattern(mask, r.to(dtype), ahead.to(dtype))
 
 
 def survivors(weight: Tensor, factor: Factor, options: Options, pattern: Pattern) -> Tensor:
-    """Sweep `weight` `[n, k]` without rounding: return the weights that stay, moved, and zeros; fill in the pattern."""
+    """Sweep `weight` `[n, k]` without rounding: return the weights that stay, moved, and zeros;
+    fill in the pattern.
+    """
     dtype = working_dtype(weight)
     w = weight.to(dtype).T.index_select(0, factor.order)
     values = torch.empty_like(w)

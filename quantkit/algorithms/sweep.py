@@ -1,9 +1,11 @@
-"""The sweep of GPTQ and SparseGPT: round column after column; each later column makes up for the errors so far.
+"""The sweep of GPTQ and SparseGPT: round column after column; each later column makes up for the
+errors so far.
 
 `R` is upper triangular with `R R^T = H + damping`, and `V = R / diag(R)`. The target of column j is
-`t_j = w_j + sum_{i<j} D_i V_ij` for the errors `D` so far. The column is rounded to its target, and its own error joins
-`D`. The codes equal those of the published loop, from one factorisation and without updating the weights
-(ALGORITHMS 5.2). Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
+`t_j = w_j + sum_{i<j} D_i V_ij` for the errors `D` so far. The column is rounded to its target, and
+its own error joins `D`. The codes equal those of the published loop, from one factorisation and
+without updating the weights (ALGORITHMS 5.2). Everything is transposed, `[k, n]`, so that a column
+of the weight is contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from quantkit.algorithms.cholesky import Factor
 from quantkit.algorithms.grid import Grid, round_to_codes
 from quantkit.algorithms.numerics import working_dtype
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.scale_search import GroupError, TriangularError, choose_scales, diagonal_error, square_error
+from quantkit.algorithms.scale_search import (
+    GroupError,
+    TriangularError,
+    choose_scales,
+    diagonal_error,
+    square_error,
+)
 from quantkit.core import sparsity
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -36,11 +44,13 @@ _STEP = 32  # columns corrected one by one before one product corrects the rest 
 
 
 class Pattern(NamedTuple):
-    """Mark the entries of a 2:4 weight that stay: `mask` bool `[k, n]`, in processing order, columns in quads.
+    """Mark the entries of a 2:4 weight that stay: `mask` bool `[k, n]`, in processing order,
+    columns in quads.
 
-    With `r` and `ahead` the sweep fills in `mask` as each quad begins. `r` `[k, 1]` is the diagonal of R. `ahead`
-    `[k, 4]` says how `t - w` of a quad's columns, times R's diagonal, affects its later columns. A target assumes that
-    the earlier columns of its quad are done without error; a score assumes that they are not done yet.
+    With `r` and `ahead` the sweep fills in `mask` as each quad begins. `r` `[k, 1]` is the diagonal
+    of R. `ahead` `[k, 4]` says how `t - w` of a quad's columns, times R's diagonal, affects its
+    later columns. A target assumes that the earlier columns of its quad are done without error; a
+    score assumes that they are not done yet.
     """
 
     mask: Tensor
@@ -49,22 +59,31 @@ class Pattern(NamedTuple):
 
     def part(self, a: int, b: int) -> Pattern:
         """Return the pattern of the columns from `a` to `b`, as views."""
-        return Pattern(self.mask[a:b], *(None if x is None else x[a:b] for x in (self.r, self.ahead)))
+        return Pattern(
+            self.mask[a:b], *(None if x is None else x[a:b] for x in (self.r, self.ahead))
+        )
 
     def begin(self, q: int, t: Tensor, w: Tensor) -> None:
         """Choose the two entries to keep in the quad at `q`, from targets and weights `[4, n]`."""
         if self.r is not None and self.ahead is not None:
             quad = slice(q, q + QUAD)
-            self.mask[quad] = best_two(torch.addmm(self.r[quad] * w, self.ahead[quad], t - w).abs_())
+            self.mask[quad] = best_two(
+                torch.addmm(self.r[quad] * w, self.ahead[quad], t - w).abs_()
+            )
 
 
 def sweep(
-    weight: Tensor, scheme: Scheme, factor: Factor, options: Options, grid: Grid | None, pattern: Pattern | None = None
+    weight: Tensor,
+    scheme: Scheme,
+    factor: Factor,
+    options: Options,
+    grid: Grid | None,
+    pattern: Pattern | None = None,
 ) -> QuantizedTensor:
     """Round `weight` `[n, k]` in processing order on `grid` `[n, groups]`.
 
-    Without a grid, scales are chosen as each group begins, in natural order (ALGORITHMS 5.2). With a `pattern`,
-    which needs a grid, the entries that it removes become zero.
+    Without a grid, scales are chosen as each group begins, in natural order (ALGORITHMS 5.2). With
+    a `pattern`, which needs a grid, the entries that it removes become zero.
     """
     dtype = working_dtype(weight)
     w = weight.to(dtype).T.index_select(0, factor.order)
@@ -82,9 +101,12 @@ def sweep(
     for a, b in column_blocks(k, width, pattern):
         t = targets(w[a:b], v[:a, a:b], d[:a], values[a:b])
         if grid is None:
-            # Where this group's columns would go if none of them were rounded: its scales must cover this.
+            # Where this group's columns would go if none of them were rounded: its scales must
+            # cover this.
             with one_thread(w.device):
-                shift = torch.linalg.solve_triangular(v[a:b, a:b].T, t - w[a:b], upper=False, unitriangular=True)
+                shift = torch.linalg.solve_triangular(
+                    v[a:b, a:b].T, t - w[a:b], upper=False, unitriangular=True
+                )
             error = remaining_error(factor, options.metric, a, b, dtype)
             x = (w[a:b] + shift).T.contiguous()
             fitted = choose_scales(x, scheme, options.clip, [error], options.signed, weight.dtype)
@@ -95,7 +117,11 @@ def sweep(
     codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
     for a in range(0, k, _ENCODED):
         t, places = values[a : a + _ENCODED], slice(a, a + _ENCODED)
-        found = scheme.format.encode(t) if zeros is None else t.add_(zeros[group_of[places]]).to(torch.uint8)
+        found = (
+            scheme.format.encode(t)
+            if zeros is None
+            else t.add_(zeros[group_of[places]]).to(torch.uint8)
+        )
         codes.index_copy_(0, factor.order[places], found)
     half = scales.T.to(torch.float16).contiguous()
     zeros = None if zeros is None else zeros.T.to(torch.uint8).contiguous()
@@ -105,7 +131,8 @@ def sweep(
 def targets(w: Tensor, v: Tensor, d: Tensor, out: Tensor) -> Tensor:
     """Fill `out` `[b, n]` with the targets of a block, and return it.
 
-    `w` `[b, n]` are its weights, `v` `[a, b]` the columns of V above it, `d` `[a, n]` the errors so far.
+    `w` `[b, n]` are its weights, `v` `[a, b]` the columns of V above it, `d` `[a, n]` the errors so
+    far.
     """
 
     def add(first: int) -> None:
@@ -118,7 +145,9 @@ def targets(w: Tensor, v: Tensor, d: Tensor, out: Tensor) -> Tensor:
 
 
 def column_blocks(k: int, width: int, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of blocks of `width` columns; with a pattern, of the next multiple of four."""
+    """Yield the bounds of blocks of `width` columns; with a pattern, of the next
+    multiple of four.
+    """
     width = width if pattern is None else QUAD * sparsity.quads(width + -width % QUAD)
     for a in range(0, k, width):
         yield a, min(a + width, k)
@@ -133,11 +162,13 @@ def round_block(
     fmt: Format | None,
     pattern: Pattern | None = None,
 ) -> None:
-    """Turn the targets `t` `[b, n]` of a block into the values of codes, and fill in their errors `d` `[b, n]`.
+    """Turn the targets `t` `[b, n]` of a block into the values of codes, and fill in their errors
+    `d` `[b, n]`.
 
-    `w` `[b, n]` are the weights, `v` `[b, b]` the block of V, `columns` their scales and zeros. Without `columns` and
-    `fmt` nothing is rounded. Entries that `pattern` removes become zero; it sees a quad's targets before the first
-    column of the quad is processed. On a GPU a kernel does this, where it can be compiled.
+    `w` `[b, n]` are the weights, `v` `[b, b]` the block of V, `columns` their scales and zeros.
+    Without `columns` and `fmt` nothing is rounded. Entries that `pattern` removes become zero; it
+    sees a quad's targets before the first column of the quad is processed. On a GPU a kernel does
+    this, where it can be compiled.
     """
     if t.dtype == torch.float32 and kernels.runs_on(t.device):
         for a in range(0, len(t), kernels.COLUMNS):
@@ -153,7 +184,13 @@ def round_block(
 
 
 def _round_columns(
-    t: Tensor, d: Tensor, w: Tensor, v: Tensor, columns: Columns | None, fmt: Format | None, pattern: Pattern | None
+    t: Tensor,
+    d: Tensor,
+    w: Tensor,
+    v: Tensor,
+    columns: Columns | None,
+    fmt: Format | None,
+    pattern: Pattern | None,
 ) -> None:
     group_of = [] if columns is None else columns.group_of.tolist()
     unit = 1 if pattern is None else QUAD
@@ -179,11 +216,13 @@ def _round_columns(
         t[b:].addmm_(v[a:b, b:].T, d[a:b])
 
 
-def remaining_error(factor: Factor, metric: Metric, a: int, b: int, dtype: torch.dtype) -> GroupError:
+def remaining_error(
+    factor: Factor, metric: Metric, a: int, b: int, dtype: torch.dtype
+) -> GroupError:
     """Return the error of the group of columns [a, b) as its sweep begins.
 
-    For "block" this is the error that remains after the best compensation. It is given by the Schur complement of the
-    group in the damped Hessian of itself and all later columns (ALGORITHMS 7).
+    For "block" this is the error that remains after the best compensation. It is given by the Schur
+    complement of the group in the damped Hessian of itself and all later columns (ALGORITHMS 7).
     """
     if metric == "mse":
         return square_error

@@ -1,7 +1,8 @@
-"""Time whole models that read prompts and write tokens: each packed layout beside the same model dense.
+"""Time whole models that read prompts and write tokens: each packed layout beside the same model
+dense.
 
-All variants run the same two calls (`decode_graphs`) as CUDA graphs, so that no launch from Python is timed. The floor
-of a step is one read of all weights at the speed of a copy.
+All variants run the same two calls (`decode_graphs`) as CUDA graphs, so that no launch from Python
+is timed. The floor of a step is one read of all weights at the speed of a copy.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ ROUNDS, LONG_S = 3, 1.0
 class Pace:
     """One timing: seconds of a prompt and of a step for a batch, and bytes on the GPU.
 
-    `held_bytes` is the size of the weights, `peak_bytes` the most memory in use. `multiplied_by` names the kernel or
-    the fallback, `sizes` are the expected bytes.
+    `held_bytes` is the size of the weights, `peak_bytes` the most memory in use. `multiplied_by`
+    names the kernel or the fallback, `sizes` are the expected bytes.
     """
 
     layout: str
@@ -66,12 +67,16 @@ class Pace:
 
 
 def rows(model: str, load: Workload, device: Device, paces: Sequence[Pace]) -> list[dict[str, Any]]:
-    """List timings as rows of a CSV; ratios are to the dense model in the same batch, None without it."""
+    """List timings as rows of a CSV; ratios are to the dense model in the same batch, None without
+    it.
+    """
     dense = {pace.batch: pace for pace in paces if pace.layout == DENSE}
     return [_row(model, load, device, pace, dense.get(pace.batch)) for pace in paces]
 
 
-def _row(model: str, load: Workload, device: Device, pace: Pace, dense: Pace | None) -> dict[str, Any]:
+def _row(
+    model: str, load: Workload, device: Device, pace: Pace, dense: Pace | None
+) -> dict[str, Any]:
     floor = pace.sizes.read / device.copy
     return {
         "model": model,
@@ -107,8 +112,9 @@ def _row(model: str, load: Workload, device: Device, pace: Pace, dense: Pace | N
 def graph_of(call: Callable[[], object], rewind: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Capture a call in a CUDA graph; `rewind` runs before each call.
 
-    Two calls on another stream come first. They compile and load kernels and allocate workspaces, which cannot happen
-    during a capture. The second call finds the cache initialised, and may run other code than the first.
+    Two calls on another stream come first. They compile and load kernels and allocate workspaces,
+    which cannot happen during a capture. The second call finds the cache initialised, and may run
+    other code than the first.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -123,7 +129,9 @@ def graph_of(call: Callable[[], object], rewind: Callable[[], None]) -> torch.cu
 
 
 def _per_call(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None], calls: int) -> float:
-    """Measure the median seconds of a call, when `calls` of them follow each other after `rewind`."""
+    """Measure the median seconds of a call, when `calls` of them follow each other
+    after `rewind`.
+    """
 
     def replays() -> None:
         for _ in range(calls):
@@ -142,18 +150,22 @@ def _per_call(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None], calls: in
     return median(found)
 
 
-def measure(model: Outline, variants: Sequence[Variant], load: Workload, progress: Progress) -> dict[str, Any]:
+def measure(
+    model: Outline, variants: Sequence[Variant], load: Workload, progress: Progress
+) -> dict[str, Any]:
     """Time the variants of a model in all batches, the dense one in those that fit.
 
-    Returns the `device`, `notices` of the cases that were left out, and `rows` of a CSV. Before anything is timed,
-    RecipeError for more tokens than the model has positions and for a model without a static cache, and KernelError
-    without a GPU, CuPy or enough memory. KernelError for a model that cannot be captured.
+    Returns the `device`, `notices` of the cases that were left out, and `rows` of a CSV. Before
+    anything is timed, RecipeError for more tokens than the model has positions and for a model
+    without a static cache, and KernelError without a GPU, CuPy or enough memory. KernelError for a
+    model that cannot be captured.
     """
     built = skeleton(model, load.dtype, False)
     positions = getattr(built.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and load.prompt + load.new > positions:
         raise RecipeError(
-            f"{load.prompt} tokens of a prompt and {load.new} new ones are more than the {positions} positions "
+            f"{load.prompt} tokens of a prompt and {load.new} new ones are more than the "
+            f"{positions} positions "
             f"of {model.name}",
             "use smaller --prompt-tokens or --new-tokens",
         )
@@ -172,21 +184,34 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
                 made, fallbacks = _time_variant(model, variant, batches, load, where, progress)
         except torch.OutOfMemoryError as error:
             raise KernelError(
-                f"{model.name} as {variant.layout} {variant.scheme} does not fit into the GPU's memory",
+                f"{model.name} as {variant.layout} {variant.scheme} does not fit into the GPU's "
+                "memory",
                 "use smaller --batch or --prompt-tokens",
             ) from error
         notices += fallbacks
         paces += made
-    return {"device": asdict(device), "notices": notices, "rows": rows(model.name, load, device, paces)}
+    return {
+        "device": asdict(device),
+        "notices": notices,
+        "rows": rows(model.name, load, device, paces),
+    }
 
 
 def _time_variant(
-    model: Outline, variant: Variant, batches: Sequence[int], load: Workload, where: torch.device, progress: Progress
+    model: Outline,
+    variant: Variant,
+    batches: Sequence[int],
+    load: Workload,
+    where: torch.device,
+    progress: Progress,
 ) -> tuple[list[Pace], list[str]]:
     """Time one variant; returns the timings, and notices of weights that no kernel multiplies."""
     _free_memory()
     before = torch.cuda.memory_allocated(where)
-    with torch.inference_mode(False), torch.no_grad():  # kernels read weights early only if torch counts writes to them
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # kernels read weights early only if torch counts writes to them
         built, notices = build(model, variant, load.dtype, where, progress)
     _free_memory()
     held = torch.cuda.memory_allocated(where) - before
@@ -201,21 +226,33 @@ def _time_variant(
             prompt_s, step_s = _time_batch(built, batch, load, where)
         peak = torch.cuda.max_memory_allocated(where) - before
         how = swap_linears.describe_weights(built)
-        paces.append(Pace(variant.layout, variant.scheme, how, batch, prompt_s, step_s, held, peak, expected))
-        progress.note(f"{variant.layout}, batch {batch}: prompt {1e3 * prompt_s:.2f} ms, step {1e3 * step_s:.3f} ms")
+        paces.append(
+            Pace(variant.layout, variant.scheme, how, batch, prompt_s, step_s, held, peak, expected)
+        )
+        progress.note(
+            f"{variant.layout}, batch {batch}: prompt {1e3 * prompt_s:.2f} ms, step "
+            f"{1e3 * step_s:.3f} ms"
+        )
         _free_memory()
     return paces, notices
 
 
-def _time_batch(model: PreTrainedModel, batch: int, load: Workload, where: torch.device) -> tuple[float, float]:
-    """Measure the seconds of a prompt and of a step; KernelError for a model that cannot be captured."""
+def _time_batch(
+    model: PreTrainedModel, batch: int, load: Workload, where: torch.device
+) -> tuple[float, float]:
+    """Measure the seconds of a prompt and of a step; KernelError for a model that cannot be
+    captured.
+    """
     random = torch.Generator(where).manual_seed(0)
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     ids = torch.randint(vocabulary, (batch, load.prompt), device=where, generator=random)
     pair = decode_calls(model, ids, load.new, likeliest if load.eager else torch.compile(likeliest))
     times = []
     try:
-        for call, before, calls in ((pair.prompt, 0, 1), (pair.step, load.prompt, load.timed or load.new)):
+        for call, before, calls in (
+            (pair.prompt, 0, 1),
+            (pair.step, load.prompt, load.timed or load.new),
+        ):
             rewind = partial(pair.rewind, before)
             times.append(_per_call(graph_of(call, rewind), rewind, calls))
     except torch.OutOfMemoryError:
@@ -236,8 +273,13 @@ def _free_memory() -> None:
 
 @contextmanager
 def nondeterministic() -> Iterator[None]:
-    """Let torch write to the cache without sorting positions first, since each is written once anyway."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Let torch write to the cache without sorting positions first, since each is written once
+    anyway.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(False)
     try:
         yield

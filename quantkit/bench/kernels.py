@@ -1,8 +1,10 @@
-"""Time the kernels of packed weights beside cuBLAS, the speed of a copy and the floor, all in one run.
+"""Time the kernels of packed weights beside cuBLAS, the speed of a copy and the floor, all in one
+run.
 
-Every call takes the next of several copies of the weight, which together exceed the L2 cache, so weights come from
-memory as in a model. Kernel and cuBLAS take turns. Activations are random, because zeros draw less power and raise the
-clocks. cuBLAS gets unquantized weights. A wrong product is an error, and is not timed.
+Every call takes the next of several copies of the weight, which together exceed the L2 cache, so
+weights come from memory as in a model. Kernel and cuBLAS take turns. Activations are random,
+because zeros draw less power and raise the clocks. cuBLAS gets unquantized weights. A wrong product
+is an error, and is not timed.
 """
 
 from __future__ import annotations
@@ -41,18 +43,23 @@ def kernels(
     progress: Progress,
     portable: bool = False,
 ) -> dict[str, Any]:
-    """Time the kernels of `layouts` on every layer with every number of tokens; no `schemes` stands for the defaults.
+    """Time the kernels of `layouts` on every layer with every number of tokens; no `schemes` stands
+    for the defaults.
 
-    Returns the `device`, `rows` of a CSV, and their `means`. `dtype` is the dtype of the activations, float16 or
-    bfloat16; `portable` leaves Hopper's kernels out. Before anything is timed, LayoutError for a shape or a scheme that
-    a layout cannot hold, and KernelError without a GPU or CuPy. KernelError for a product outside the bounds of
-    `proof.mismatch`, and if the GPU's memory does not suffice.
+    Returns the `device`, `rows` of a CSV, and their `means`. `dtype` is the dtype of the
+    activations, float16 or bfloat16; `portable` leaves Hopper's kernels out. Before anything is
+    timed, LayoutError for a shape or a scheme that a layout cannot hold, and KernelError without a
+    GPU or CuPy. KernelError for a product outside the bounds of `proof.mismatch`, and if the GPU's
+    memory does not suffice.
     """
     jobs = []
     for layer in layers:
         for layout in layouts:
             for scheme in schemes or map(Scheme.parse, LAUNCHERS[layout].schemes):
-                with about(f"{layer.n}x{layer.k} in {scheme.label} cannot be timed as {layout}, choose others"):
+                with about(
+                    f"{layer.n}x{layer.k} in {scheme.label} cannot be timed as {layout}, choose "
+                    "others"
+                ):
                     LAYOUTS[layout].check(scheme, layer.n, layer.k)
                 jobs.append((layer, layout, scheme))
     where = require_gpu(layouts)
@@ -61,12 +68,15 @@ def kernels(
     bar = progress.bar(len(jobs) * len(tokens), "timing")
     for layer, layout, scheme in jobs:
         try:
-            for timed in _time_weight(layer, tokens, layout, scheme, dtype, device, where, progress, portable):
+            for timed in _time_weight(
+                layer, tokens, layout, scheme, dtype, device, where, progress, portable
+            ):
                 rows.append(timed)
                 bar.update(1)
         except torch.OutOfMemoryError as error:
             raise KernelError(
-                f"{layer.n}x{layer.k} with up to {max(tokens)} tokens does not fit into the GPU's memory",
+                f"{layer.n}x{layer.k} with up to {max(tokens)} tokens does not fit into the GPU's "
+                "memory",
                 "leave it out, or fewer tokens with --m",
             ) from error
     bar.close()
@@ -74,17 +84,30 @@ def kernels(
 
 
 def require_gpu(layouts: Sequence[str]) -> torch.device:
-    """Return the current GPU; KernelError if there is none, or it cannot run the kernels of `layouts`."""
-    where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Return the current GPU; KernelError if there is none, or it cannot run the kernels of
+    `layouts`.
+    """
+    where = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     for layout in layouts:
         problem = missing(layout, where)
         if problem is not None:
-            raise KernelError(f"the {layout} kernel cannot be timed here: {problem}; quantkit doctor says what runs")
+            raise KernelError(
+                f"the {layout} kernel cannot be timed here: {problem}; quantkit doctor says what "
+                "runs"
+            )
     return where
 
 
-def random_record(scheme: Scheme, n: int, k: int, device: torch.device, seed: int = 0) -> QuantizedTensor:
-    """Make a random weight of `scheme` `[n, k]`: every code, scales around 0.01, the same in every run."""
+def random_record(
+    scheme: Scheme, n: int, k: int, device: torch.device, seed: int = 0
+) -> QuantizedTensor:
+    """Make a random weight of `scheme` `[n, k]`: every code, scales around 0.01, the same in every
+    run.
+    """
     random = torch.Generator(device).manual_seed(seed)
     top, g = 2**scheme.format.bits, scheme.groups(k)
     codes = torch.randint(0, top, (n, k), dtype=torch.uint8, device=device, generator=random)
@@ -99,7 +122,9 @@ def random_record(scheme: Scheme, n: int, k: int, device: torch.device, seed: in
 
 
 def flops(layout: str, n: int, k: int, m: int) -> int:
-    """Count the operations of a product: half of them where only two of each four weights are stored."""
+    """Count the operations of a product: half of them where only two of each four weights are
+    stored.
+    """
     return 2 * m * n * k // (2 if LAUNCHERS[layout].sparse else 1)
 
 
@@ -123,9 +148,14 @@ def _time_weight(
     one = LAYOUTS[layout].pack(q)
     del q
     size = sum(tensor.nbytes for tensor in one.values())
-    packed = [one] + [{name: part.clone() for name, part in one.items()} for _ in range(copies(size, l2) - 1)]
+    packed = [one] + [
+        {name: part.clone() for name, part in one.items()} for _ in range(copies(size, l2) - 1)
+    ]
     if len(packed) * size < ROTATED * l2:
-        progress.warn(f"{layer.name}: {len(packed)} copies are {len(packed) * size} bytes, less than {ROTATED} L2")
+        progress.warn(
+            f"{layer.name}: {len(packed)} copies are {len(packed) * size} bytes, less than "
+            f"{ROTATED} L2"
+        )
     count = copies(n * k * dtype.itemsize, l2)
     plain = _unquantized(n, k, dtype, where)
     w = [plain.clone() for _ in range(count)]
@@ -138,7 +168,9 @@ def _time_weight(
         out, y = torch.full_like(expected, float("nan")), torch.empty_like(expected)
 
         def ours(i: int, x: Tensor = x, out: Tensor = out) -> object:
-            return launcher.matmul(x, packed[i % len(packed)], scheme, n, k, out=out, portable=portable)
+            return launcher.matmul(
+                x, packed[i % len(packed)], scheme, n, k, out=out, portable=portable
+            )
 
         def cublas_w(i: int, x: Tensor = x, y: Tensor = y) -> object:
             return torch.mm(x, w[i % count].t(), out=y)
@@ -151,7 +183,9 @@ def _time_weight(
         least_dense = floor(w[0].nbytes + moved, 2 * m * n * k, device.copy, device.rate)
         mine = prepared(ours, least, len(packed))
         peers = [prepared(order, least_dense, count) for order in (cublas_w, cublas_wt)]
-        error = _checked(mine, out, expected, f"{layout}, {scheme.label}, {n}x{k}, {m} {device.dtype} tokens")
+        error = _checked(
+            mine, out, expected, f"{layout}, {scheme.label}, {n}x{k}, {m} {device.dtype} tokens"
+        )
         time_us, cublas_w_us, cublas_wt_us = medians([mine, *peers])
         yield row_of(
             layer,

@@ -1,7 +1,8 @@
-"""Models with random weights, from a config.json alone: their shapes, their size when packed, and the built model.
+"""Models with random weights, from a config.json alone: their shapes, their size when packed, and
+the built model.
 
-Speed and memory depend on shapes alone, so nothing is downloaded. Random weights are packed on the GPU one layer at a
-time, so a packed model is never dense as a whole.
+Speed and memory depend on shapes alone, so nothing is downloaded. Random weights are packed on the
+GPU one layer at a time, so a packed model is never dense as a whole.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ Shapes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Outline:
-    """A model without weights: its config.json, and the layout and schemes if it is packed already."""
+    """A model without weights: its config.json, and the layout and schemes if it is
+    packed already.
+    """
 
     name: str
     path: Path
@@ -69,7 +72,9 @@ class Outline:
 
 @dataclass(frozen=True)
 class Variant:
-    """A form of a model: path of a linear -> its scheme in a layout; linears without a scheme are dense."""
+    """A form of a model: path of a linear -> its scheme in a layout; linears without a scheme are
+    dense.
+    """
 
     layout: str
     schemes: Mapping[str, Scheme]
@@ -77,15 +82,18 @@ class Variant:
     @property
     def scheme(self) -> str:
         """The labels of all schemes, the most frequent first; empty for a dense model."""
-        return ", ".join(label for label, _ in Counter(s.label for s in self.schemes.values()).most_common())
+        return ", ".join(
+            label for label, _ in Counter(s.label for s in self.schemes.values()).most_common()
+        )
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The use of a model: prompts of `prompt` tokens, then `new` tokens each, in several batch sizes, in a dtype.
+    """The use of a model: prompts of `prompt` tokens, then `new` tokens each, in several batch
+    sizes, in a dtype.
 
-    Only the first `timed` steps are timed (None: all), because each reads the whole cache. `eager` turns off the fusion
-    of small operations, see `decode_graphs.fused`.
+    Only the first `timed` steps are timed (None: all), because each reads the whole cache. `eager`
+    turns off the fusion of small operations, see `decode_graphs.fused`.
     """
 
     batches: tuple[int, ...]
@@ -105,7 +113,8 @@ class Sizes:
 
 
 def read(model: str) -> Outline:
-    """Read the outline of a model: a name in `CONFIGS`, a config.json, or a folder with one. Weights are ignored.
+    """Read the outline of a model: a name in `CONFIGS`, a config.json, or a folder with one.
+    Weights are ignored.
 
     RecipeError for any other name, CheckpointError for a damaged or hostile config.json.
     """
@@ -116,7 +125,8 @@ def read(model: str) -> Outline:
         file = path / CONFIG if path.is_dir() else path
         if not model or not file.is_file():
             raise RecipeError(
-                f"unknown model {model!r}", f"use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one"
+                f"unknown model {model!r}",
+                f"use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one",
             )
     config = json_files.load_json(file, special_floats=True)
     config_checks.drop_auto_map(config)
@@ -128,21 +138,37 @@ def read(model: str) -> Outline:
     return replace(found, layout=layout.NAME, schemes=schemes)
 
 
-def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], skip: Sequence[str]) -> list[Variant]:
-    """List the dense model and its packed forms: each layout in each scheme, by default in the layout's usual one.
+def variants(
+    model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], skip: Sequence[str]
+) -> list[Variant]:
+    """List the dense model and its packed forms: each layout in each scheme, by default in the
+    layout's usual one.
 
-    A model that is packed already keeps its form, unless a layout or a scheme is given. The output head stays dense,
-    and so do linears that the config ignores or `skip` (regular expressions) matches. LayoutError, with alternatives,
-    if a layout does not hold all linears. RecipeError for an invalid pattern, and if no linear is left.
+    A model that is packed already keeps its form, unless a layout or a scheme is given. The output
+    head stays dense, and so do linears that the config ignores or `skip` (regular expressions)
+    matches. LayoutError, with alternatives, if a layout does not hold all linears. RecipeError for
+    an invalid pattern, and if no linear is left.
     """
     built = skeleton(model, torch.float16, False)
-    require_decoder_only(model, built.config, "and bench times decoders alone", "use a decoder-only model")
-    linears, every = linears_of(built, model, skip), [p for p, m in built.named_modules() if isinstance(m, nn.Linear)]
+    require_decoder_only(
+        model, built.config, "and bench times decoders alone", "use a decoder-only model"
+    )
+    linears, every = (
+        linears_of(built, model, skip),
+        [p for p, m in built.named_modules() if isinstance(m, nn.Linear)],
+    )
     for pattern in skip:
         if not any(matches(pattern, path) for path in every):
-            raise RecipeError(f"--skip {pattern!r} matches no linear of {model.name}, such as {every[:1]}", "check it")
+            raise RecipeError(
+                f"--skip {pattern!r} matches no linear of {model.name}, such as {every[:1]}",
+                "check it",
+            )
     if not linears:
-        raise RecipeError("no nn.Linear is left to be packed", "use fewer --skip, or another model", subject=model.name)
+        raise RecipeError(
+            "no nn.Linear is left to be packed",
+            "use fewer --skip, or another model",
+            subject=model.name,
+        )
     found = [Variant(DENSE, {})]
     if model.layout is not None and model.schemes is not None and not (layouts or schemes):
         found.append(Variant(model.layout, {path: model.schemes.of(path) for path in linears}))
@@ -151,7 +177,10 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
             for scheme in schemes or (Scheme.parse(LAUNCHERS[layout].schemes[0]),):
                 found.append(Variant(layout, dict.fromkeys(linears, scheme)))
     for variant in found:
-        broken = {p: broken_rule(LAYOUTS[variant.layout], scheme, *linears[p]) for p, scheme in variant.schemes.items()}
+        broken = {
+            p: broken_rule(LAYOUTS[variant.layout], scheme, *linears[p])
+            for p, scheme in variant.schemes.items()
+        }
         wrong = {path: rule for path, rule in broken.items() if rule is not None}
         for path, rule in wrong.items():
             (n, k), label = linears[path], variant.schemes[path].label
@@ -162,18 +191,25 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
     return found
 
 
-def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Sequence[str] = ()) -> Shapes:
-    """Map the path of every linear to `(n, k)`, except the output head and those that a config or `skip` leaves dense.
+def linears_of(
+    built: PreTrainedModel, model: Outline | None = None, skip: Sequence[str] = ()
+) -> Shapes:
+    """Map the path of every linear to `(n, k)`, except the output head and those that a config or
+    `skip` leaves dense.
 
     RecipeError for an invalid regular expression.
     """
     ignored = model.schemes.ignore if model is not None and model.schemes is not None else ()
-    left = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in ignored]
+    left = [
+        name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in ignored
+    ]
     try:
         for pattern in (*left, *skip):
             expressions.compiled(pattern)
     except ValueError as error:
-        raise RecipeError(f"{pattern!r} is no regular expression ({error})", "mend --skip") from error
+        raise RecipeError(
+            f"{pattern!r} is no regular expression ({error})", "mend --skip"
+        ) from error
     head = built.get_output_embeddings()
     return {
         path: (module.out_features, module.in_features)
@@ -186,7 +222,9 @@ def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Seque
 
 
 def _alternatives(linears: Shapes, wrong: Collection[str], schemes: Sequence[Scheme]) -> str:
-    """Suggest options for linears that do not fit: layouts and schemes that hold all, or which linears to skip."""
+    """Suggest options for linears that do not fit: layouts and schemes that hold all, or which
+    linears to skip.
+    """
     shapes = set(linears.values())
     options = [
         f"--layout {layout} --scheme {scheme.label}"
@@ -197,11 +235,17 @@ def _alternatives(linears: Shapes, wrong: Collection[str], schemes: Sequence[Sch
     if len(wrong) < len(linears):
         names = dict.fromkeys(re.escape(path.rpartition(".")[2]) for path in wrong)
         options.append(f"--skip '{'|'.join(names)}' to leave {len(wrong)} of {len(linears)} dense")
-    return f"use {', or '.join(options)}" if options else "no kernel's layout holds its linears, use another model"
+    return (
+        f"use {', or '.join(options)}"
+        if options
+        else "no kernel's layout holds its linears, use another model"
+    )
 
 
 def sizes(built: PreTrainedModel, variant: Variant) -> Sizes:
-    """Compute the bytes of a variant of a model on the meta device; packed weights count as the layout stores them."""
+    """Compute the bytes of a variant of a model on the meta device; packed weights count as the
+    layout stores them.
+    """
     tied = built.all_tied_weights_keys
     total = 0
     for name, parameter in built.named_parameters():
@@ -212,7 +256,9 @@ def sizes(built: PreTrainedModel, variant: Variant) -> Sizes:
             total += sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored)
         elif name not in tied:
             total += parameter.nbytes
-    return Sizes(total, total - (0 if tied else built.get_input_embeddings().get_parameter("weight").nbytes))
+    return Sizes(
+        total, total - (0 if tied else built.get_input_embeddings().get_parameter("weight").nbytes)
+    )
 
 
 def cache_length(prompt: int, new: int) -> int:
@@ -227,13 +273,18 @@ def working_bytes(built: PreTrainedModel, load: Workload, batch: int) -> int:
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cache = 2 * text.num_hidden_layers * heads * width * cache_length(load.prompt, load.new)
     widest = max(max(shape) for shape in linears_of(built).values())
-    return int(batch * load.dtype.itemsize * (cache + OUTPUTS * widest * load.prompt + OUTPUTS * text.vocab_size))
+    return int(
+        batch
+        * load.dtype.itemsize
+        * (cache + OUTPUTS * widest * load.prompt + OUTPUTS * text.vocab_size)
+    )
 
 
 def fit_batches(
     name: str, built: PreTrainedModel, variants: Sequence[Variant], load: Workload, free: int
 ) -> tuple[list[tuple[Variant, tuple[int, ...]]], list[str]]:
-    """Select for each variant the batches that fit into `free` bytes; notices name those of the dense one that do not.
+    """Select for each variant the batches that fit into `free` bytes; notices name those of the
+    dense one that do not.
 
     KernelError, with the missing bytes, for a packed variant that does not fit in all batches.
     """
@@ -243,18 +294,27 @@ def fit_batches(
     for variant in variants:
         weights = sizes(built, variant).weights + CUDA_DEVICE
         scratch = SCRATCH * largest if variant.schemes else 0
-        needs = {batch: weights + max(scratch, working_bytes(built, load, batch)) for batch in load.batches}
+        needs = {
+            batch: weights + max(scratch, working_bytes(built, load, batch))
+            for batch in load.batches
+        }
         over = [batch for batch, need in needs.items() if need > free]
         if over:
             need = needs[over[0]]
             said = (
-                f"{name} as {variant.layout} {variant.scheme or dtype_name(load.dtype)} takes about "
+                f"{name} as {variant.layout} {variant.scheme or dtype_name(load.dtype)} takes "
+                "about "
                 f"{format_bytes(need)} at batch {over[0]}, the GPU has {format_bytes(free)} free, "
                 f"{format_bytes(need - free)} too little"
             )
             if variant.schemes:
-                raise KernelError("use smaller --batch or --prompt-tokens, fewer bits, or another GPU", subject=said)
-            notices.append(f"{said}: the dense model is left out at batch {', '.join(map(str, over))}")
+                raise KernelError(
+                    "use smaller --batch or --prompt-tokens, fewer bits, or another GPU",
+                    subject=said,
+                )
+            notices.append(
+                f"{said}: the dense model is left out at batch {', '.join(map(str, over))}"
+            )
         if len(over) < len(needs):
             jobs.append((variant, tuple(batch for batch in needs if batch not in over)))
     return jobs, notices
@@ -263,15 +323,18 @@ def fit_batches(
 def build(
     model: Outline, variant: Variant, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Build a variant with random weights on a device; returns it, and notices of weights that no kernel multiplies.
+    """Build a variant with random weights on a device; returns it, and notices of weights that no
+    kernel multiplies.
 
-    Linears of one shape and scheme get copies of one weight. Outputs are about as large as inputs, so that no depth
-    overflows.
+    Linears of one shape and scheme get copies of one weight. Outputs are about as large as inputs,
+    so that no depth overflows.
     """
     built = skeleton(model, dtype, False)
     first: dict[tuple[Any, ...], PackedLinear] = {}
     notices: list[str] = []
-    for path, scheme in progress.bar(list(variant.schemes.items()), "packing") if variant.schemes else ():
+    for path, scheme in (
+        progress.bar(list(variant.schemes.items()), "packing") if variant.schemes else ()
+    ):
         dense = built.get_submodule(path)
         assert isinstance(dense, nn.Linear)
         n, k, biased = dense.out_features, dense.in_features, dense.bias is not None
@@ -282,7 +345,9 @@ def build(
             bias = torch.zeros(n, dtype=dtype, device=device) if biased else None
             with about(path):
                 tensors = LAYOUTS[variant.layout].pack(random_weight(scheme, n, k, device))
-            linear = first[key] = PackedLinear(variant.layout, scheme, (n, k), (n, k), tensors, bias)
+            linear = first[key] = PackedLinear(
+                variant.layout, scheme, (n, k), (n, k), tensors, bias
+            )
             notices += swap_linears.repack_for_kernels({path: linear})
         owner, _, leaf = path.rpartition(".")
         setattr(built.get_submodule(owner), leaf, linear)
@@ -292,18 +357,26 @@ def build(
 
 
 def random_weight(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedTensor:
-    """Make a `kernels.random_record` with scales that keep products about as large as activations."""
+    """Make a `kernels.random_record` with scales that keep products about as large as
+    activations.
+    """
     q = kernels.random_record(scheme, n, k, device)
     typical = 0.01 * pstdev(scheme.format.values) * math.sqrt(k)
     return QuantizedTensor(scheme, q.codes, (q.scales.float() / typical).half(), q.zeros)
 
 
 def _fill(model: PreTrainedModel, device: torch.device) -> None:
-    """Fill all parameters without data with random values on a device, and move the buffers; ties are preserved."""
+    """Fill all parameters without data with random values on a device, and move the buffers; ties
+    are preserved.
+    """
     random = torch.Generator(device).manual_seed(0)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter.device.type != "meta" or f"{path}.{name}" in model.all_tied_weights_keys:
+            if (
+                parameter is None
+                or parameter.device.type != "meta"
+                or f"{path}.{name}" in model.all_tied_weights_keys
+            ):
                 continue
             made = torch.empty_like(parameter, device=device)
             if parameter.ndim > 1:

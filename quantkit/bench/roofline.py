@@ -1,7 +1,7 @@
 """Compare timings of kernels with cuBLAS of the same run and with the floor.
 
-Pure arithmetic on measured times. The floor of a kernel is the time to move its bytes at the speed of a copy, or to
-multiply at the speed of a large dense product, whichever is longer.
+Pure arithmetic on measured times. The floor of a kernel is the time to move its bytes at the speed
+of a copy, or to multiply at the speed of a large dense product, whichever is longer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Device:
-    """The GPU and programs of a run, bytes/s of a copy (read and written) and FLOP/s of a dense product."""
+    """The GPU and programs of a run, bytes/s of a copy (read and written) and FLOP/s of a dense
+    product.
+    """
 
     gpu: str
     torch: str
@@ -55,9 +57,9 @@ def row_of(
 ) -> dict[str, Any]:
     """Build the row of a CSV, one timing of `layer` by `m` tokens.
 
-    Columns that published figures have too carry their names. `times` are the microseconds of the kernel, and of cuBLAS
-    with the weight as `[n, k]` and as `[k, n]`. `path` names the kernel: hopper or portable. `more` are the relative
-    error, and how often the product was timed.
+    Columns that published figures have too carry their names. `times` are the microseconds of the
+    kernel, and of cuBLAS with the weight as `[n, k]` and as `[k, n]`. `path` names the kernel:
+    hopper or portable. `more` are the relative error, and how often the product was timed.
     """
     time_us, *cublas = times
     return {
@@ -99,14 +101,22 @@ def layers(models: Sequence[str], shapes: Sequence[str]) -> list[Layer]:
     found: dict[tuple[int, int], Layer] = {}
     for model in models:
         if model not in MODELS:
-            raise RecipeError(f"unknown model {model!r}", f"use one of {', '.join(MODELS)}", "--shape NxK")
+            raise RecipeError(
+                f"unknown model {model!r}", f"use one of {', '.join(MODELS)}", "--shape NxK"
+            )
         for name, (n, k) in MODELS[model].items():
             found.setdefault((n, k), Layer(f"{model} {name}".strip(), n, k))
-    known = {layer: f"{model} {name}".strip() for model, parts in MODELS.items() for name, layer in parts.items()}
+    known = {
+        layer: f"{model} {name}".strip()
+        for model, parts in MODELS.items()
+        for name, layer in parts.items()
+    }
     for text in shapes:
         sizes = re.fullmatch(r"([1-9]\d{0,6})[xX]([1-9]\d{0,6})", text)
         if sizes is None:
-            raise RecipeError(f"{text!r} is no shape", "write out features by in features, like 6144x4096")
+            raise RecipeError(
+                f"{text!r} is no shape", "write out features by in features, like 6144x4096"
+            )
         n, k = int(sizes[1]), int(sizes[2])
         found.setdefault((n, k), Layer(known.get((n, k), f"{n}x{k}"), n, k))
     return list(found.values())
@@ -122,12 +132,15 @@ def table(rows: Sequence[dict[str, Any]]) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in row.items()} for row in rows)
+    writer.writerows(
+        {key: f"{v:.6g}" if isinstance(v, float) else v for key, v in row.items()} for row in rows
+    )
     return text.getvalue().encode()
 
 
 def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compute geometric means over the layers of each model, for each layout and M, if all its layers were timed.
+    """Compute geometric means over the layers of each model, for each layout and M, if all its
+    layers were timed.
 
     A row has `layout`, `scheme`, `model`, `M`, `speedup_vs_cublas` and `floor_speedup`.
     """
@@ -137,7 +150,10 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.setdefault((row["layout"], row["scheme"], model, row["M"]), []).append(row)
     return [
         {"layout": layout, "scheme": scheme, "model": model, "M": m}
-        | {key: geometric_mean([row[key] for row in part]) for key in ("speedup_vs_cublas", "floor_speedup")}
+        | {
+            key: geometric_mean([row[key] for row in part])
+            for key in ("speedup_vs_cublas", "floor_speedup")
+        }
         for (layout, scheme, model, m), part in found.items()
         if len(part) == len(MODELS.get(model, ())) > 1
     ]

@@ -1,4 +1,6 @@
-"""Time GPU work without launch overhead: calls back to back in CUDA graphs, medians of rounds, speeds of the device."""
+"""Time GPU work without launch overhead: calls back to back in CUDA graphs, medians of rounds,
+speeds of the device.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from quantkit.bench.roofline import Device
 from quantkit.core.tensors import dtype_name
 from quantkit.kernels import toolchain
 
-#: The copies of a weight exceed the L2 cache so many times, and at least these bytes, as in the published figures.
+#: The copies of a weight exceed the L2 cache so many times, and at least these bytes, as in the
+#: published figures.
 ROTATED, LEAST = 5, 330e6
 #: Most copies of a small weight, even if they fit into the cache.
 MOST_COPIES = 1024
-#: Microseconds of a graph at the floor, and of all rounds of a graph, so that slow kernels are timed fewer times.
+#: Microseconds of a graph at the floor, and of all rounds of a graph, so that slow kernels are
+#: timed fewer times.
 GRAPH_US, BUDGET_US = 2_000.0, 500_000.0
 ROUNDS = 9
-#: The GPU rests so many times as long as it was timed. Without rests it reaches its power limit, which lowers clocks.
+#: The GPU rests so many times as long as it was timed. Without rests it reaches its power limit,
+#: which lowers clocks.
 REST = 4.0
 #: No launch takes less.
 SHORTEST_US = 2.0
@@ -40,12 +45,15 @@ class Timed:
 
 
 def copies(size: int, l2: int) -> int:
-    """Compute the number of copies of a weight of `size` bytes to take in turn, on a device with `l2` bytes of L2."""
+    """Compute the number of copies of a weight of `size` bytes to take in turn, on a device with
+    `l2` bytes of L2.
+    """
     return min(MOST_COPIES, math.ceil(max(ROTATED * l2, LEAST) / size))
 
 
 def repetitions(least: float, seen: float, count: int) -> tuple[int, int]:
-    """Compute the calls of a graph and the rounds: all of `count` copies equally often, within the budget.
+    """Compute the calls of a graph and the rounds: all of `count` copies equally often, within the
+    budget.
 
     `least` is the floor of a call in microseconds, `seen` the time of a call launched by itself.
     """
@@ -56,16 +64,24 @@ def repetitions(least: float, seen: float, count: int) -> tuple[int, int]:
 
 
 def prepared(call: Callable[[int], object], least: float, count: int) -> Timed:
-    """Capture `call(i)` for `count` copies of a weight, as often as the budget allows; `least` as in `repetitions`."""
+    """Capture `call(i)` for `count` copies of a weight, as often as the budget allows; `least` as
+    in `repetitions`.
+    """
     for i in range(count):
-        call(i)  # the first may compile, load or allocate; later launches may fetch weights that were read here early
+        call(
+            i
+            # the first may compile, load or allocate; later launches may fetch weights that were
+            # read here early
+        )
     seen = seconds(lambda: call(0)) * 1e6
     calls, rounds = repetitions(least, seen, count)
     return Timed(captured(call, calls), calls, rounds)
 
 
 def captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
-    """Capture `call(0)`, `call(1)` and so on in one graph; each must have been called before, outside of any graph."""
+    """Capture `call(0)`, `call(1)` and so on in one graph; each must have been called before,
+    outside of any graph.
+    """
     graph = torch.cuda.CUDAGraph()
     gc.disable()  # collecting an older graph during a capture breaks it
     try:
@@ -78,7 +94,9 @@ def captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def medians(timed: Sequence[Timed]) -> list[float]:
-    """Measure the median microseconds of a call of each, in rounds of alternating order, with rests in between."""
+    """Measure the median microseconds of a call of each, in rounds of alternating order, with rests
+    in between.
+    """
     times: list[list[float]] = [[] for _ in timed]
     for turn in range(max(one.rounds for one in timed)):
         order = range(len(timed)) if turn % 2 == 0 else reversed(range(len(timed)))
@@ -104,10 +122,22 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measured_on(where: torch.device, dtype: torch.dtype) -> Device:
-    """Describe a GPU: its name, the versions of the programs, and its measured speeds of a copy and a dense product."""
-    versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "nvrtc": str(toolchain()["nvrtc"])}
+    """Describe a GPU: its name, the versions of the programs, and its measured speeds of a copy and
+    a dense product.
+    """
+    versions = {
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "nvrtc": str(toolchain()["nvrtc"]),
+    }
     name = torch.cuda.get_device_name(where)
-    return Device(name, **versions, dtype=dtype_name(dtype), copy=_copy_rate(where), rate=_product_rate(where, dtype))
+    return Device(
+        name,
+        **versions,
+        dtype=dtype_name(dtype),
+        copy=_copy_rate(where),
+        rate=_product_rate(where, dtype),
+    )
 
 
 def _copy_rate(where: torch.device) -> float:
@@ -115,12 +145,16 @@ def _copy_rate(where: torch.device) -> float:
     source = torch.randint(-(2**31), 2**31 - 1, (COPIED // 4,), dtype=torch.int32, device=where)
     target = torch.empty_like(source)
     # A kernel that negates, because captured copies use the copy engine, which is slower.
-    (us,) = medians([Timed(captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)])
+    (us,) = medians(
+        [Timed(captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)]
+    )
     return 2 * COPIED / us * 1e6
 
 
 def _product_rate(where: torch.device, dtype: torch.dtype) -> float:
-    """Measure the operations a second of a square product, with its weight in the faster of both orders."""
+    """Measure the operations a second of a square product, with its weight in the faster of both
+    orders.
+    """
     random = torch.Generator(where).manual_seed(0)
     x, w = (torch.randn(SQUARE, SQUARE, device=where, generator=random).to(dtype) for _ in range(2))
     y = torch.empty_like(x)

@@ -1,1 +1,3 @@
-"""Quantizing with activations: the loop over blocks, its stages, and the activations that pass between blocks."""
+"""Quantizing with activations: the loop over blocks, its stages, and the activations that pass
+between blocks.
+"""

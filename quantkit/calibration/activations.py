@@ -1,4 +1,6 @@
-"""The inputs of the next block for every calibration document: in memory, beyond a budget on disk, and in snapshots."""
+"""The inputs of the next block for every calibration document: in memory, beyond a budget on disk,
+and in snapshots.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from quantkit.core.tensors import dtype_name
 from quantkit.io import files
 from quantkit.models.passing import State
 
-#: Tensors of a document begin at a multiple of these bytes, so that they can be viewed in their dtype.
+#: Tensors of a document begin at a multiple of these bytes, so that they can be viewed in their
+#: dtype.
 ALIGNED = 64
 CPU = torch.device("cpu")
 
@@ -25,10 +28,11 @@ CPU = torch.device("cpu")
 class Activations:
     """Hold the state of every document.
 
-    `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
-    each. It is on `device` where that is a GPU with space for it, else in RAM. Other tensors that blocks pass on are
-    stored in RAM for each document. Activations beyond `budget` bytes are in files in `work`, with `kind` in their
-    names. With several ranks, each holds its own documents, and its files have `rank` in their names.
+    `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows`
+    has the length of each. It is on `device` where that is a GPU with space for it, else in RAM.
+    Other tensors that blocks pass on are stored in RAM for each document. Activations beyond
+    `budget` bytes are in files in `work`, with `kind` in their names. With several ranks, each
+    holds its own documents, and its files have `rank` in their names.
     """
 
     def __init__(
@@ -42,7 +46,13 @@ class Activations:
         rank: int = 0,
         kind: str = "",
     ) -> None:
-        self.work, self.budget, self.rows, self.rank, self._kind = work, budget, list(rows), rank, kind
+        self.work, self.budget, self.rows, self.rank, self._kind = (
+            work,
+            budget,
+            list(rows),
+            rank,
+            kind,
+        )
         shape = (sum(rows), *like)
         size = prod(shape) * dtype.itemsize
         self._in_ram = 0
@@ -73,9 +83,13 @@ class Activations:
         return not any(self._passed)
 
     def get_batch(self, numbers: Sequence[int]) -> State:
-        """Read the hidden states of adjacent documents of one length, a view `[documents, t, h]`."""
+        """Read the hidden states of adjacent documents of one length, a view
+        `[documents, t, h]`.
+        """
         rows, start = self.rows[numbers[0]], self._starts[numbers[0]]
-        return State(self.hidden[start : start + len(numbers) * rows].unflatten(0, (len(numbers), rows)))
+        return State(
+            self.hidden[start : start + len(numbers) * rows].unflatten(0, (len(numbers), rows))
+        )
 
     def put(self, number: int, state: State) -> None:
         """Replace the state of a document; the number of rows must not change."""
@@ -83,7 +97,9 @@ class Activations:
         self._put_passed(number, state.passed)
 
     def put_batch(self, numbers: Sequence[int], state: State) -> None:
-        """Replace the hidden states of documents as `get_batch` returns them; nothing is passed on beside them."""
+        """Replace the hidden states of documents as `get_batch` returns them; nothing is passed on
+        beside them.
+        """
         self.get_batch(numbers).hidden.copy_(state.hidden)
         for number in numbers:
             self._put_passed(number, ())
@@ -94,11 +110,14 @@ class Activations:
         needed = sum(tensor.nbytes for tensor in tensors)
         if self.budget is None or self._in_ram + needed <= self.budget:
             # A view would keep its whole tensor in memory.
-            self._passed[number] = tuple(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors)
+            self._passed[number] = tuple(
+                torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors
+            )
             self._in_ram += needed
             self._mapped[number] = None
             return
-        # Two files alternate, because one may hold the old state while the new one is computed from it.
+        # Two files alternate, because one may hold the old state while the new one is computed from
+        # it.
         turn = 1 - (self._mapped[number] or 0)
         path = _file(self.work, f"{self._kind}passed-{number}-{turn}", self.rank)
         forms = [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
@@ -108,7 +127,8 @@ class Activations:
         self._passed[number], self._mapped[number] = places, turn
 
     def copied(self, device: torch.device) -> Activations | None:
-        """Copy the activations in the memory of `device`, so that `save` may write them while these change.
+        """Copy the activations in the memory of `device`, so that `save` may write them while these
+        change.
 
         None if a part is elsewhere, or there is no memory for a copy.
         """
@@ -131,7 +151,9 @@ class Activations:
             "dtype": dtype_name(self.hidden.dtype),
             "rows": self.rows,
         }
-        forms = [[(dtype_name(t.dtype), list(t.shape)) for t in tensors] for tensors in self._passed]
+        forms = [
+            [(dtype_name(t.dtype), list(t.shape)) for t in tensors] for tensors in self._passed
+        ]
         if any(forms):
             parts = []
             for tensor in (tensor for tensors in self._passed for tensor in tensors):
@@ -166,10 +188,16 @@ class Activations:
             first += len(part["rows"])
         return made
 
-    def _fill(self, first: int, inside: Sequence[int], parity: int, saved_by: int, part: dict[str, Any]) -> None:
-        """Take the documents `inside` a rank's part of a snapshot; its first document has the number `first` here."""
+    def _fill(
+        self, first: int, inside: Sequence[int], parity: int, saved_by: int, part: dict[str, Any]
+    ) -> None:
+        """Take the documents `inside` a rank's part of a snapshot; its first document has the
+        number `first` here.
+        """
         dtype = getattr(torch, part["dtype"])
-        found = files.load_tensor(_file(self.work, f"{parity}", saved_by), tuple(part["shape"]), dtype, part["hash"])
+        found = files.load_tensor(
+            _file(self.work, f"{parity}", saved_by), tuple(part["shape"]), dtype, part["hash"]
+        )
         begin, end = sum(part["rows"][: inside[0]]), sum(part["rows"][: inside[-1] + 1])
         start = self._starts[first + inside[0]]
         self.hidden[start : start + end - begin].copy_(found[begin:end])

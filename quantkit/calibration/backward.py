@@ -1,4 +1,6 @@
-"""Run a block with gradients: several documents at a time where that is possible, and with the same bits each time."""
+"""Run a block with gradients: several documents at a time where that is possible, and with the same
+bits each time.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ from quantkit.progress import Progress
 T = TypeVar("T")
 
 
-def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device: str) -> tuple[int, int]:
+def backward_bytes(
+    outputs: int, heads: int, longest: int, itemsize: int, device: str
+) -> tuple[int, int]:
     """Compute the bytes that one pass holds for its gradient, and the bytes of attention scores.
 
-    The gradient needs four float32 numbers for each token and output of a block's linears. Scores count where a GPU has
-    no flash attention, so that attention is computed by plain products.
+    The gradient needs four float32 numbers for each token and output of a block's linears. Scores
+    count where a GPU has no flash attention, so that attention is computed by plain products.
     """
     tokens = max(longest, TUNED_AT_ONCE[device])
     return 16 * tokens * outputs, 2 * itemsize * heads * tokens * longest if device == "cuda" else 0
@@ -36,10 +40,12 @@ def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device
 def parts(
     stream: Stream, block: int, numbers: Sequence[int] | None = None, padded: bool = True
 ) -> Iterator[Sequence[int]]:
-    """Divide documents, all without `numbers`, into batches for one pass with gradients, shortest first.
+    """Divide documents, all without `numbers`, into batches for one pass with gradients, shortest
+    first.
 
-    With `padded` a batch may have documents of several lengths, which `stacked` pads behind their ends: no token of a
-    decoder depends on later ones, and a pass of one short document takes a GPU as long as one of many.
+    With `padded` a batch may have documents of several lengths, which `stacked` pads behind their
+    ends: no token of a decoder depends on later ones, and a pass of one short document takes a GPU
+    as long as one of many.
     """
     chosen = range(len(stream.sequences)) if numbers is None else numbers
     by_length = sorted(chosen, key=lambda number: len(stream.sequences[number]))
@@ -47,13 +53,19 @@ def parts(
 
 
 def stacked(store: Activations, part: Sequence[int]) -> Tensor:
-    """Take the hidden states of a document `[t, h]`, or of several `[b, t, h]`, padded with zeros."""
+    """Take the hidden states of a document `[t, h]`, or of several `[b, t, h]`, padded
+    with zeros.
+    """
     hidden = [store.get(number).hidden for number in part]
     return hidden[0] if len(part) == 1 else pad_sequence(hidden, batch_first=True)
 
 
 def run_part(
-    stream: Stream, block: int, part: Sequence[int], weights: Mapping[str, Tensor], hidden: Tensor | None = None
+    stream: Stream,
+    block: int,
+    part: Sequence[int],
+    weights: Mapping[str, Tensor],
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """Compute a block's output hidden states of some documents, with gradients for its `weights`.
 
@@ -63,16 +75,20 @@ def run_part(
     model, tokens = stream.model, [stream.sequences[number] for number in part]
     hidden = stacked(stream.activations, part) if hidden is None else hidden
     if len(part) == 1:
-        return model.run_with(block, tokens[0], State(hidden, stream.activations.get(part[0]).passed), weights)
+        return model.run_with(
+            block, tokens[0], State(hidden, stream.activations.get(part[0]).passed), weights
+        )
     padded = pad_sequence(tokens, batch_first=True, padding_value=stream.padding)
     return model.run_with(block, padded, State(hidden), weights)
 
 
 def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]) -> T:
-    """Run a task that calls `backward` or `gradient`: on a GPU its result has the same bits each time.
+    """Run a task that calls `backward` or `gradient`: on a GPU its result has the same bits each
+    time.
 
-    The task is called again from its start if torch has no fixed order of sums for a gradient of the model. Then
-    attention falls back to plain products, other gradients may vary, and a warning says so.
+    The task is called again from its start if torch has no fixed order of sums for a gradient of
+    the model. Then attention falls back to plain products, other gradients may vary, and a warning
+    says so.
     """
     if model.fuses_attention:
         try:
@@ -83,7 +99,10 @@ def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]
                 raise
             model.fuses_attention = False
             kind = type(model.text).__name__
-            progress.warn(f"{kind} has a gradient without a fixed order of sums: codes of equal runs may differ")
+            progress.warn(
+                f"{kind} has a gradient without a fixed order of sums: codes of equal runs may "
+                "differ"
+            )
     with _settings(model):
         return task()
 
@@ -95,7 +114,9 @@ def backward(model: BlockRunner, loss: Tensor) -> None:
 
 
 def gradient(model: BlockRunner, output: Tensor, by: Tensor, of: Tensor) -> Tensor:
-    """Compute the gradient by one tensor from the output's gradient `of`, in a task of `in_fixed_order`."""
+    """Compute the gradient by one tensor from the output's gradient `of`, in a task of
+    `in_fixed_order`.
+    """
     with _strictly(model):
         (found,) = torch.autograd.grad(output, by, of)
     return found
@@ -103,21 +124,28 @@ def gradient(model: BlockRunner, output: Tensor, by: Tensor, of: Tensor) -> Tens
 
 @contextmanager
 def explaining(model: BlockRunner, instead: str) -> Iterator[None]:
-    """Turn exceptions of the model's own code, which may overwrite saved tensors, into a CheckpointError."""
+    """Turn exceptions of the model's own code, which may overwrite saved tensors, into a
+    CheckpointError.
+    """
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error) or (isinstance(error, QuantkitError) and not isinstance(error, CheckpointError)):
+        if is_out_of_memory(error) or (
+            isinstance(error, QuantkitError) and not isinstance(error, CheckpointError)
+        ):
             raise
         kind = type(model.text).__name__
-        raise CheckpointError(f"{kind} has no gradient ({reason(error)})", instead, subject=model.src.path) from error
+        raise CheckpointError(
+            f"{kind} has no gradient ({reason(error)})", instead, subject=model.src.path
+        ) from error
 
 
 @contextmanager
 def _settings(model: BlockRunner) -> Iterator[None]:
     """Let torch use only algorithms with reproducible gradients on a GPU, and restore its settings.
 
-    Flash attention is the only fused attention kernel with such a gradient, in torch's deterministic mode.
+    Flash attention is the only fused attention kernel with such a gradient, in torch's
+    deterministic mode.
     """
     if model.device.type != "cuda":
         yield
@@ -127,8 +155,14 @@ def _settings(model: BlockRunner) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         # The forward pass only warns: masks come from operations that have no other form.
-        with _algorithms(warn_only=True), sdpa_kernel([*backends, SDPBackend.MATH]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+        with (
+            _algorithms(warn_only=True),
+            sdpa_kernel([*backends, SDPBackend.MATH]),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings(
+                "ignore", message=".*does not have a deterministic implementation"
+            )
             yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
@@ -146,7 +180,10 @@ def _strictly(model: BlockRunner) -> Iterator[None]:
 
 @contextmanager
 def _algorithms(*, warn_only: bool) -> Iterator[None]:
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield

@@ -1,4 +1,6 @@
-"""The policy of memory: how many tokens run together, and how much is held, summed, solved and saved at a time."""
+"""The policy of memory: how many tokens run together, and how much is held, summed, solved and
+saved at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from itertools import accumulate
 
 from quantkit.errors import RecipeError, Setting, Words
 
-#: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to hide the launches of
-#: kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document may depend on other documents.
+#: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to
+#: hide the launches of kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document
+#: may depend on other documents.
 TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
 #: The same with gradients: every token leaves values for the backward pass.
 TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}
@@ -23,23 +26,27 @@ SOLVED_WEIGHTS = 2**28
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM that passes take which wait in a block. On a GPU it is `PART_OF_GPU`.
 PASSES_BYTES = 2**31
-#: Hidden states that such a pass holds beside a linear's input: its own input, the residual and what a norm returned.
+#: Hidden states that such a pass holds beside a linear's input: its own input, the residual and
+#: what a norm returned.
 PASS_STATES = 3
-#: Activations are saved after every so many blocks. On a GPU, repeating a few blocks is faster than writing them to
-#: disk.
+#: Activations are saved after every so many blocks. On a GPU, repeating a few blocks is faster than
+#: writing them to disk.
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 #: Whether finished blocks are written, and the source is hashed, in a background thread.
 BESIDE = {"cpu": False, "cuda": True}
 
 
 def gradient_documents(lengths: Iterable[int], tokens: int = GRADIENT_TOKENS) -> int:
-    """Count the first documents, of `lengths` tokens, that have this many `tokens` together, or all."""
+    """Count the first documents, of `lengths` tokens, that have this many `tokens` together, or
+    all.
+    """
     totals = list(accumulate(lengths))
     return min(len(totals), bisect_left(totals, tokens) + 1)
 
 
 def split_documents(lengths: Sequence[int], count: int) -> list[range]:
-    """Divide documents of `lengths` tokens into adjacent ranges for `count` ranks, balanced by tokens.
+    """Divide documents of `lengths` tokens into adjacent ranges for `count` ranks, balanced by
+    tokens.
 
     RecipeError if there are fewer documents than ranks.
     """
@@ -59,17 +66,23 @@ def split_documents(lengths: Sequence[int], count: int) -> list[range]:
 
 
 def gradient_tokens(total: int, longest: int, tokens: int = GRADIENT_TOKENS) -> int:
-    """Bound the tokens of `gradient_documents`, of `total` tokens in documents of at most `longest`."""
+    """Bound the tokens of `gradient_documents`, of `total` tokens in documents of at most
+    `longest`.
+    """
     return min(total, tokens + longest)
 
 
 def stays_on_gpu(size: int, free: int | None) -> bool:
-    """Decide whether activations of `size` bytes stay on a GPU with `free` bytes; None means that there is no GPU."""
+    """Decide whether activations of `size` bytes stay on a GPU with `free` bytes; None means that
+    there is no GPU.
+    """
     return free is not None and size <= PART_OF_GPU * free
 
 
 def fits_beside(size: int, stored: int, budget: int | None, free: int | None) -> bool:
-    """Decide whether passes of `size` bytes wait beside `stored` activations with their `budget`; `free` as above."""
+    """Decide whether passes of `size` bytes wait beside `stored` activations with their `budget`;
+    `free` as above.
+    """
     if budget is not None and size + stored > budget:
         return False
     return size <= PASSES_BYTES if free is None else stays_on_gpu(size, free)

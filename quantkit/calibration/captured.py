@@ -1,4 +1,6 @@
-"""Repeat a pass with gradients as one CUDA graph, since Python starts the kernels of a small block too slowly."""
+"""Repeat a pass with gradients as one CUDA graph, since Python starts the kernels of a small block
+too slowly.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.models.passing import tensors_in
 
-#: The call with inputs of one shape that is captured. A model's arguments for a block are kept by then.
+#: The call with inputs of one shape that is captured. A model's arguments for a block are kept by
+#: then.
 CAPTURED = 7
 #: Tags of operations whose results the CPU reads.
 READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -24,8 +27,9 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 class Captured:
     """Calls of a function of GPU tensors, which returns tensors, or None in their place.
 
-    The calls may differ in nothing but these inputs. One shape of them is captured. The function itself runs for other
-    shapes, and if it waits for the GPU. The next call overwrites the tensors that a graph returned.
+    The calls may differ in nothing but these inputs. One shape of them is captured. The function
+    itself runs for other shapes, and if it waits for the GPU. The next call overwrites the tensors
+    that a graph returned.
     """
 
     def __init__(self) -> None:
@@ -35,11 +39,15 @@ class Captured:
         self._outputs: list[Tensor | None] = []
 
     def __call__(
-        self, function: Callable[..., list[Tensor | None]], may: Callable[[Tensor], bool], *inputs: Tensor
+        self,
+        function: Callable[..., list[Tensor | None]],
+        may: Callable[[Tensor], bool],
+        *inputs: Tensor,
     ) -> list[Tensor | None]:
         """Call `function(*inputs)`; the shape of the last input counts.
 
-        `may(input)` tells whether the call that has just run may be captured, whose memory stays taken then.
+        `may(input)` tells whether the call that has just run may be captured, whose memory stays
+        taken then.
         """
         shape = inputs[-1].shape
         self._calls[shape] += 1
@@ -54,19 +62,25 @@ class Captured:
         return self._outputs
 
     def close(self) -> None:
-        """Free the graph and its memory, which torch would keep for graphs; its last call has ended."""
+        """Free the graph and its memory, which torch would keep for graphs; its last call has
+        ended.
+        """
         if self._graph is not None:
             self._graph, self._inputs, self._outputs = None, [], []
             torch.cuda.empty_cache()
 
-    def _capture(self, function: Callable[..., list[Tensor | None]], inputs: Sequence[Tensor]) -> None:
+    def _capture(
+        self, function: Callable[..., list[Tensor | None]], inputs: Sequence[Tensor]
+    ) -> None:
         # torch.cuda.graph would also free all memory that torch keeps, at each block.
         device, graph = inputs[0].device, torch.cuda.CUDAGraph()
         self._inputs = [each.clone() for each in inputs]
         torch.cuda.synchronize(device)
         try:
             with torch.cuda.stream(_stream(device)):
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads read files meanwhile
+                graph.capture_begin(
+                    capture_error_mode="thread_local"
+                )  # other threads read files meanwhile
                 try:
                     self._outputs = function(*self._inputs)
                 finally:
@@ -94,17 +108,27 @@ def _waits(function: Callable[..., object], inputs: Sequence[Tensor]) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Look for operations whose results the CPU reads. torch's own search for these would end other threads' work."""
+    """Look for operations whose results the CPU reads. torch's own search for these would end other
+    threads' work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self.found = device, False
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation; its results are read if a size or a value depends on them, or if it copies to a device."""
+        """Run an operation; its results are read if a size or a value depends on them, or if it
+        copies to a device.
+        """
         out = function(*args, **(kwargs or {}))
-        elsewhere = function in COPIES and any(each.device != self._device for each in tensors_in((args, out)))
+        elsewhere = function in COPIES and any(
+            each.device != self._device for each in tensors_in((args, out))
+        )
         self.found |= elsewhere or not READING.isdisjoint(function.tags)
         return out

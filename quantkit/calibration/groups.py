@@ -1,4 +1,6 @@
-"""Find the linears of a loaded block that share an input, and divide them into tasks in the order of solving."""
+"""Find the linears of a loaded block that share an input, and divide them into tasks in the order
+of solving.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from quantkit.core.batches import divide
 def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
     """Yield independent groups of a loaded block, as many at a time as memory allows.
 
-    The caller solves them, and puts the solved linears into the block, before it takes the next ones. If the caller
-    names an expert as starved, it is yielded again, with all tokens of the layer.
+    The caller solves them, and puts the solved linears into the block, before it takes the next
+    ones. If the caller names an expert as starved, it is yielded again, with all tokens of the
+    layer.
     """
     run, model, moe = block.run, block.run.model, block.run.recipe.calibration.moe
     if moe == "all":
-        model.run_on_all_tokens(model.experts[name] for name in block.goals if name in model.experts)
+        model.run_on_all_tokens(
+            model.experts[name] for name in block.goals if name in model.experts
+        )
     with run.clock.phase("forward"):
         reached = [name for name in block.goals if name not in block.uncalled]
         groups = find_groups(block, reached) if reached else []
@@ -40,8 +45,12 @@ def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
     model.run_on_all_tokens([])
 
 
-def _divided(run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, Any]]) -> Iterator[list[Task]]:
-    """Divide groups into tasks with Hessians of at most `HESSIAN_BYTES`; the linears of a group have the same facts."""
+def _divided(
+    run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, Any]]
+) -> Iterator[list[Task]]:
+    """Divide groups into tasks with Hessians of at most `HESSIAN_BYTES`; the linears of a group
+    have the same facts.
+    """
     width = {group: run.model.linears[group.linears[0]][1] for group in groups}
     size = {group: Hessian.bytes(k) + Hessian.chunk_bytes(k) for group, k in width.items()}
     for some in divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
@@ -51,9 +60,9 @@ def _divided(run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, An
 def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
     """Group a loaded block's `targets` that receive the same tensor object, in order of first call.
 
-    Documents are run until every target was called. One is enough, unless tokens choose experts that are not unfused.
-    Targets that no document reaches become groups at the end, each with its expert's targets of the same input. Groups
-    from several ranks are merged in rank order.
+    Documents are run until every target was called. One is enough, unless tokens choose experts
+    that are not unfused. Targets that no document reaches become groups at the end, each with its
+    expert's targets of the same input. Groups from several ranks are merged in rank order.
     """
     groups: list[Group] = []
     waiting = set(targets)
@@ -87,7 +96,9 @@ def _seen_in(block: LoadedBlock, number: int, targets: Sequence[str]) -> list[Gr
     """Group the `targets` that one document calls."""
     model, tokens = block.run.model, block.stream.sequences[number]
     inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
-    others = set[str]()  # linears whose input is not what a norm returned, with a row for each token
+    others = set[
+        str
+    ]()  # linears whose input is not what a norm returned, with a row for each token
 
     def see(linear: str, x: Tensor) -> bool:
         inputs.setdefault(linear, []).append(x)
@@ -101,19 +112,24 @@ def _seen_in(block: LoadedBlock, number: int, targets: Sequence[str]) -> list[Gr
     for linear, seen in inputs.items():
         shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
     return [
-        Group(tuple(linears), len(inputs[linears[0]]) == 1, others.isdisjoint(linears)) for linears in shared.values()
+        Group(tuple(linears), len(inputs[linears[0]]) == 1, others.isdisjoint(linears))
+        for linears in shared.values()
     ]
 
 
 def find_steps(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
-    """Divide the groups into steps, one after the other; the groups of a step do not depend on each other.
+    """Divide the groups into steps, one after the other; the groups of a step do not depend on each
+    other.
 
-    True-sequential: one group is a step, or the same projections of all experts of a layer. Else there is one step.
+    True-sequential: one group is a step, or the same projections of all experts of a layer. Else
+    there is one step.
     """
     if not run.recipe.true_sequential:
         return [list(groups)]
     steps: dict[object, list[Group]] = {}
     for group in groups:
         expert = run.model.experts.get(group.linears[0])
-        steps.setdefault((expert.owner, expert.role == "down") if expert else group, []).append(group)
+        steps.setdefault((expert.owner, expert.role == "down") if expert else group, []).append(
+            group
+        )
     return list(steps.values())

@@ -24,7 +24,9 @@ def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]
     model = run.model
     streams = {name: embedded(run, kind=f"{name}-") for name in ("source", *folders)}
     packed = {name: set(folder.modules()) for name, folder in folders.items()}
-    for block in run.progress.bar(range(len(model.blocks)), "divergence", len(model.blocks), "block"):
+    for block in run.progress.bar(
+        range(len(model.blocks)), "divergence", len(model.blocks), "block"
+    ):
         for name, stream in streams.items():
             model.load_block(block)
             for linear in model.targets(block):

@@ -1,8 +1,9 @@
 """The loop over blocks that quantizes with activations.
 
-Each stage of the recipe works before the groups of a block, at each group, and after them. Solved weights replace the
-original ones before the next group is calibrated (ALGORITHMS 2 and 12), so the finished block turns the stored
-activations into the inputs of the next. Several ranks divide documents and solving, and all put back the same weights.
+Each stage of the recipe works before the groups of a block, at each group, and after them. Solved
+weights replace the original ones before the next group is calibrated (ALGORITHMS 2 and 12), so the
+finished block turns the stored activations into the inputs of the next. Several ranks divide
+documents and solving, and all put back the same weights.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def calibrated(
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned.
 
-    Each block is followed by a Commit; the tensors outside the blocks come last. `done` has the journal lines of an
-    interrupted run to continue. The stages add the facts of an item; the facts of a commit are block, phases,
-    activations, form and ranks. If a background thread writes, the activations of a commit may follow later.
+    Each block is followed by a Commit; the tensors outside the blocks come last. `done` has the
+    journal lines of an interrupted run to continue. The stages add the facts of an item; the facts
+    of a commit are block, phases, activations, form and ranks. If a background thread writes, the
+    activations of a commit may follow later.
 
     Each of several ranks computes a part, and only the first one yields tensors.
 
-    RecipeError for a tied linear that is not skipped. NumericError for unusable activations, Hessians or weights.
-    CheckpointError for a model that cannot run block by block.
+    RecipeError for a tied linear that is not skipped. NumericError for unusable activations,
+    Hessians or weights. CheckpointError for a model that cannot run block by block.
     """
     for linear in run.goals(sorted(run.model.tied)):
         rule = f"{linear} shares its weight with the embeddings, which stay dense"
@@ -54,7 +56,9 @@ def calibrated(
             stage.start(run, len(finished))
         stream = resume.resume(run, finished, done)
         with closing(stream.waiting):
-            for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished), "block"):
+            for block in run.progress.bar(
+                range(len(finished), last), "calibrate", last - len(finished), "block"
+            ):
                 yield from _block(run, stream, stages, block)
                 yield _commit(run, stream, block)
     if len(facts) == len(finished):
@@ -63,10 +67,13 @@ def calibrated(
 
 
 def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Iterator[Item]:
-    """Quantize one block and yield its tensors in source order; `stream` becomes the input of the next."""
+    """Quantize one block and yield its tensors in source order; `stream` becomes the input of the
+    next.
+    """
     model = run.model
     if model.device.type == "cpu":
-        release_heap()  # what the last block has freed lies in pieces, and would be added to this one's peak
+        # what the last block has freed lies in pieces, and would be added to this one's peak
+        release_heap()
     with run.clock.phase("load"):
         model.load_block(index)
     if model.device.type == "cuda" and index + 1 < len(model.blocks):
@@ -91,19 +98,25 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
 
 
 def _work(block: LoadedBlock, stages: Sequence[Stage]) -> None:
-    """Let the stages work on the groups of a block; the last Hessians are freed with the names in here."""
+    """Let the stages work on the groups of a block; the last Hessians are freed with the names in
+    here.
+    """
     for some in tasks(block):
         for stage in stages:
             stage.work(block, some)
 
 
 def _commit(run: Run, stream: Stream, index: int) -> Commit:
-    """Save the activations after a block, print the notes of other ranks, and make the commit of the block."""
+    """Save the activations after a block, print the notes of other ranks, and make the commit of
+    the block.
+    """
     saved, late = resume.save(run, stream, index)
     form = run.model.forms.get(index)
     _print_warnings(run)
     phases, count = run.clock.take(), run.ranks.count
-    return Commit({"block": index, "phases": phases, "activations": saved, "form": form, "ranks": count}, late)
+    return Commit(
+        {"block": index, "phases": phases, "activations": saved, "form": form, "ranks": count}, late
+    )
 
 
 def _print_warnings(run: Run) -> None:
@@ -116,7 +129,9 @@ def _print_warnings(run: Run) -> None:
 
 
 def _rest(run: Run) -> Iterator[Item]:
-    """Yield the tensors outside the blocks; a linear there that is not skipped is solved without a Hessian."""
+    """Yield the tensors outside the blocks; a linear there that is not skipped is solved without a
+    Hessian.
+    """
     outside = run.model.stored(None) if run.ranks.first else []
     goals = run.goals(linear for linear in run.model.linears if f"{linear}.weight" in outside)
     for name in outside:
@@ -128,5 +143,7 @@ def _rest(run: Run) -> Iterator[Item]:
             yield Item(name, tensor)
             continue
         with run.clock.phase("solve"):
-            item = solve_uncalibrated(linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks")
+            item = solve_uncalibrated(
+                linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks"
+            )
         yield item

@@ -1,4 +1,6 @@
-"""Refuse calibration sequences that a run cannot use, divide them over the ranks, and begin a run on them."""
+"""Refuse calibration sequences that a run cannot use, divide them over the ranks, and begin a run
+on them.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,19 @@ from quantkit.text.tokenizer import check_tokens
 
 
 def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
-    """Raise an error for calibration sequences that the model or a stage of the recipe cannot run on."""
+    """Raise an error for calibration sequences that the model or a stage of the recipe cannot run
+    on.
+    """
     if not any(map(len, sequences)):
-        method = [Setting("method", "magnitude")] if recipe.layout is None else [Setting("method", "rtn")]
+        method = (
+            [Setting("method", "magnitude")]
+            if recipe.layout is None
+            else [Setting("method", "rtn")]
+        )
         clip = [] if recipe.layout is None else [Setting("clip", "none")]
-        raise RecipeError("no calibration sequences", "give calibration data", Words("use", *method, *clip))
+        raise RecipeError(
+            "no calibration sequences", "give calibration data", Words("use", *method, *clip)
+        )
     check_text(model, sequences)
     for stage in stages_of(recipe):
         stage.check(sequences)
@@ -55,10 +65,11 @@ def new_run(
     beside: bool = False,
     ranks: Ranks = ALONE,
 ) -> Run:
-    """Begin a run on this rank's part of all `sequences`, int64 `[t]`; all ranks are given the same arguments.
+    """Begin a run on this rank's part of all `sequences`, int64 `[t]`; all ranks are given the same
+    arguments.
 
-    `work` is the run's folder. Its files hold the activations after the last two blocks and, beyond `act_budget` bytes,
-    the current ones. Raises as `check_sequences` and `split_documents`.
+    `work` is the run's folder. Its files hold the activations after the last two blocks and, beyond
+    `act_budget` bytes, the current ones. Raises as `check_sequences` and `split_documents`.
     """
     check_sequences(recipe, model, sequences)
     release_heap()  # of tokenizing, and of an earlier run in this process
@@ -68,5 +79,17 @@ def new_run(
     chosen = goals_of(recipe, model.paths, model.kept_dense)
     progress, clock = progress or Progress(quiet=True), Clock(model.device)
     return Run(
-        src, recipe, model, here, work, act_budget, progress, clock, chosen, sequences, beside, ranks, mine.start
+        src,
+        recipe,
+        model,
+        here,
+        work,
+        act_budget,
+        progress,
+        clock,
+        chosen,
+        sequences,
+        beside,
+        ranks,
+        mine.start,
     )

@@ -1,7 +1,8 @@
-"""How long a run will take, from a short measured probe: the run itself on its first blocks and some of its documents.
+"""How long a run will take, from a short measured probe: the run itself on its first blocks and
+some of its documents.
 
-Solving a block does not depend on the number of documents, all else grows with their tokens. The truth depends on what
-else the machine does, so a range is stated.
+Solving a block does not depend on the number of documents, all else grows with their tokens. The
+truth depends on what else the machine does, so a range is stated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from quantkit.progress import Progress, Recorder
 from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe
 
-#: Blocks of a probe. The second is measured: it is neither slow like the first, nor without a successor like the last.
+#: Blocks of a probe. The second is measured: it is neither slow like the first, nor without a
+#: successor like the last.
 BLOCKS = 3
 #: Tokens of a probe without tuning, which needs some whole documents.
 TOKENS = 4096
@@ -58,7 +60,9 @@ class Duration:
         return format_range(self.low, self.high)
 
 
-def is_worth_a_probe(recipe: Recipe, weights: int, sequences: Sequence[Tensor], device: str) -> bool:
+def is_worth_a_probe(
+    recipe: Recipe, weights: int, sequences: Sequence[Tensor], device: str
+) -> bool:
     """Return True for a run on so many `weights` that takes more than some seconds."""
     if not recipe.calibrated:
         return weights >= FEW_WEIGHTS
@@ -77,7 +81,8 @@ def probe(
     trust_remote_code: bool,
     progress: Progress,
 ) -> Duration:
-    """Measure a small part of a run and estimate the seconds of the whole; the run itself stays as it is.
+    """Measure a small part of a run and estimate the seconds of the whole; the run itself stays as
+    it is.
 
     `goals` has the goal of each linear, and `sequences` are int64 `[t]`. Raises as the run would.
     """
@@ -97,8 +102,12 @@ def probe(
 
 
 def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None]) -> float:
-    """Estimate the seconds of a run without text from its smallest linear, which is solved twice."""
-    sizes = {name: prod(src.shape(f"{name}.weight")) for name, goal in goals.items() if goal is not None}
+    """Estimate the seconds of a run without text from its smallest linear, which is
+    solved twice.
+    """
+    sizes = {
+        name: prod(src.shape(f"{name}.weight")) for name, goal in goals.items() if goal is not None
+    }
     name = min(sizes, key=lambda name: sizes[name])
     goal, seconds = goals[name], 0.0
     assert goal is not None
@@ -110,16 +119,27 @@ def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None])
 
 
 def _calibrating(
-    src: Checkpoint, recipe: Recipe, model: BlockRunner, blocks: int, sequences: Sequence[Tensor], watch: _Watch
+    src: Checkpoint,
+    recipe: Recipe,
+    model: BlockRunner,
+    blocks: int,
+    sequences: Sequence[Tensor],
+    watch: _Watch,
 ) -> float:
     lengths = [len(tokens) for tokens in sequences]
-    some = _typical(sequences, HELD_OUT if recipe.tune else ceil(TOKENS * len(lengths) / sum(lengths)))
+    some = _typical(
+        sequences, HELD_OUT if recipe.tune else ceil(TOKENS * len(lengths) / sum(lengths))
+    )
     here = list(map(len, some))
     times = sum(lengths) / sum(here)
     with tempfile.TemporaryDirectory() as work:
-        run = new_run(src, replace(recipe, tune=min(recipe.tune, 1)), model, some, Path(work), progress=watch)
+        run = new_run(
+            src, replace(recipe, tune=min(recipe.tune, 1)), model, some, Path(work), progress=watch
+        )
         found = (step for step in calibrated(run, [], _Enlarge(times)) if isinstance(step, Commit))
-        commits: list[dict[str, float]] = [step.facts["phases"] for step in islice(found, min(2, len(model.blocks)))]
+        commits: list[dict[str, float]] = [
+            step.facts["phases"] for step in islice(found, min(2, len(model.blocks)))
+        ]
     first, each = commits[0], commits[-1]
     grows = times * sum(each.get(phase, 0.0) for phase in ("forward", "hessian", "save"))
     tuned = each.get("tune", 0.0) * _passes(lengths, recipe.tune) / _passes(here, 1)
@@ -136,7 +156,9 @@ def _gradients(blocks: int, first: Mapping[str, float], watch: _Watch) -> float:
 
 
 def _passes(lengths: Sequence[int], steps: int) -> float:
-    """Count the tokens of forward passes, three for one with gradients, that tune a block in so many steps."""
+    """Count the tokens of forward passes, three for one with gradients, that tune a block in so
+    many steps.
+    """
     held_out = sum(lengths[HELD_OUT - 1 :: HELD_OUT])
     trained = len(lengths) - len(lengths) // HELD_OUT
     batch = min(BATCH, trained) * sum(lengths) / len(lengths)
@@ -151,7 +173,9 @@ def _typical(sequences: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 class _Enlarge(Stage):
-    """Let Hessians count the tokens of the whole run, so that no step is skipped that the run will take."""
+    """Let Hessians count the tokens of the whole run, so that no step is skipped that the run will
+    take.
+    """
 
     def __init__(self, times: float) -> None:
         self._times = times
@@ -167,15 +191,21 @@ class _Late(Exception):
 
 
 class _Watch(Recorder):
-    """Progress that prints nothing, measures the items of each bar, and ends a probe that takes too long."""
+    """Progress that prints nothing, measures the items of each bar, and ends a probe that takes too
+    long.
+    """
 
     def __init__(self, like: Progress) -> None:
         super().__init__(like)
         self._seconds: dict[str, list[float]] = {}
         self._end = time.perf_counter() + MOST_SECONDS
 
-    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = "") -> Any:
-        return super().bar(work if isinstance(work, int) else self._measured(work, label), label, total)
+    def bar(
+        self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = ""
+    ) -> Any:
+        return super().bar(
+            work if isinstance(work, int) else self._measured(work, label), label, total
+        )
 
     def check(self) -> None:
         super().check()

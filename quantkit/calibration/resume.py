@@ -1,7 +1,9 @@
-"""Save activations after blocks, and continue a stopped run behind its last finished block with the same bits.
+"""Save activations after blocks, and continue a stopped run behind its last finished block with the
+same bits.
 
-Activations are saved before the commit of a block, on a GPU after every eighth block (RELIABILITY 1.2, 1.3). Blocks
-that were committed later are run again with their solved weights, which are in the files of the journal.
+Activations are saved before the commit of a block, on a GPU after every eighth block (RELIABILITY
+1.2, 1.3). Blocks that were committed later are run again with their solved weights, which are in
+the files of the journal.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ def save(
 ) -> tuple[list[dict[str, Any]] | None, Callable[[], dict[str, Any]] | None]:
     """Save the activations after a block, if a snapshot is due and the block is not the last.
 
-    Two snapshots alternate, so that the last commit's stays while another is written. The result has the facts of each
-    rank's part, or the function that saves a copy.
+    Two snapshots alternate, so that the last commit's stays while another is written. The result
+    has the facts of each rank's part, or the function that saves a copy.
     """
     model = run.model
     every = SAVED_BLOCKS[model.device.type]
@@ -36,7 +38,9 @@ def save(
         return None, None
     parity = _parity(run, block)
     with run.clock.phase("save"):
-        copied = stream.activations.copied(model.device) if run.beside and run.ranks.count == 1 else None
+        copied = (
+            stream.activations.copied(model.device) if run.beside and run.ranks.count == 1 else None
+        )
         if copied is not None:
             return None, lambda: {"activations": [copied.save(parity)]}
         facts = stream.activations.save(parity)
@@ -44,11 +48,14 @@ def save(
         return run.ranks.exchange(facts), None
 
 
-def resume(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> Stream:
-    """Make the stream that enters the first unfinished block; `finished` has the facts of all finished ones.
+def resume(
+    run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]
+) -> Stream:
+    """Make the stream that enters the first unfinished block; `finished` has the facts of all
+    finished ones.
 
-    It comes from the last saved activations, through the blocks that finished after them. Without any, it comes from
-    the text.
+    It comes from the last saved activations, through the blocks that finished after them. Without
+    any, it comes from the text.
     """
     first, stream = _load_saved(run, finished)
     if stream is None:
@@ -64,15 +71,22 @@ def resume(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
 
 def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> tuple[int, Stream | None]:
-    """Load the last saved activations, and the number of the block that they enter; 0 and None if there are none."""
-    number = max((block for block, facts in enumerate(finished) if facts["activations"] is not None), default=-1)
+    """Load the last saved activations, and the number of the block that they enter; 0 and None if
+    there are none.
+    """
+    number = max(
+        (block for block, facts in enumerate(finished) if facts["activations"] is not None),
+        default=-1,
+    )
     if number < 0:
         return 0, None
     problem, loaded = None, None
     try:
         parts, parity = finished[number]["activations"], _parity(run, number)
         mine = range(run.first, run.first + len(run.sequences))
-        loaded = Activations.load(run.work, run.act_budget, parity, parts, mine, run.model.device, run.ranks.rank)
+        loaded = Activations.load(
+            run.work, run.act_budget, parity, parts, mine, run.model.device, run.ranks.rank
+        )
     except CheckpointError as error:
         problem = error.typed
     problem = next((told for told in run.ranks.exchange(problem) if told is not None), None)

@@ -28,10 +28,12 @@ from quantkit.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what a calibrated run has for all blocks: source, model, goals and the documents of this rank.
+    """Hold what a calibrated run has for all blocks: source, model, goals and the documents of this
+    rank.
 
-    `sequences` are token ids, int64 `[t]`; the first one has the number `first` among `every` sequence of all ranks.
-    Files of the run are in `work`. With `beside`, a background thread writes finished blocks.
+    `sequences` are token ids, int64 `[t]`; the first one has the number `first` among `every`
+    sequence of all ranks. Files of the run are in `work`. With `beside`, a background thread writes
+    finished blocks.
     """
 
     src: Checkpoint
@@ -65,10 +67,12 @@ class Run:
 
 
 class Stream:
-    """Documents on their way through the blocks: their `sequences`, and the `activations` that enter the next block.
+    """Documents on their way through the blocks: their `sequences`, and the `activations` that
+    enter the next block.
 
-    `at_once` is the number of tokens that run together. It is halved where a GPU has no memory left. `padding` is a
-    token of the text, which fills up shorter documents. It is read once, because reading from a GPU waits for its work.
+    `at_once` is the number of tokens that run together. It is halved where a GPU has no memory
+    left. `padding` is a token of the text, which fills up shorter documents. It is read once,
+    because reading from a GPU waits for its work.
     """
 
     def __init__(self, run: Run, activations: Activations) -> None:
@@ -82,16 +86,20 @@ class Stream:
 
     @staticmethod
     def bytes(outputs: int, longest: int, itemsize: int, device: str) -> int:
-        """Compute the bytes of the documents that run together: about two copies of a block's `outputs`."""
+        """Compute the bytes of the documents that run together: about two copies of a block's
+        `outputs`.
+        """
         return 2 * itemsize * max(longest, TOKENS_AT_ONCE[device]) * outputs
 
     def batches(
         self, block: int, numbers: Sequence[int], at_once: int, padded: bool = False
     ) -> Iterator[Sequence[int]]:
-        """Divide documents, in order, into batches for one pass: neighbours of equal length, where possible.
+        """Divide documents, in order, into batches for one pass: neighbours of equal length, where
+        possible.
 
-        They have at most `at_once` tokens together, unless a single one is longer. The order of tokens in each Hessian
-        stays. With `padded` the documents, shortest first, need not be equal; each counts as the longest of its batch.
+        They have at most `at_once` tokens together, unless a single one is longer. The order of
+        tokens in each Hessian stays. With `padded` the documents, shortest first, need not be
+        equal; each counts as the longest of its batch.
         """
         first = 0
         while first < len(numbers):
@@ -100,7 +108,9 @@ class Stream:
             if self.model.takes_batches(block) and self.activations.hidden_only:
                 while end < len(numbers):
                     following = len(self.sequences[numbers[end]])
-                    if following * (end + 1 - first) > at_once or (following != length and not padded):
+                    if following * (end + 1 - first) > at_once or (
+                        following != length and not padded
+                    ):
                         break
                     end += 1
             yield numbers[first:end]
@@ -111,7 +121,8 @@ class Stream:
         yield from self.batches(block, range(first, len(self.sequences)), self.at_once)
 
     def run(self, block: int, numbers: Sequence[int], waits: bool = False) -> State | None:
-        """Run the loaded block on one document, or on a batch; None if a watcher stopped it, or if it waits.
+        """Run the loaded block on one document, or on a batch; None if a watcher stopped it, or if
+        it waits.
 
         A pass of these documents that waits goes on. Only with `waits` a new one may wait.
         """
@@ -119,7 +130,9 @@ class Stream:
         return self.waiting.run(documents, work) if waits or documents in self.waiting else work()
 
     def may_wait(self, documents: Sequence[int], x: Tensor) -> bool:
-        """Return True if there is memory for passes of all documents that wait where a linear gets `x` of these."""
+        """Return True if there is memory for passes of all documents that wait where a linear gets
+        `x` of these.
+        """
         store = self.activations
         share = sum(store.rows[number] for number in documents) / len(store.hidden)
         size = round(x.nbytes / share) + PASS_STATES * store.hidden.nbytes
@@ -128,7 +141,9 @@ class Stream:
 
     def _run(self, block: int, numbers: Sequence[int]) -> State | None:
         if len(numbers) == 1:
-            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]))
+            return self.model.run(
+                block, self.sequences[numbers[0]], self.activations.get(numbers[0])
+            )
         tokens = torch.stack([self.sequences[number] for number in numbers])
         return self.model.run(block, tokens, self.activations.get_batch(numbers))
 
@@ -140,7 +155,9 @@ class Stream:
                 self.run_fewer(block)
 
     def _forward(self, block: int, done: int, keep: bool) -> int:
-        """Run the documents behind the first `done` until a GPU has no memory left; return the new count."""
+        """Run the documents behind the first `done` until a GPU has no memory left; return the new
+        count.
+        """
         try:
             for numbers in self.forwards(block, done):
                 out = self.run(block, numbers)
@@ -166,7 +183,8 @@ class Stream:
         return waited
 
     def run_fewer(self, block: int) -> None:
-        """Run fewer documents together after a GPU ran out of memory; QuantkitError if only one ran.
+        """Run fewer documents together after a GPU ran out of memory; QuantkitError if only one
+        ran.
 
         If passes waited, they end first, and no other will wait.
         """
@@ -185,7 +203,8 @@ class Stream:
         before, self.at_once = self.at_once, self.at_once // 2
         self.progress.warn(
             Words(
-                f"{path}: the GPU has not enough memory for {before} tokens at a time, {self.at_once} are tried; the "
+                f"{path}: the GPU has not enough memory for {before} tokens at a time, "
+                f"{self.at_once} are tried; the "
                 "last bits of sums may differ, a smaller",
                 Option("act_budget"),
                 "makes space",
@@ -194,7 +213,9 @@ class Stream:
 
 
 def embedded(run: Run, count: int | None = None, kind: str = "") -> Stream:
-    """Let documents enter the first block: all, or the first `count`; `kind` begins the names of their files."""
+    """Let documents enter the first block: all, or the first `count`; `kind` begins the names of
+    their files.
+    """
     model, sequences = run.model, run.sequences[:count]
     with run.clock.phase("load"):
         model.prepare(embeddings=True)
@@ -204,7 +225,9 @@ def embedded(run: Run, count: int | None = None, kind: str = "") -> Stream:
         if len(first) != rows[0]:  # padding, prompts or streams come with the tokens
             rows = [len(model.embed(tokens).hidden) for tokens in sequences]
         like = tuple(first.shape[1:])
-        store = Activations(run.work, run.act_budget, rows, like, model.dtype, model.device, run.ranks.rank, kind)
+        store = Activations(
+            run.work, run.act_budget, rows, like, model.dtype, model.device, run.ranks.rank, kind
+        )
         for number, tokens in enumerate(sequences):
             run.progress.check()
             store.put(number, model.embed(tokens))

@@ -1,7 +1,9 @@
-"""How much the model's likelihood suffers from the error of each linear in a folder (ALGORITHMS 17).
+"""How much the model's likelihood suffers from the error of each linear in a folder (ALGORITHMS
+17).
 
-The unquantized model runs forward and back once, on documents that did not calibrate (`stages.gradients`). A linear's
-harm is the squared change of the likelihood to first order, token by token. One block is in memory at a time.
+The unquantized model runs forward and back once, on documents that did not calibrate
+(`stages.gradients`). A linear's harm is the squared change of the likelihood to first order, token
+by token. One block is in memory at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ TOKENS = 2**12
 
 
 def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
-    """Measure the harm of each packed linear of a folder made from the run's source, in nats for each token.
+    """Measure the harm of each packed linear of a folder made from the run's source, in nats for
+    each token.
 
     A linear that no token reaches has no entry. Raises as `gradients.measure`.
     """
@@ -32,7 +35,8 @@ def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
     count = gradient_documents(lengths, TOKENS)
     total = sum(lengths[:count])
     packed = set(folder.modules())
-    #: Of the block's linears: the error of the weight, float32 `[n, k]`, and the sum of squares, a float64 scalar.
+    #: Of the block's linears: the error of the weight, float32 `[n, k]`, and the sum of squares, a
+    #: float64 scalar.
     errors, sums = dict[str, Tensor](), dict[str, Tensor]()
 
     def error(linear: str) -> Tensor:

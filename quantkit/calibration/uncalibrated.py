@@ -1,4 +1,6 @@
-"""Round to nearest, or prune by magnitude, a weight without a Hessian, and give solved weights their stored shape."""
+"""Round to nearest, or prune by magnitude, a weight without a Hessian, and give solved weights
+their stored shape.
+"""
 
 from __future__ import annotations
 
@@ -21,54 +23,87 @@ from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe, stored_shape
 
 
-def solve_uncalibrated(linear: str, weight: Tensor, goal: Goal, recipe: Recipe, reason: str | None = None) -> Item:
+def solve_uncalibrated(
+    linear: str, weight: Tensor, goal: Goal, recipe: Recipe, reason: str | None = None
+) -> Item:
     """Round to nearest, or prune by magnitude, one weight `[n, k]` without a Hessian.
 
-    `reason` tells the report why, if the recipe asked for calibration. NumericError if the weight is not finite or
-    overflows.
+    `reason` tells the report why, if the recipe asked for calibration. NumericError if the weight
+    is not finite or overflows.
     """
     started = time.perf_counter()
     with about(linear):
-        item = _rounded(linear, weight, goal, recipe) if isinstance(goal, Scheme) else _pruned(linear, weight)
-    why = {} if reason is None else {"reason" if isinstance(goal, Scheme) else "by_magnitude": reason}
-    return item._replace(facts={**(item.facts or {}), **why, "seconds": time.perf_counter() - started})
+        item = (
+            _rounded(linear, weight, goal, recipe)
+            if isinstance(goal, Scheme)
+            else _pruned(linear, weight)
+        )
+    why = (
+        {} if reason is None else {"reason" if isinstance(goal, Scheme) else "by_magnitude": reason}
+    )
+    return item._replace(
+        facts={**(item.facts or {}), **why, "seconds": time.perf_counter() - started}
+    )
 
 
 def _rounded(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe) -> Item:
     wide = widened(weight, solved_width(scheme, weight.shape[1], recipe))
-    tensor, facts = rtn.quantize(wide, scheme, clip=recipe.clip, signed=recipe.solving(scheme).signed)
+    tensor, facts = rtn.quantize(
+        wide, scheme, clip=recipe.clip, signed=recipe.solving(scheme).signed
+    )
     return stored_item(linear, weight, tensor, {**facts, "method": "rtn", "tokens": 0}, recipe)
 
 
 def _pruned(linear: str, weight: Tensor) -> Item:
     check_weight(weight)
     value = weight.masked_fill(~fixed_mask(weight, "magnitude", None), 0)
-    facts = {"method": "magnitude", **counts_of_pruned(value), "relative_error": relative_error(weight, value)}
+    facts = {
+        "method": "magnitude",
+        **counts_of_pruned(value),
+        "relative_error": relative_error(weight, value),
+    }
     return Item(f"{linear}.weight", value, {**facts, "tokens": 0})
 
 
 def solved_width(goal: Goal, k: int, recipe: Recipe) -> int:
-    """Count the columns of a weight `[n, k]` while it is solved: padded to whole groups and quads."""
+    """Count the columns of a weight `[n, k]` while it is solved: padded to whole groups
+    and quads.
+    """
     return goal.padded_k(k) if recipe.pad and isinstance(goal, Scheme) else k
 
 
 def stored_item(
-    name: str, weight: Tensor, tensor: QuantizedTensor | Tensor, facts: dict[str, Any], recipe: Recipe
+    name: str,
+    weight: Tensor,
+    tensor: QuantizedTensor | Tensor,
+    facts: dict[str, Any],
+    recipe: Recipe,
 ) -> Item:
-    """Give a solved linear its stored shape, padded if the recipe asks for it, and the facts that depend on it."""
+    """Give a solved linear its stored shape, padded if the recipe asks for it, and the facts that
+    depend on it.
+    """
     facts = {**facts, "relative_error": relative_error(weight, tensor)}
     shape = tuple(weight.shape)
     if isinstance(tensor, QuantizedTensor):
         facts |= zeroed(weight, tensor)
         stored = stored_shape(recipe, tensor.scheme, *shape)
         if stored != shape:
-            facts |= {"zeros": facts["zeros"] - tensor.codes.numel() + weight.numel()} if "zeros" in facts else {}
-            tensor, facts = recast(tensor, tensor.scheme, stored), {**facts, "true_shape": list(shape)}
+            facts |= (
+                {"zeros": facts["zeros"] - tensor.codes.numel() + weight.numel()}
+                if "zeros" in facts
+                else {}
+            )
+            tensor, facts = (
+                recast(tensor, tensor.scheme, stored),
+                {**facts, "true_shape": list(shape)},
+            )
     return Item(f"{name}.weight", tensor, facts)
 
 
 def counts_of_pruned(value: Tensor) -> dict[str, int]:
-    """Count zeros and other weights of a pruned weight, for the report; LayoutError if it is not 2:4."""
+    """Count zeros and other weights of a pruned weight, for the report; LayoutError if it is not
+    2:4.
+    """
     nonzero = value != 0
     sparsity.check(nonzero)
     return {"zeros": value.numel() - int(nonzero.sum()), "kept": int(nonzero.sum())}

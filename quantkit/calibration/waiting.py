@@ -1,6 +1,8 @@
-"""Passes of documents through a block that wait where it calls a linear, until that linear is solved.
+"""Passes of documents through a block that wait where it calls a linear, until that linear is
+solved.
 
-Otherwise each group of linears needs a pass from the start of the block. A pass that goes on gives the same bits.
+Otherwise each group of linears needs a pass from the start of the block. A pass that goes on gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ T = TypeVar("T")
 class Waiting:
     """Hold the passes that wait, by their documents.
 
-    Each runs in a greenlet, so that all share one thread: its CUDA handles, and torch's mode of gradients, which is
-    set anew at each switch. Only `close` frees their memory: Python collects no cycle through a greenlet.
+    Each runs in a greenlet, so that all share one thread: its CUDA handles, and torch's mode of
+    gradients, which is set anew at each switch. Only `close` frees their memory: Python collects no
+    cycle through a greenlet.
     """
 
     def __init__(self) -> None:
@@ -30,7 +33,10 @@ class Waiting:
 
     def run(self, documents: tuple[int, ...], work: Callable[[], T]) -> T | None:
         """Do the work of a pass, or go on with the one that waits; None if it waits again."""
-        one, gradients = self._passes.pop(documents, None) or greenlet(work), torch.is_grad_enabled()
+        one, gradients = (
+            self._passes.pop(documents, None) or greenlet(work),
+            torch.is_grad_enabled(),
+        )
         self._running = one
         try:
             found: T | None = one.switch()
@@ -41,8 +47,13 @@ class Waiting:
         return found
 
     def wait(self) -> bool:
-        """Let the pass that calls this wait, and return True when it goes on; False at once if it cannot wait."""
-        gradients, autocast = torch.is_grad_enabled(), map(torch.is_autocast_enabled, ("cuda", "cpu"))
+        """Let the pass that calls this wait, and return True when it goes on; False at once if it
+        cannot wait.
+        """
+        gradients, autocast = (
+            torch.is_grad_enabled(),
+            map(torch.is_autocast_enabled, ("cuda", "cpu")),
+        )
         if getcurrent() is not self._running or any(autocast):
             return False
         self._running.parent.switch()

@@ -1,8 +1,10 @@
-"""GGUF files as sources: opened as a folder of their config and tokenizer, their weights dequantized on reading.
+"""GGUF files as sources: opened as a folder of their config and tokenizer, their weights
+dequantized on reading.
 
-transformers says how a file is read: which config and tokenizer its metadata are, which state of the model each tensor
-is, and what llama.cpp's converter did to its values. The package gguf dequantizes. Both see only files whose header was
-checked. Nothing in a file is run; a chat template is carried along, and rendered in the sandbox of transformers.
+transformers says how a file is read: which config and tokenizer its metadata are, which state of
+the model each tensor is, and what llama.cpp's converter did to its values. The package gguf
+dequantizes. Both see only files whose header was checked. Nothing in a file is run; a chat template
+is carried along, and rendered in the sandbox of transformers.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ if TYPE_CHECKING:
 ENDING, ORIGINAL = ".gguf", "use the model's own folder"
 #: Families whose activations are beyond float16, by the start of the architecture's name.
 BFLOAT16 = ("gemma",)
-#: Tensors that no family's processing changes, so that they are read in pieces: they are the largest.
+#: Tensors that no family's processing changes, so that they are read in pieces: they are the
+#: largest.
 PLAIN = ("token_embd.weight", "output.weight")
-#: The tensor that divides the frequencies of rotary positions, which transformers' reader leaves out.
+#: The tensor that divides the frequencies of rotary positions, which transformers' reader leaves
+#: out.
 FACTORS = "rope_freqs.weight"
-#: A piece of a vocabulary that is a word, with the sign of the space before it; and the most that are tried.
+#: A piece of a vocabulary that is a word, with the sign of the space before it; and the most that
+#: are tried.
 WORD, WORDS = re.compile("[▁Ġ]?[A-Za-z]{4,}"), 200
 #: Values that are dequantized at a time.
 PIECE = 2**22
@@ -49,7 +54,9 @@ FACTS = {"general.license": "license", "general.languages": "language", "general
 
 
 class GgufSource(NamedTuple):
-    """Hold a GGUF file, the form of its weights in words, its tensors by their names in the model, and their bytes."""
+    """Hold a GGUF file, the form of its weights in words, its tensors by their names in the model,
+    and their bytes.
+    """
 
     file: StoredFile
     form: str
@@ -58,7 +65,8 @@ class GgufSource(NamedTuple):
     notices: tuple[str, ...]
 
 
-#: The temporary folders of this process, removed at its end: the file's path and version, and what it holds.
+#: The temporary folders of this process, removed at its end: the file's path and version, and what
+#: it holds.
 _opened: dict[tuple[Path, tuple[int, ...]], tuple[TemporaryDirectory[str], Path]] = {}
 _sources: dict[Path, GgufSource] = {}
 
@@ -69,13 +77,17 @@ def source_of(folder: Path) -> GgufSource | None:
 
 
 def open_gguf(path: Path) -> Path:
-    """Return a temporary folder with a link to a GGUF file, and the config, tokenizer and facts in its metadata.
+    """Return a temporary folder with a link to a GGUF file, and the config, tokenizer and facts in
+    its metadata.
 
-    CheckpointError for a file that is damaged or hostile, or that transformers cannot read. Nothing is left then.
+    CheckpointError for a file that is damaged or hostile, or that transformers cannot read. Nothing
+    is left then.
     """
     if find_spec("gguf") is None:
         raise CheckpointError(
-            "is GGUF, and the package gguf is not installed", "pip install 'quantkit[gguf]'", subject=path
+            "is GGUF, and the package gguf is not installed",
+            "pip install 'quantkit[gguf]'",
+            subject=path,
         )
     with files.guarded(path):
         real = path.resolve(strict=True)
@@ -99,16 +111,25 @@ def open_gguf(path: Path) -> Path:
 def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
     import gguf
 
-    header = read_gguf_header(file.path, {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()})
+    header = read_gguf_header(
+        file.path, {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    )
     stated, nbytes = header.metadata, sum(tensor.nbytes for tensor in header.tensors.values())
     architecture = stated.get("general.architecture")
     if not isinstance(architecture, str):
-        raise CheckpointError("does not state its general.architecture", "convert the model again", subject=path)
+        raise CheckpointError(
+            "does not state its general.architecture", "convert the model again", subject=path
+        )
     if stated.get("split.count", 1) != 1:
         raise CheckpointError(
-            f"is one of {shown(stated['split.count'])} files of a model", "merge them by llama-gguf-split", subject=path
+            f"is one of {shown(stated['split.count'])} files of a model",
+            "merge them by llama-gguf-split",
+            subject=path,
         )
-    sizes = {key.replace("_count", "s").replace("_length", "_size"): value for key, value in stated.items()}
+    sizes = {
+        key.replace("_count", "s").replace("_length", "_size"): value
+        for key, value in stated.items()
+    }
     config_checks.check_sizes(sizes, path, len(header.tensors), nbytes)
     _require_dequantizable(path, header)
     with _refused(path, f"transformers cannot read its architecture {shown(architecture)}"):
@@ -118,13 +139,17 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
         config = AutoConfig.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
         config_checks.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
         if (factors := header.tensors.pop(FACTORS, None)) is not None:
-            _scale_positions(config, read_bytes(folder, file, factors.start, factors.nbytes).view(torch.float32))
+            _scale_positions(
+                config, read_bytes(folder, file, factors.start, factors.nbytes).view(torch.float32)
+            )
         with building(), init_empty_weights():
             module: Any = AutoModelForCausalLM.from_config(config)
         read = _Reading(folder, file, header, module, config)
         tensors = read.tensors()
     with _refused(path, "transformers cannot make a tokenizer of it"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, gguf_file=path.name, local_files_only=True
+        )
         tokenizer.save_pretrained(folder)
     require_words(path, tokenizer)
     _require_template(path, getattr(tokenizer, "chat_template", None))
@@ -132,7 +157,9 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
     described["dtype"] = str(read.dtype).removeprefix("torch.")
     for key in ("_name_or_path", "_model_name_or_path", "quantization_config"):
         described.pop(key, None)
-    files.write_atomic(folder / "config.json", dump_json(dict(sorted(described.items())), special_floats=True))
+    files.write_atomic(
+        folder / "config.json", dump_json(dict(sorted(described.items())), special_floats=True)
+    )
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     front = {key: stated[name] for name, key in FACTS.items() if stated.get(name)}
     repository = str(stated.get("general.base_model.0.repo_url", ""))
@@ -145,7 +172,9 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
 
 
 class _Named(NamedTuple):
-    """Show a model to transformers' map of names without its inner modules, each of which takes a map of its own."""
+    """Show a model to transformers' map of names without its inner modules, each of which takes a
+    map of its own.
+    """
 
     module: Any
     children: dict[str, _Named]
@@ -163,10 +192,18 @@ class _Named(NamedTuple):
 
 
 class _Reading:
-    """Reads the tensors of a file under their names in a model, whose parameters are on the meta device."""
+    """Reads the tensors of a file under their names in a model, whose parameters are on the meta
+    device.
+    """
 
-    def __init__(self, folder: Path, file: StoredFile, header: GgufHeader, module: Any, config: Any) -> None:
-        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    def __init__(
+        self, folder: Path, file: StoredFile, header: GgufHeader, module: Any, config: Any
+    ) -> None:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
 
         self.folder, self.file, self.header = folder, file, header
         architecture = header.metadata["general.architecture"]
@@ -180,20 +217,28 @@ class _Reading:
         for stored in header.tensors:  # experts are mapped without the ending of their tensor
             name = self.names.get(stored) or self.names.get(stored.removesuffix(".weight"))
             if name is None:
-                raise CheckpointError(f"{stored} has no place in the model as transformers reads it", ORIGINAL)
+                raise CheckpointError(
+                    f"{stored} has no place in the model as transformers reads it", ORIGINAL
+                )
             self.inputs.setdefault(name, []).append(stored)
 
     def tensors(self) -> dict[str, Derived]:
-        """Describe the model's tensors that the file has; CheckpointError for one of another size than the model's."""
+        """Describe the model's tensors that the file has; CheckpointError for one of another size
+        than the model's.
+        """
         found = sorted(self.inputs)
         for name in found:
             held = [self.header.tensors[stored].shape for stored in self.inputs[name]]
             if sum(map(prod, held)) != prod(self.shapes[name]):
                 raise CheckpointError(
-                    f"{self.inputs[name][0]} is {list(held[0])}, and the model has {name} {list(self.shapes[name])}",
+                    f"{self.inputs[name][0]} is {list(held[0])}, and the model has {name} "
+                    f"{list(self.shapes[name])}",
                     "convert the model again",
                 )
-        return {name: Derived(self.shapes[name], self.dtype, (), partial(self.compute, name)) for name in found}
+        return {
+            name: Derived(self.shapes[name], self.dtype, (), partial(self.compute, name))
+            for name in found
+        }
 
     def compute(self, name: str, read: Read, index: int | slice | None) -> Tensor:
         """Dequantize a tensor, or an entry or a range of its first dimension."""
@@ -211,7 +256,9 @@ class _Reading:
         return found[0] if isinstance(index, int) else found
 
     def piece(self, name: str, rows: slice) -> Tensor:
-        """Dequantize some entries of the first dimension, and undo what the converter to GGUF did to them."""
+        """Dequantize some entries of the first dimension, and undo what the converter to GGUF did
+        to them.
+        """
         whole = self.shapes[name]
         expected = (len(range(whole[0])[rows]), *whole[1:])
         held: dict[str, Any] = {"tensors": {}}
@@ -227,7 +274,9 @@ class _Reading:
                     held["tensors"][name] = torch.as_tensor(done.weights)
             values: Tensor = held["tensors"][name].to(self.dtype).contiguous()
             if values.shape != expected:
-                raise CheckpointError(f"it is {list(values.shape)}, and the model has {list(expected)}")
+                raise CheckpointError(
+                    f"it is {list(values.shape)}, and the model has {list(expected)}"
+                )
         return values
 
     def dequantized(self, tensor: GgufTensor, rows: slice) -> np.ndarray[Any, Any]:
@@ -238,7 +287,9 @@ class _Reading:
         each, size = max(1, PIECE // prod(tensor.shape[1:])), tensor.nbytes // tensor.shape[0]
         for start in range(0, len(wanted), each):
             part = wanted[start : start + each]
-            data = read_bytes(self.folder, self.file, tensor.start + part.start * size, len(part) * size)
+            data = read_bytes(
+                self.folder, self.file, tensor.start + part.start * size, len(part) * size
+            )
             shape = gguf.quant_shape_to_byte_shape((len(part), *tensor.shape[1:]), kind)
             found[start : start + each] = gguf.dequantize(data.numpy().reshape(shape), kind)
         return found
@@ -259,12 +310,23 @@ def _refused(path: Path, what: str) -> Iterator[None]:
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:
-    """State in a config the scaling of Llama 3.1 and later that has these factors; CheckpointError for other ones."""
+    """State in a config the scaling of Llama 3.1 and later that has these factors; CheckpointError
+    for other ones.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     def frequencies(factor: float) -> Tensor:
-        scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
-        config.rope_parameters = {**config.rope_parameters, **scaling, "original_max_position_embeddings": 8192}
+        scaling = {
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+        }
+        config.rope_parameters = {
+            **config.rope_parameters,
+            **scaling,
+            "original_max_position_embeddings": 8192,
+        }
         found: Tensor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
         return found
 
@@ -274,7 +336,9 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
 
 
 def _dtype(header: GgufHeader, architecture: str) -> torch.dtype:
-    """Return float32 for weights that are so, bfloat16 for those and for families that need its range, or float16."""
+    """Return float32 for weights that are so, bfloat16 for those and for families that need its
+    range, or float16.
+    """
     kinds = _kinds(header)
     if kinds.keys() <= {"F32"}:
         return torch.float32
@@ -293,11 +357,23 @@ def _kinds(header: GgufHeader) -> Counter[str]:
 
 
 def _form(header: GgufHeader) -> tuple[str, list[str]]:
-    """Describe the number formats of the matrices and their bits; and a notice if these are a coarse grid."""
+    """Describe the number formats of the matrices and their bits; and a notice if these are a
+    coarse grid.
+    """
     matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1]
-    bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(1, sum(prod(tensor.shape) for tensor in matrices))
-    told = f"the source was quantized before: its weights lie on a grid of {bits:.2f} bits, what it lost stays lost"
-    form = f"GGUF {'/'.join(kind for kind, _ in _kinds(header).most_common())} ({bits:.2f} bits a weight)"
+    bits = (
+        8
+        * sum(tensor.nbytes for tensor in matrices)
+        / max(1, sum(prod(tensor.shape) for tensor in matrices))
+    )
+    told = (
+        f"the source was quantized before: its weights lie on a grid of {bits:.2f} bits, what it "
+        "lost stays lost"
+    )
+    form = (
+        f"GGUF {'/'.join(kind for kind, _ in _kinds(header).most_common())} ({bits:.2f} bits a "
+        "weight)"
+    )
     return form, [told] if bits < 16 else []
 
 
@@ -307,13 +383,16 @@ def _require_dequantizable(path: Path, header: GgufHeader) -> None:
     for number in dict.fromkeys(tensor.kind for tensor in header.tensors.values()):
         kind = gguf.GGMLQuantizationType(number)
         with _refused(path, f"the package gguf does not dequantize {kind.name}"):
-            gguf.dequantize(torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8).numpy(), kind)
+            gguf.dequantize(
+                torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8).numpy(), kind
+            )
 
 
 def require_words(path: Path, tokenizer: Any) -> None:
     """Raise CheckpointError for a tokenizer that splits most words of its own vocabulary.
 
-    Some releases of transformers lose the merges of a family (5.17: Gemma), and the model then reads other tokens.
+    Some releases of transformers lose the merges of a family (5.17: Gemma), and the model then
+    reads other tokens.
     """
     import transformers
 
@@ -323,7 +402,8 @@ def require_words(path: Path, tokenizer: Any) -> None:
     split = sum(len(tokenizer(text, add_special_tokens=False).input_ids) > 1 for text in texts)
     if 2 * split > len(some):
         raise CheckpointError(
-            f"transformers {transformers.__version__} reads its tokenizer wrongly: {split} of {len(some)} words of its "
+            f"transformers {transformers.__version__} reads its tokenizer wrongly: {split} of "
+            f"{len(some)} words of its "
             "vocabulary are split",
             "install a newer transformers",
             ORIGINAL,
@@ -335,6 +415,8 @@ def _require_template(path: Path, templates: str | Mapping[str, str] | None) -> 
     """Raise CheckpointError unless each chat template parses."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for template in templates.values() if isinstance(templates, Mapping) else [templates] if templates else []:
+    for template in (
+        templates.values() if isinstance(templates, Mapping) else [templates] if templates else []
+    ):
         with _refused(path, "its chat template does not parse"):
             render_jinja_template([], chat_template=template)

@@ -15,7 +15,9 @@ WAITING_BYTES = 2
 
 
 class Packed(NamedTuple):
-    """Hold a quantized weight `[n, k]` as a layout stores it (suffix -> tensor), and the digest of its record."""
+    """Hold a quantized weight `[n, k]` as a layout stores it (suffix -> tensor), and the digest of
+    its record.
+    """
 
     scheme: Scheme
     shape: tuple[int, int]
@@ -24,7 +26,9 @@ class Packed(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Hold a tensor, or a quantized weight under its dense name (`....q_proj.weight`), and facts to report."""
+    """Hold a tensor, or a quantized weight under its dense name (`....q_proj.weight`), and facts to
+    report.
+    """
 
     name: str
     value: Tensor | QuantizedTensor | Packed

@@ -1,13 +1,17 @@
-"""Weights of published models in few bits, found in a folder and dequantized on reading (`low_bit_weights`).
+"""Weights of published models in few bits, found in a folder and dequantized on reading
+(`low_bit_weights`).
 
-The configuration tells the form by its `quant_method`; which tensors are quantized is told by the data:
+The configuration tells the form by its `quant_method`; which tensors are quantized is told by the
+data:
 
-- `fp8`: `X.weight` float8 with `X.weight_scale_inv` or another name of a scale, one for each block of
-  `weight_block_size`, or without that for each tensor or row. Several experts in one tensor `X` have `X_scale_inv`.
-- `mxfp4`: `X_blocks` uint8 `[experts, n, k / 32, 16]` and `X_scales` uint8 `[experts, n, k / 32]`; the model's
-  parameter `X` is `[experts, k, n]`.
-- `compressed-tensors`: `X.weight` or `X.weight_packed` with `X.weight_scale`; `FORMATS` lists the forms. The config
-  group that names `X` states bits and groups. Integers may have `X.weight_zero_point` and `X.weight_g_idx`.
+- `fp8`: `X.weight` float8 with `X.weight_scale_inv` or another name of a scale, one for each block
+  of `weight_block_size`, or without that for each tensor or row. Several experts in one tensor `X`
+  have `X_scale_inv`.
+- `mxfp4`: `X_blocks` uint8 `[experts, n, k / 32, 16]` and `X_scales` uint8 `[experts, n, k / 32]`;
+  the model's parameter `X` is `[experts, k, n]`.
+- `compressed-tensors`: `X.weight` or `X.weight_packed` with `X.weight_scale`; `FORMATS` lists the
+  forms. The config group that names `X` states bits and groups. Integers may have
+  `X.weight_zero_point` and `X.weight_g_idx`.
 
 Scales of activations and of the cache belong to no dense model. They are left out, and counted.
 """
@@ -28,7 +32,11 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
 from quantkit.layouts import validation
-from quantkit.layouts.compressed_tensors import MARLIN24, METHOD as COMPRESSED_TENSORS, in_order_of_targets
+from quantkit.layouts.compressed_tensors import (
+    MARLIN24,
+    METHOD as COMPRESSED_TENSORS,
+    in_order_of_targets,
+)
 from quantkit.layouts.expressions import Patterns
 from quantkit.layouts.schemes import Schemes
 
@@ -36,19 +44,23 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.
 EXPONENT = (torch.float8_e8m0fnu, torch.uint8)
 FLOAT = (torch.float32, torch.bfloat16, torch.float16)
-#: Names of scales behind `X.` of a weight `X.weight`, or behind `X_` of a tensor `X` of several experts.
+#: Names of scales behind `X.` of a weight `X.weight`, or behind `X_` of a tensor `X` of several
+#: experts.
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale", "qscale_weight")
 #: The last names of tensors beside codes, which may have the dtype of codes.
 SCALE, ZERO, ORDER, DIVISOR, SHAPE = (
     *("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_shape"),
 )
 PACKED = "weight_packed"
-#: Names of what belongs to a linear's input and output, and to the cache, which a dense model does not have.
+#: Names of what belongs to a linear's input and output, and to the cache, which a dense model does
+#: not have.
 INPUT_SCALES = (
     *("activation_scale", "input_scale", "input_scale_ub", "qscale_act"),
     *("input_global_scale", "input_zero_point", "input_g_idx"),
 )
-CACHE_SCALES = tuple(f"{of}_{what}" for of in ("output", "q", "k", "v") for what in ("scale", "zero_point"))
+CACHE_SCALES = tuple(
+    f"{of}_{what}" for of in ("output", "q", "k", "v") for what in ("scale", "zero_point")
+)
 
 #: MXFP4 of gpt-oss.
 BLOCKS, EXPONENTS, GROUP = "_blocks", "_scales", 32
@@ -58,7 +70,9 @@ Block = tuple[int, int] | None
 
 
 class Form(NamedTuple):
-    """Tell how codes are stored: the last name of their tensor, its dtypes, those of scales, and the bits of a code."""
+    """Tell how codes are stored: the last name of their tensor, its dtypes, those of scales, and
+    the bits of a code.
+    """
 
     title: str
     codes: tuple[torch.dtype, ...]
@@ -78,13 +92,17 @@ FORMATS = {
     ("naive-quantized", "float"): _FP8,
     ("float-quantized", "float"): _FP8,
     ("mxfp8-quantized", "float"): _FP8,
-    ("nvfp4-pack-quantized", "float"): Form("NVFP", (torch.uint8,), FP8[:1], (4,), PACKED, divisor=True),
+    ("nvfp4-pack-quantized", "float"): Form(
+        "NVFP", (torch.uint8,), FP8[:1], (4,), PACKED, divisor=True
+    ),
     ("mxfp4-pack-quantized", "float"): Form("MXFP", (torch.uint8,), EXPONENT, (4,), PACKED),
 }
 
 
 class Scheme(NamedTuple):
-    """Hold what a configuration says of some weights: their form, bits, and the block that shares a scale."""
+    """Hold what a configuration says of some weights: their form, bits, and the block that shares a
+    scale.
+    """
 
     form: Form
     bits: int
@@ -111,7 +129,9 @@ class Scheme(NamedTuple):
 
 
 class LowBit(NamedTuple):
-    """Hold the form of a source's low-bit weights in words, their dense tensors, and the tensors to leave out."""
+    """Hold the form of a source's low-bit weights in words, their dense tensors, and the tensors to
+    leave out.
+    """
 
     form: str
     tensors: dict[str, Derived]
@@ -127,10 +147,11 @@ class LowBit(NamedTuple):
 
 
 def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
-    """Find the low-bit weights of a source by its `quantization_config`, `stated`; None for other methods.
+    """Find the low-bit weights of a source by its `quantization_config`, `stated`; None for other
+    methods.
 
-    CheckpointError for a weight without its scale or a scale without its weight, for wrong shapes and dtypes, and for
-    a configuration that cannot be read. Values are checked when they are read.
+    CheckpointError for a weight without its scale or a scale without its weight, for wrong shapes
+    and dtypes, and for a configuration that cannot be read. Values are checked when they are read.
     """
     method = stated.get("quant_method")
     if method == "mxfp4":
@@ -139,17 +160,24 @@ def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> L
         sizes = stated.get("weight_block_size")
         block = None if sizes is None else _block(sizes, "weight_block_size")
         only = Scheme(_FP8, 8, block, scales=WEIGHT_SCALES)
-        left_out = stated.get("activation_scheme") is not None, stated.get("kv_cache_scheme") is not None
+        left_out = (
+            stated.get("activation_scheme") is not None,
+            stated.get("kv_cache_scheme") is not None,
+        )
         return _weights(src, [only], lambda name: only, dtype, *left_out)
-    if method == COMPRESSED_TENSORS and "quantkit" not in stated:  # FP8 of quantkit carries FP6 or FP5, a layout
+    if (
+        method == COMPRESSED_TENSORS and "quantkit" not in stated
+    ):  # FP8 of quantkit carries FP6 or FP5, a layout
         return _compressed_tensors(src, stated, dtype)
     return None
 
 
 def is_variant(src: StoredTensors, schemes: Schemes) -> bool:
-    """Return True if INT4 weights of `pack-quantized` are stored otherwise than that layout can hold.
+    """Return True if INT4 weights of `pack-quantized` are stored otherwise than that layout can
+    hold.
 
-    Earlier writers left out shapes, or zero points unpacked. With act-order the groups of columns are in the data.
+    Earlier writers left out shapes, or zero points unpacked. With act-order the groups of columns
+    are in the data.
     """
     last = {name: name.rpartition(".") for name in src.names()}
     count = Counter(end for _, _, end in last.values())
@@ -162,12 +190,16 @@ def is_variant(src: StoredTensors, schemes: Schemes) -> bool:
             return True
         if end == ORDER and src.dtype(name) in (torch.int32, torch.int64):
             order = src.get(name)
-            if not torch.equal(order, torch.arange(len(order)) // (schemes.of(module).group_size or len(order))):
+            if not torch.equal(
+                order, torch.arange(len(order)) // (schemes.of(module).group_size or len(order))
+            ):
                 return True
     return False
 
 
-def _compressed_tensors(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
+def _compressed_tensors(
+    src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype
+) -> LowBit | None:
     stated_groups = validation.entry(stated, "config_groups", dict, type(None), default=None) or {}
     groups = [group for group in stated_groups.values() if isinstance(group, dict)]
     targets: dict[str, Scheme] = {}
@@ -191,18 +223,26 @@ def _compressed_tensors(src: StoredTensors, stated: Mapping[str, Any], dtype: to
         place = patterns.first(module)
         return default if place is None else overrides[place][1]
 
-    activations = any(group.get(f"{of}_activations") for group in groups for of in ("input", "output"))
+    activations = any(
+        group.get(f"{of}_activations") for group in groups for of in ("input", "output")
+    )
     cache = activations or stated.get("kv_cache_scheme") is not None
-    weights = _weights(src, list(dict.fromkeys(targets.values())), scheme_of, dtype, activations, cache)
+    weights = _weights(
+        src, list(dict.fromkeys(targets.values())), scheme_of, dtype, activations, cache
+    )
     return weights if weights.tensors else None
 
 
 def _scheme(weights: Mapping[str, Any], fmt: Any) -> Scheme:
-    """Read the `weights` of a config group of format `fmt`; CheckpointError for a form that is not read."""
+    """Read the `weights` of a config group of format `fmt`; CheckpointError for a form that is not
+    read.
+    """
     kind = validation.entry(weights, "type", str, default="int")
     bits = validation.entry(weights, "num_bits", int, default=8)
     size = validation.entry(weights, "group_size", int, type(None), default=None)
-    unstated = "tensor" if size is None else "group" if size > 0 else "channel"  # as the library takes it
+    unstated = (
+        "tensor" if size is None else "group" if size > 0 else "channel"
+    )  # as the library takes it
     strategy = validation.entry(weights, "strategy", str, type(None), default=None) or unstated
     form = FORMATS.get((str(fmt), kind))
     if form is None or bits not in form.bits:
@@ -217,7 +257,9 @@ def _scheme(weights: Mapping[str, Any], fmt: Any) -> Scheme:
         block = _block([1, size], "group_size")
     else:
         name = form.title if form is _FP8 else f"{form.title}{bits}"
-        raise CheckpointError(f"{name} weights of strategy {strategy!r:.40} are not read", validation.ORIGINAL)
+        raise CheckpointError(
+            f"{name} weights of strategy {strategy!r:.40} are not read", validation.ORIGINAL
+        )
     symmetric = validation.entry(weights, "symmetric", bool, default=True)
     return Scheme(form, bits, block, symmetric)
 
@@ -225,9 +267,14 @@ def _scheme(weights: Mapping[str, Any], fmt: Any) -> Scheme:
 def _block(sizes: Any, key: str) -> tuple[int, int]:
     if isinstance(sizes, str):
         sizes = [int(size) if size.isdecimal() else 0 for size in sizes.split("x")]
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(type(size) is int and size > 0 for size in sizes)
+    ):
         raise CheckpointError(
-            f"{key!r} is {str(sizes)!r:.60} in the quantization config: it must be two positive sizes"
+            f"{key!r} is {str(sizes)!r:.60} in the quantization config: it must be two positive "
+            "sizes"
         )
     return sizes[0], sizes[1]
 
@@ -240,7 +287,9 @@ def _weights(
     activations: bool,
     cache: bool,
 ) -> LowBit:
-    """Find the weights of `schemes`; the source also rounds `activations`, or has scales of the `cache`."""
+    """Find the weights of `schemes`; the source also rounds `activations`, or has scales of the
+    `cache`.
+    """
     names = src.names()
     stored = set(names)
     kinds = {kind for scheme in schemes for kind in scheme.form.codes if scheme.form.name != PACKED}
@@ -248,7 +297,9 @@ def _weights(
     forms: dict[str, Counter[str]] = {}
     for name in names:
         module, _, last = name.rpartition(".")
-        if last != PACKED and (src.dtype(name) not in kinds or last in (SCALE, ZERO, *CACHE_SCALES, *INPUT_SCALES)):
+        if last != PACKED and (
+            src.dtype(name) not in kinds or last in (SCALE, ZERO, *CACHE_SCALES, *INPUT_SCALES)
+        ):
             continue
         prefix = f"{module}." if last in ("weight", PACKED) else f"{name}_"
         scheme = scheme_of(prefix[:-1])
@@ -262,20 +313,31 @@ def _weights(
     for name in names:
         if name not in used and name.endswith(("weight_scale_inv", SCALE, DIVISOR, PACKED)):
             titles = " or ".join(dict.fromkeys(scheme.title for scheme in schemes))
-            raise CheckpointError(f"{name} is there, the {titles} weight that it scales is not", AGAIN)
-    ends = [f"{mark}{end}" for end in INPUT_SCALES for mark in "._"] + [f".{end}" for end in CACHE_SCALES] * cache
+            raise CheckpointError(
+                f"{name} is there, the {titles} weight that it scales is not", AGAIN
+            )
+    ends = [f"{mark}{end}" for end in INPUT_SCALES for mark in "._"] + [
+        f".{end}" for end in CACHE_SCALES
+    ] * cache
     dropped = [name for name in names if name.endswith(tuple(ends))]
-    words = " and ".join(f"{title} ({', '.join(w for w, _ in c.most_common())})" for title, c in forms.items())
+    words = " and ".join(
+        f"{title} ({', '.join(w for w, _ in c.most_common())})" for title, c in forms.items()
+    )
     return LowBit(words or schemes[0].title, tensors, tuple(dropped), activations)
 
 
 def _weight(
     src: StoredTensors, stored: Collection[str], name: str, prefix: str, scheme: Scheme
 ) -> tuple[LowBitWeight, str]:
-    """Collect the tensors of a weight, and say what shares a scale; CheckpointError if one is missing or malformed."""
+    """Collect the tensors of a weight, and say what shares a scale; CheckpointError if one is
+    missing or malformed.
+    """
     form = scheme.form
     if src.dtype(name) not in form.codes:
-        raise CheckpointError(f"{name} has dtype {dtype_name(src.dtype(name))}, config.json says {scheme.title}", AGAIN)
+        raise CheckpointError(
+            f"{name} has dtype {dtype_name(src.dtype(name))}, config.json says {scheme.title}",
+            AGAIN,
+        )
     scale = next((prefix + end for end in scheme.scales if prefix + end in stored), None)
     needed = [] if scheme.symmetric else [prefix + ZERO]
     needed += [prefix + DIVISOR] if form.divisor else []
@@ -285,7 +347,8 @@ def _weight(
         raise CheckpointError(f"{name} is {scheme.title} and has no {absent}", AGAIN)
     if src.dtype(scale) not in form.scales:
         raise CheckpointError(
-            f"{scale} has dtype {dtype_name(src.dtype(scale))}, no scale of {scheme.title} has", AGAIN
+            f"{scale} has dtype {dtype_name(src.dtype(scale))}, no scale of {scheme.title} has",
+            AGAIN,
         )
     zero, order, divisor, size = (
         prefix + end if prefix + end in stored else None for end in (ZERO, ORDER, DIVISOR, SHAPE)
@@ -300,11 +363,17 @@ def _weight(
     return weight, words if scheme.symmetric else f"{words}, zero points"
 
 
-def _shape(src: StoredTensors, name: str, scale: str, size: str | None, scheme: Scheme) -> tuple[int, ...]:
-    """Return the shape of a weight by its codes, its stored shape, or its groups: the last entry may be half full."""
+def _shape(
+    src: StoredTensors, name: str, scale: str, size: str | None, scheme: Scheme
+) -> tuple[int, ...]:
+    """Return the shape of a weight by its codes, its stored shape, or its groups: the last entry
+    may be half full.
+    """
     shape, many = src.shape(name), scheme.codes_an_entry
     if len(shape) not in (2, 3) or not all(shape):
-        raise CheckpointError(f"{name} is {scheme.title} of shape {list(shape)}, which is no matrix", AGAIN)
+        raise CheckpointError(
+            f"{name} is {scheme.title} of shape {list(shape)}, which is no matrix", AGAIN
+        )
     *outer, n, entries = shape
     if size is not None and len(shape) == 2:
         true = src.get(size).tolist() if src.shape(size) == (2,) else None
@@ -312,34 +381,54 @@ def _shape(src: StoredTensors, name: str, scale: str, size: str | None, scheme: 
             raise CheckpointError(f"{size} says {true}, and {name} has shape {list(shape)}", AGAIN)
         return n, int(true[1])
     k, block, found = entries * many, scheme.block, src.shape(scale)
-    if block is not None and block[0] == 1 and len(found) > 1 and 0 <= k - found[-1] * block[1] < many:
+    if (
+        block is not None
+        and block[0] == 1
+        and len(found) > 1
+        and 0 <= k - found[-1] * block[1] < many
+    ):
         k = found[-1] * block[1]
     return *outer, n, k
 
 
 def _check_parts(src: StoredTensors, w: LowBitWeight, scheme: Scheme) -> None:
-    """Raise CheckpointError for zero points, groups of columns or a global scale that do not belong to a weight."""
+    """Raise CheckpointError for zero points, groups of columns or a global scale that do not belong
+    to a weight.
+    """
     rows_and_groups = grid(w.shape, *w.block)
     *outer, rows, groups = rows_and_groups
     if w.zero is not None:
         packed = scheme.form.name == PACKED and src.dtype(w.zero) == torch.int32
         asked = (*outer, -(-rows // scheme.codes_an_entry), groups) if packed else rows_and_groups
-        if _trimmed(src.shape(w.zero)) != _trimmed(asked) or (src.dtype(w.zero) == torch.int32) != packed:
+        if (
+            _trimmed(src.shape(w.zero)) != _trimmed(asked)
+            or (src.dtype(w.zero) == torch.int32) != packed
+        ):
             raise CheckpointError(
-                f"{w.zero} is {dtype_name(src.dtype(w.zero))} of shape {list(src.shape(w.zero))}, its weight needs "
+                f"{w.zero} is {dtype_name(src.dtype(w.zero))} of shape {list(src.shape(w.zero))}, "
+                "its weight needs "
                 f"{list(asked)}",
                 AGAIN,
             )
-    if w.order is not None and (src.shape(w.order) != w.shape[-1:] or src.dtype(w.order).is_floating_point):
+    if w.order is not None and (
+        src.shape(w.order) != w.shape[-1:] or src.dtype(w.order).is_floating_point
+    ):
         raise CheckpointError(
-            f"{w.order} has shape {list(src.shape(w.order))}, its weight needs {[w.shape[-1]]}", AGAIN
+            f"{w.order} has shape {list(src.shape(w.order))}, its weight needs {[w.shape[-1]]}",
+            AGAIN,
         )
     if w.divisor is not None and _trimmed(src.shape(w.divisor)) not in ((), _trimmed(tuple(outer))):
-        raise CheckpointError(f"{w.divisor} has shape {list(src.shape(w.divisor))}, its weight needs [1]", AGAIN)
+        raise CheckpointError(
+            f"{w.divisor} has shape {list(src.shape(w.divisor))}, its weight needs [1]", AGAIN
+        )
 
 
-def _shared_by(src: StoredTensors, scale: str, shape: tuple[int, ...], block: Block) -> tuple[int, int, str]:
-    """Return how many rows and columns share a scale, also in words; CheckpointError for another shape of scales."""
+def _shared_by(
+    src: StoredTensors, scale: str, shape: tuple[int, ...], block: Block
+) -> tuple[int, int, str]:
+    """Return how many rows and columns share a scale, also in words; CheckpointError for another
+    shape of scales.
+    """
     *_, n, k = shape
     found, whole = src.shape(scale), [(1, k, "one scale a row"), (n, k, "one scale a tensor")]
     sizes = whole if block is None else [(*block, _words(block))]
@@ -351,7 +440,9 @@ def _shared_by(src: StoredTensors, scale: str, shape: tuple[int, ...], block: Bl
     if len(fitting) != 1:
         asked = " or ".join(str(list(grid(shape, rows, columns))) for rows, columns, _ in sizes)
         raise CheckpointError(
-            f"{scale} has shape {list(found)}, config.json asks for {asked} with a weight of {list(shape)}", AGAIN
+            f"{scale} has shape {list(found)}, config.json asks for {asked} with a weight of "
+            f"{list(shape)}",
+            AGAIN,
         )
     return next(iter(fitting.values()))
 
@@ -381,13 +472,20 @@ def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
             raise CheckpointError(f"{name} is MXFP4 and {absent} is missing", AGAIN)
         if len(codes) != 4 or codes[3] != GROUP // 2 or codes[:3] != exponents:
             raise CheckpointError(
-                f"{weight}{BLOCKS} has shape {list(codes)} and {weight}{EXPONENTS} {list(exponents)}: MXFP4 experts "
+                f"{weight}{BLOCKS} has shape {list(codes)} and {weight}{EXPONENTS} "
+                f"{list(exponents)}: MXFP4 experts "
                 f"have [experts, n, k / {GROUP}, {GROUP // 2}] and the same without the last",
                 AGAIN,
             )
         experts, n, groups, _ = codes
         stored = LowBitWeight(
-            *(weight + BLOCKS, weight + EXPONENTS, (experts, n, GROUP * groups), (1, GROUP), unpack_e2m1),
+            *(
+                weight + BLOCKS,
+                weight + EXPONENTS,
+                (experts, n, GROUP * groups),
+                (1, GROUP),
+                unpack_e2m1,
+            ),
             transposed=True,
         )
         tensors[weight] = stored.derived(dtype)

@@ -1,8 +1,10 @@
-"""The arithmetic of weights in few bits: `(code - zero point) * scale` in float32, rounded once to the model's dtype.
+"""The arithmetic of weights in few bits: `(code - zero point) * scale` in float32, rounded once to
+the model's dtype.
 
-Codes are 8-bit floats, integers, or E2M1 floats of four bits; scales are floats, or bare exponents (E8M0). Sources: the
-model card and code of DeepSeek-V3 (blocks), the OCP Microscaling specification 1.0 (E2M1, E8M0), the gpt-oss model card
-(MXFP4), NVIDIA's description of NVFP4 (E4M3 scales over a float32 one), and docs/layouts.md 9 (integers).
+Codes are 8-bit floats, integers, or E2M1 floats of four bits; scales are floats, or bare exponents
+(E8M0). Sources: the model card and code of DeepSeek-V3 (blocks), the OCP Microscaling specification
+1.0 (E2M1, E8M0), the gpt-oss model card (MXFP4), NVIDIA's description of NVFP4 (E4M3 scales over a
+float32 one), and docs/layouts.md 9 (integers).
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(
 class LowBitWeight(NamedTuple):
     """Describe a weight `[n, k]` or experts `[e, n, k]` by the names of its tensors.
 
-    `unpack` turns codes `[m, c]` into float32 `[m, k]`, or more columns. `block` are the rows and columns that share a
-    scale. `order` has the group of each column, all -1 for none; `divisor` divides all scales; `others` are tensors
-    that are known already. The model has `[k, n]` if `transposed`.
+    `unpack` turns codes `[m, c]` into float32 `[m, k]`, or more columns. `block` are the rows and
+    columns that share a scale. `order` has the group of each column, all -1 for none; `divisor`
+    divides all scales; `others` are tensors that are known already. The model has `[k, n]` if
+    `transposed`.
     """
 
     codes: str
@@ -44,15 +47,21 @@ class LowBitWeight(NamedTuple):
     transposed: bool = False
 
     def derived(self, dtype: torch.dtype) -> Derived:
-        """Return the dense tensor, which is read and dequantized by experts, or by ranges of rows."""
+        """Return the dense tensor, which is read and dequantized by experts, or by
+        ranges of rows.
+        """
         *outer, n, k = self.shape
         inputs = (self.codes, self.scale, self.zero, self.order, self.divisor, *self.others)
         shape = (*outer, *((k, n) if self.transposed else (n, k)))
-        return Derived(shape, dtype, tuple(name for name in inputs if name), partial(_read, self, dtype))
+        return Derived(
+            shape, dtype, tuple(name for name in inputs if name), partial(_read, self, dtype)
+        )
 
 
 def unpack_words(bits: int, words: Tensor) -> Tensor:
-    """Unpack int32 words `[m, w]`, the first code in the lowest bits, into signed values `[m, 32 w / bits]`."""
+    """Unpack int32 words `[m, w]`, the first code in the lowest bits, into signed values `[m, 32 w
+    / bits]`.
+    """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.flatten(1).float().sub_(2 ** (bits - 1))
@@ -70,7 +79,9 @@ def grid(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...]:
 
 
 def _read(w: LowBitWeight, dtype: torch.dtype, read: Read, index: int | slice | None) -> Tensor:
-    """Read and dequantize a weight, or the entry or range `index` of its experts, or of the rows of a matrix."""
+    """Read and dequantize a weight, or the entry or range `index` of its experts, or of the rows of
+    a matrix.
+    """
     *outer, n, k = w.shape
     if outer and not isinstance(index, int):
         experts = range(outer[0])[index or slice(None)]
@@ -94,13 +105,17 @@ def _read(w: LowBitWeight, dtype: torch.dtype, read: Read, index: int | slice | 
 
 
 def _scales(w: LowBitWeight, read: Read, expert: int | None) -> Tensor:
-    """Read the scales float32 `[rows of blocks, columns of blocks]`; CheckpointError if one is not finite."""
+    """Read the scales float32 `[rows of blocks, columns of blocks]`; CheckpointError if one is not
+    finite.
+    """
     stored = read(w.scale, expert)
     scales = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
     if not bool(torch.isfinite(scales).all()):  # of E8M0: a byte of 255
         first = (~torch.isfinite(scales)).nonzero()[0].tolist()
         at = first if expert is None else [expert, *first]
-        raise CheckpointError(f"{w.scale} has a scale that is NaN or infinite, first at {at}", AGAIN)
+        raise CheckpointError(
+            f"{w.scale} has a scale that is NaN or infinite, first at {at}", AGAIN
+        )
     scales = scales.reshape(grid(w.shape[-2:], *w.block))
     if w.divisor is None:
         return scales
@@ -112,7 +127,9 @@ def _scales(w: LowBitWeight, read: Read, expert: int | None) -> Tensor:
 
 
 def _zeros(w: LowBitWeight, read: Read, expert: int | None) -> Tensor | None:
-    """Read the zero points like the scales, None if there are none; int32 ones are packed along the rows."""
+    """Read the zero points like the scales, None if there are none; int32 ones are packed along the
+    rows.
+    """
     if w.zero is None:
         return None
     stored, (rows, groups) = read(w.zero, expert), grid(w.shape[-2:], *w.block)
@@ -122,7 +139,9 @@ def _zeros(w: LowBitWeight, read: Read, expert: int | None) -> Tensor | None:
 
 
 def _groups(w: LowBitWeight, read: Read) -> Tensor:
-    """Return the column of the scales for each column of the weight; CheckpointError for one that is not there."""
+    """Return the column of the scales for each column of the weight; CheckpointError for one that
+    is not there.
+    """
     static = torch.arange(w.shape[-1]) // w.block[1]
     if w.order is None:
         return static
@@ -130,5 +149,7 @@ def _groups(w: LowBitWeight, read: Read) -> Tensor:
     if bool((order == -1).all()):
         return static
     if bool(((order < 0) | (order > static[-1])).any()):
-        raise CheckpointError(f"{w.order} names a group that is not one of {int(static[-1]) + 1}", AGAIN)
+        raise CheckpointError(
+            f"{w.order} names a group that is not one of {int(static[-1]) + 1}", AGAIN
+        )
     return order

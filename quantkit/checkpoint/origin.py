@@ -1,4 +1,6 @@
-"""The origin of a source, and the facts that its outputs inherit: hub id, licence, language, tags and config."""
+"""The origin of a source, and the facts that its outputs inherit: hub id, licence, language, tags
+and config.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from quantkit.io import files, model_folder
 from quantkit.io.json_files import AGAIN, dump_json, entries
 from quantkit.layouts import LAYOUTS
 
-#: Keys of a config or a tokenizer under which transformers has stated the folder that it was read from.
+#: Keys of a config or a tokenizer under which transformers has stated the folder that it was read
+#: from.
 PATHS = ("_name_or_path", "name_or_path")
 
 
 def name_of(model: str | Path) -> str:
-    """Name a model for a report: by its hub id, also of a snapshot in the hub's cache, or a folder by its last name."""
+    """Name a model for a report: by its hub id, also of a snapshot in the hub's cache, or a folder
+    by its last name.
+    """
     folder = Path(model)
     if not folder.is_dir():
         return folder.name if folder.is_file() else str(model)
@@ -28,21 +33,31 @@ def name_of(model: str | Path) -> str:
     return model_folder.cached_id(real) or real.name
 
 
-def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Collect the facts about a source that its outputs hand on: name, revision, hub id, licence, language, tags.
+def origin(
+    src: Checkpoint, model: str | Path, revision: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Collect the facts about a source that its outputs hand on: name, revision, hub id, licence,
+    language, tags.
 
-    `base_model` is the hub id if it is known. `relation` is "quantized" if the source itself has that id: a folder may
-    also name the model from which it was trained. Facts that the source does not state are absent. An unreadable model
-    card leads to a notice.
+    `base_model` is the hub id if it is known. `relation` is "quantized" if the source itself has
+    that id: a folder may also name the model from which it was trained. Facts that the source does
+    not state are absent. An unreadable model card leads to a notice.
     """
     stated, notice = model_folder.front_matter(src.path)
     found: dict[str, Any] = {"name": name_of(model), "revision": revision}
     cached = model_folder.cached_id(src.path)
     given = None if Path(model).exists() else str(model)
     ours = cached or given
-    theirs = _first_id(stated.get("base_model"), src), _first_id(src.config.get("_name_or_path"), src)
+    theirs = (
+        _first_id(stated.get("base_model"), src),
+        _first_id(src.config.get("_name_or_path"), src),
+    )
     if src.layout is not None:  # the source was quantized from the model that its card names
-        found |= {"base_model": theirs[0], "relation": "quantized"} if theirs[0] else {"base_model": ours}
+        found |= (
+            {"base_model": theirs[0], "relation": "quantized"}
+            if theirs[0]
+            else {"base_model": ours}
+        )
     elif ours:
         found |= {"base_model": ours, "relation": "quantized"}
     else:
@@ -50,7 +65,11 @@ def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[di
     found |= {key: kept for key in KEPT if (kept := _words(stated.get(key)))}
     if isinstance(tags := found.get("tags"), list):
         found["tags"] = [tag for tag in tags if tag not in LAYOUTS]
-    known = {key: value for key, value in found.items() if value is not None or key in ("name", "revision")}
+    known = {
+        key: value
+        for key, value in found.items()
+        if value is not None or key in ("name", "revision")
+    }
     return known, [notice] if notice else []
 
 
@@ -68,7 +87,9 @@ def without_paths(value: Any, folder: Path) -> Any:
 
 
 def without_local_paths(folder: Path, name: str) -> bytes | None:
-    """Return the text of a config beside the weights without the local paths in it, None if it has none."""
+    """Return the text of a config beside the weights without the local paths in it, None if it has
+    none.
+    """
     if not name.endswith(".json") or name in ("tokenizer.json", "vocab.json"):
         return None
     path = model_folder.inside(folder, name)
@@ -81,11 +102,15 @@ def without_local_paths(folder: Path, name: str) -> bytes | None:
         clean = without_paths(stated, folder)
         return None if clean == stated else dump_json(clean, special_floats=True)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not the JSON it should be ({reason(error)})", AGAIN, subject=path) from error
+        raise CheckpointError(
+            f"not the JSON it should be ({reason(error)})", AGAIN, subject=path
+        ) from error
 
 
 class Companions(NamedTuple):
-    """Hold the files that go along with new weights: the new text of changed files, and the names of the rest."""
+    """Hold the files that go along with new weights: the new text of changed files, and the names
+    of the rest.
+    """
 
     texts: dict[str, bytes | None]
     left_out: tuple[str, ...]
@@ -93,7 +118,8 @@ class Companions(NamedTuple):
 
 def companions_of(src: Checkpoint) -> Companions:
     """List the files of a source that go along; CheckpointError for a link out of the folder."""
-    # A config that still names code was read with --trust-remote-code, and opens only with that code.
+    # A config that still names code was read with --trust-remote-code, and opens only with that
+    # code.
     code = any(key == "auto_map" for key, _ in entries(src.config, src.path))
     names, left_out = model_folder.companions(src.path, [path.name for path in src.files()], code)
     return Companions({name: without_local_paths(src.path, name) for name in names}, left_out)
@@ -101,7 +127,11 @@ def companions_of(src: Checkpoint) -> Companions:
 
 def _first_id(stated: Any, src: Checkpoint) -> str | None:
     names = stated if isinstance(stated, list) else [stated]
-    ids = [name for name in names if isinstance(name, str) and not model_folder.is_local(name, src.path)]
+    ids = [
+        name
+        for name in names
+        if isinstance(name, str) and not model_folder.is_local(name, src.path)
+    ]
     return ids[0] if ids and len(names) == 1 else None
 
 

@@ -1,8 +1,9 @@
 """A model's files against the hashes recorded of them: a damaged model is refused.
 
-Three places record hashes: a quantkit report, a list by `sha256sum`, and the hub's cache, which names a large file by
-its SHA-256. A file is hashed by the same algorithm, and the new report lists that hash. Weight files of ours also state
-a digest of each tensor, which is compared if no hash is recorded.
+Three places record hashes: a quantkit report, a list by `sha256sum`, and the hub's cache, which
+names a large file by its SHA-256. A file is hashed by the same algorithm, and the new report lists
+that hash. Weight files of ours also state a digest of each tensor, which is compared if no hash is
+recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Recorded(NamedTuple):
 
 
 def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
-    """Look up file name -> recorded hash, for the files that have one; the report comes before the others.
+    """Look up file name -> recorded hash, for the files that have one; the report comes before the
+    others.
 
     Only files that are there, and that quantkit or a library opens, are looked up.
     """
@@ -52,9 +54,13 @@ def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
         if path.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", path.name)
     }
     for name, digest in _sums(src.path).items():
-        found[name] = Recorded(digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant")
+        found[name] = Recorded(
+            digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant"
+        )
     for name, listed in load_report(src.path).get("files", {}).items():
-        found[name] = Recorded(listed, f"{REPORT} lists", "restore it, or remove the report if that was meant")
+        found[name] = Recorded(
+            listed, f"{REPORT} lists", "restore it, or remove the report if that was meant"
+        )
     there = {*src.sources(), *model_folder.opened(src.path)}
     return {name: entry for name, entry in found.items() if name in there}
 
@@ -64,11 +70,14 @@ def digests(known: Mapping[str, Recorded]) -> dict[str, object]:
     return {name: entry.digest for name, entry in known.items()}
 
 
-def require_unchanged(src: Checkpoint, sources: Mapping[str, str], known: Mapping[str, Recorded]) -> list[str]:
-    """Raise CheckpointError for a weight file with another hash than recorded; `sources` has the files' hashes.
+def require_unchanged(
+    src: Checkpoint, sources: Mapping[str, str], known: Mapping[str, Recorded]
+) -> list[str]:
+    """Raise CheckpointError for a weight file with another hash than recorded; `sources` has the
+    files' hashes.
 
-    A weight file without a recorded hash must have the digests that its own metadata states. Other files may have been
-    edited on purpose: returns a line for each that changed.
+    A weight file without a recorded hash must have the digests that its own metadata states. Other
+    files may have been edited on purpose: returns a line for each that changed.
     """
     for name, path in src.sources().items():
         if not name.endswith(".safetensors"):
@@ -85,12 +94,17 @@ def require_unchanged(src: Checkpoint, sources: Mapping[str, str], known: Mappin
 
 
 def source_hashes(
-    src: Checkpoint, readers: int = 1, finite: bool = False, check: Callable[[], None] = lambda: None
+    src: Checkpoint,
+    readers: int = 1,
+    finite: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Hash a source's files; returns the hashes and the lines of `require_unchanged`, with its CheckpointError.
+    """Hash a source's files; returns the hashes and the lines of `require_unchanged`, with its
+    CheckpointError.
 
-    `readers` files are hashed at a time; `check` is called between pieces, and may raise. With `finite`, the same pass
-    looks for numbers that are not finite: NumericError for the first tensor that has one.
+    `readers` files are hashed at a time; `check` is called between pieces, and may raise. With
+    `finite`, the same pass looks for numbers that are not finite: NumericError for the first tensor
+    that has one.
     """
     known = recorded_hashes(src)
     like, unfit = digests(known), set[str]()
@@ -107,7 +121,11 @@ def source_hashes(
             check()
             at = bisect_right(starts, start) - 1
             if at >= 0 and start < (info := floats[names[at]]).end:
-                whole = (start - info.start) % info.dtype.itemsize == len(piece) % info.dtype.itemsize == 0
+                whole = (
+                    (start - info.start) % info.dtype.itemsize
+                    == len(piece) % info.dtype.itemsize
+                    == 0
+                )
                 if not whole or not is_finite(torch.frombuffer(piece, dtype=info.dtype)):
                     unfit.add(names[at])  # or perhaps so: it is looked at below
 
@@ -123,7 +141,9 @@ def source_hashes(
     edited = require_unchanged(src, hashes, known)
     fit = {name for found in plain.values() for name in found} - unfit
     for name in src.names() if finite else ():
-        if name not in fit and src.dtype(name).is_floating_point:  # one that is computed can overflow
+        if (
+            name not in fit and src.dtype(name).is_floating_point
+        ):  # one that is computed can overflow
             check()
             with about(name):
                 check_finite(src.get(name))
@@ -134,8 +154,9 @@ def source_hashes(
 def checked(src: Checkpoint, check: bool = True) -> Iterator[None]:
     """Check a model's files while the block reads them; without `check`, do nothing.
 
-    Every file with a recorded hash must have it, and every other weight file the digests that it states. If a file has
-    another hash, the block ends with a CheckpointError that replaces its own error.
+    Every file with a recorded hash must have it, and every other weight file the digests that it
+    states. If a file has another hash, the block ends with a CheckpointError that replaces its own
+    error.
     """
     if not check:
         yield
@@ -143,7 +164,10 @@ def checked(src: Checkpoint, check: bool = True) -> Iterator[None]:
     known = recorded_hashes(src)
     weights = [name for name in src.sources() if name.endswith(".safetensors")]
     with ThreadPoolExecutor(READERS, "quantkit-check") as pool:
-        running = [pool.submit(_check, src, name, known.get(name)) for name in dict.fromkeys([*weights, *known])]
+        running = [
+            pool.submit(_check, src, name, known.get(name))
+            for name in dict.fromkeys([*weights, *known])
+        ]
         try:
             yield
         except Exception:
@@ -158,12 +182,20 @@ def checked(src: Checkpoint, check: bool = True) -> Iterator[None]:
 
 
 def damage(name: str, path: Path, by: str) -> str:
-    """Describe a file with another hash than the recorded one, and name the tensors whose digests changed."""
+    """Describe a file with another hash than the recorded one, and name the tensors whose digests
+    changed.
+    """
     tensors = None
     if name.endswith(".safetensors"):
         with suppress(CheckpointError):  # then its header is damaged
             tensors = damaged_tensors(path)
-    what = "the file" if not tensors else tensors[0] if len(tensors) == 1 else f"{tensors[0]} ({len(tensors)} tensors)"
+    what = (
+        "the file"
+        if not tensors
+        else tensors[0]
+        if len(tensors) == 1
+        else f"{tensors[0]} ({len(tensors)} tensors)"
+    )
     return f"{name}: its hash is not the one that {by}, {what} was changed"
 
 
@@ -204,4 +236,6 @@ def _sums(folder: Path) -> dict[str, str]:
         return {}
     with files.open_regular(model_folder.inside(folder, SUMS)) as file, files.guarded(path):
         lines = (_LINE.fullmatch(line) for line in file.read(_LIMIT).splitlines())
-        return {found[2].decode(errors="replace"): found[1].decode().lower() for found in lines if found}
+        return {
+            found[2].decode(errors="replace"): found[1].decode().lower() for found in lines if found
+        }

@@ -30,7 +30,8 @@ from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
 
-#: The section of config.json that states the quantization, and its name in compressed-tensors' first releases.
+#: The section of config.json that states the quantization, and its name in compressed-tensors'
+#: first releases.
 CONFIG, QUANTIZATION, FORMER = "config.json", "quantization_config", "compression_config"
 #: Dtypes of weights that are not quantized, and of counters and masks beside them.
 _DENSE = (*FLOATS, torch.float64, torch.int64, torch.bool)
@@ -39,14 +40,16 @@ _PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 
 class Checkpoint(StoredTensors):
-    """Open a folder of safetensors shards with config.json, dense or packed, and read one tensor at a time.
+    """Open a folder of safetensors shards with config.json, dense or packed, and read one tensor at
+    a time.
 
-    `path` is the real folder; for a GGUF file it is temporary, and `home` is the file. `stated` is its
-    `quantization_config`; `layout` and `schemes` are its meaning, None for a dense model. `low_bit` is the form of
-    weights that are dequantized on reading, None if there are none: such a model counts as dense. `source_bytes` are
-    the bytes of all tensors in the files. `notices` list ignored entries. `config` takes the place of config.json in a
-    folder that has none yet. With `dequantize`, INT4 weights of compressed-tensors that quantkit did not write are
-    dequantized too. CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
+    `path` is the real folder; for a GGUF file it is temporary, and `home` is the file. `stated` is
+    its `quantization_config`; `layout` and `schemes` are its meaning, None for a dense model.
+    `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a
+    model counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list
+    ignored entries. `config` takes the place of config.json in a folder that has none yet. With
+    `dequantize`, INT4 weights of compressed-tensors that quantkit did not write are dequantized
+    too. CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
     """
 
     def __init__(
@@ -61,20 +64,34 @@ class Checkpoint(StoredTensors):
         self.notices: list[str] = []
         if not path.is_dir():
             is_gguf = path.suffix.lower() == gguf_source.ENDING and path.is_file()
-            way = Words("use", Command("quantize"), "first") if is_gguf else "give the folder of a model"
-            raise CheckpointError(f"{folder} is {'a GGUF file, a source' if is_gguf else 'no folder'}", way)
+            way = (
+                Words("use", Command("quantize"), "first")
+                if is_gguf
+                else "give the folder of a model"
+            )
+            raise CheckpointError(
+                f"{folder} is {'a GGUF file, a source' if is_gguf else 'no folder'}", way
+            )
         with files.guarded(path):
             listing = sorted(os.listdir(path))
         if config is None and CONFIG not in listing:
-            hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
+            hint = (
+                "merge the adapter into its base model"
+                if "adapter_config.json" in listing
+                else "check the path"
+            )
             raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
         beside = [file_in(path, CONFIG)] if config is None else []
-        self.config = json_files.load_json(beside[0].path, special_floats=True) if config is None else config
+        self.config = (
+            json_files.load_json(beside[0].path, special_floats=True) if config is None else config
+        )
         if not trust_remote_code:
             self.notices += config_checks.drop_auto_map(self.config)
         config_checks.check_config(self.config, path / CONFIG, trust_remote_code)
         source = gguf_source.source_of(path)
-        shards, weight_map = ([], None) if source else model_folder.shards(path, listing, self.notices)
+        shards, weight_map = (
+            ([], None) if source else model_folder.shards(path, listing, self.notices)
+        )
         super().__init__(path, shards, weight_map, beside)
         model_folder.require_inside(path, listing)
         self.home, self.source_bytes = path, sum(map(self.nbytes, self.names()))
@@ -98,12 +115,16 @@ class Checkpoint(StoredTensors):
         if self.layout is not None and self.schemes is not None:
             self._modules = _find_packed(self, self.layout, self.schemes)
             if not self._modules:
-                self.notices.append(f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it")
+                self.notices.append(
+                    f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it"
+                )
         self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
         self._padded = self._true_shapes()
 
     def true_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of `logical`, of a packed module without padding, from the headers."""
+        """Return the shape of a tensor of `logical`, of a packed module without padding, from the
+        headers.
+        """
         module = self._module_of(name)
         return self.shape(name) if module is None else self.true_size(module)
 
@@ -125,22 +146,31 @@ class Checkpoint(StoredTensors):
         return self._packed(module)[1]
 
     def size(self, module: str) -> tuple[int, int]:
-        """Return `(n, k)` of a packed module as it is stored, padding included, from the headers' shapes.
+        """Return `(n, k)` of a packed module as it is stored, padding included, from the headers'
+        shapes.
 
         CheckpointError if these are not all of one weight in the layout that config.json states.
         """
         if module in self._sizes:
             return self._sizes[module]
         layout, scheme, parts = self._packed(module)
-        shapes = {suffix: layout.shape_in_words(self.shape(name), self.dtype(name)) for suffix, name in parts.items()}
+        shapes = {
+            suffix: layout.shape_in_words(self.shape(name), self.dtype(name))
+            for suffix, name in parts.items()
+        }
         with _of_file(self.path, module):
             n, k = layout.size(shapes, scheme)
             if rule := broken_rule(layout, scheme, n, k):
-                raise LayoutError(f"{rule}: its tensors are not those of the layout that {CONFIG} states")
+                raise LayoutError(
+                    f"{rule}: its tensors are not those of the layout that {CONFIG} states"
+                )
             for suffix, (_, shape) in layout.stored(scheme, n, k).items():
                 found = shapes.get(suffix, shape)
                 if [size for size in found if size != 1] != [size for size in shape if size != 1]:
-                    raise LayoutError(f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}", DAMAGED)
+                    raise LayoutError(
+                        f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}",
+                        DAMAGED,
+                    )
         self._sizes[module] = n, k
         return n, k
 
@@ -149,7 +179,9 @@ class Checkpoint(StoredTensors):
         return self._padded.get(module) or self.size(module)
 
     def is_padded(self, module: str) -> bool:
-        """Return True if a packed module is stored with rows or columns of zeros past its true shape."""
+        """Return True if a packed module is stored with rows or columns of zeros past its true
+        shape.
+        """
         return module in self._padded
 
     def stored(self, module: str) -> dict[str, Tensor]:
@@ -160,11 +192,14 @@ class Checkpoint(StoredTensors):
         """Read a packed module as it is stored, padding included; see `record`."""
         return self.record(module, self.stored(module))
 
-    def record(self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None) -> QuantizedTensor:
+    def record(
+        self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None
+    ) -> QuantizedTensor:
         """Unpack the `stored` tensors of a module, on the device where they are.
 
-        CheckpointError, naming the module, if a part is missing or malformed, or its padding is not zero. `notices`, by
-        default the checkpoint's, get a line if GPTQ's zero points are not of the version that the label says.
+        CheckpointError, naming the module, if a part is missing or malformed, or its padding is not
+        zero. `notices`, by default the checkpoint's, get a line if GPTQ's zero points are not of
+        the version that the label says.
         """
         layout, scheme, _ = self._packed(module)
         with _of_file(self.path, module):
@@ -174,15 +209,21 @@ class Checkpoint(StoredTensors):
         self._tell(layout, tensors, scheme, self.notices if notices is None else notices)
         return q
 
-    def unpacking(self, module: str, tensors: Mapping[str, Tensor], notices: list[str]) -> Unpacking:
-        """Return an unpacker by rows for a module without padding; errors and notices as for `record`."""
+    def unpacking(
+        self, module: str, tensors: Mapping[str, Tensor], notices: list[str]
+    ) -> Unpacking:
+        """Return an unpacker by rows for a module without padding; errors and notices as for
+        `record`.
+        """
         layout, scheme, _ = self._packed(module)
         with _of_file(self.path, module):
             found = layout.unpacking(tensors, scheme)
         self._tell(layout, tensors, scheme, notices)
         return found
 
-    def _tell(self, layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme, notices: list[str]) -> None:
+    def _tell(
+        self, layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme, notices: list[str]
+    ) -> None:
         found = layout.stored_as(tensors, scheme)
         line = f"labelled {layout.NAME}, stored as {found}: the data was trusted"
         if found != layout.NAME and line not in notices:
@@ -212,13 +253,21 @@ class Checkpoint(StoredTensors):
 
     def logical(self) -> list[str]:
         """Return every tensor's name with each packed module as its `....weight`, in file order."""
-        return list(dict.fromkeys(f"{self._owner[n]}.weight" if n in self._owner else n for n in self.names()))
+        return list(
+            dict.fromkeys(
+                f"{self._owner[n]}.weight" if n in self._owner else n for n in self.names()
+            )
+        )
 
     def dense_config(self) -> dict[str, Any]:
-        """Return the configuration without the quantization of the model, or of its language model."""
+        """Return the configuration without the quantization of the model, or of its
+        language model.
+        """
         config = {key: value for key, value in self.config.items() if key != QUANTIZATION}
         if isinstance(text := config.get("text_config"), dict):
-            config["text_config"] = {key: value for key, value in text.items() if key != QUANTIZATION}
+            config["text_config"] = {
+                key: value for key, value in text.items() if key != QUANTIZATION
+            }
         return config
 
     @property
@@ -232,7 +281,9 @@ class Checkpoint(StoredTensors):
         return self.dtype(max(floats, key=self.nbytes)) if floats else torch.float32
 
     def _read_quantization(self, stated: dict[str, Any], where: str, dequantize: bool) -> None:
-        """Read the layout and the schemes, or present the weights of a low-bit source under their dense names."""
+        """Read the layout and the schemes, or present the weights of a low-bit source under their
+        dense names.
+        """
         try:
             layout, schemes = read_config(stated, self.path / where)
         except CheckpointError:
@@ -241,7 +292,11 @@ class Checkpoint(StoredTensors):
                 raise
             return
         foreign = layout.NAME == COMPRESSED_TENSORS and "quantkit" not in stated
-        if not (foreign and (dequantize or low_bit_sources.is_variant(self, schemes)) and self._dequantize(stated)):
+        if not (
+            foreign
+            and (dequantize or low_bit_sources.is_variant(self, schemes))
+            and self._dequantize(stated)
+        ):
             self.layout, self.schemes = layout, schemes
 
     def _dequantize(self, stated: dict[str, Any]) -> bool:
@@ -253,7 +308,9 @@ class Checkpoint(StoredTensors):
         self.derive(found.tensors, found.dropped)
         told = f"source weights are {found.form}, {self._dequantized()}"
         told += f"; left out: {found.left_out}" if found.left_out else ""
-        self.notices.append(told if found.tensors else f"{CONFIG} states {found.form}, no tensor is stored in it")
+        self.notices.append(
+            told if found.tensors else f"{CONFIG} states {found.form}, no tensor is stored in it"
+        )
         return True
 
     def _dequantized(self) -> str:
@@ -261,15 +318,21 @@ class Checkpoint(StoredTensors):
 
     def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
         """Find the quantization config, None for a dense model, and the file that states it."""
-        former = self.config.pop(FORMER, None)  # beside the other name it would be a contradiction in an output
+        former = self.config.pop(
+            FORMER, None
+        )  # beside the other name it would be a contradiction in an output
         if former is not None and self.config.get(QUANTIZATION) is None:
             self.config[QUANTIZATION], self._section = former, FORMER
         stated = self.config.get(QUANTIZATION)
         text = self.config.get("text_config")
-        if stated is None and isinstance(text, dict):  # some wrappers state the language model's dtype there
+        if stated is None and isinstance(
+            text, dict
+        ):  # some wrappers state the language model's dtype there
             stated = text.get(QUANTIZATION)
         if stated is not None and not isinstance(stated, dict):
-            raise CheckpointError(f"{self._section} is no object", "remove it or mend it", subject=self.path / CONFIG)
+            raise CheckpointError(
+                f"{self._section} is no object", "remove it or mend it", subject=self.path / CONFIG
+            )
         for name, (method, key) in model_folder.SIDE_FILES.items():
             if stated is None and name in listing:
                 found = json_files.load_json(inside(self.path, name))
@@ -279,14 +342,18 @@ class Checkpoint(StoredTensors):
         return stated, CONFIG
 
     def require_quantized(self, method: str, where: str) -> None:
-        """Raise CheckpointError if the file `where` states a quantization, and all matrices are dense."""
+        """Raise CheckpointError if the file `where` states a quantization, and all matrices are
+        dense.
+        """
         if all(self.dtype(name) in _DENSE or len(self.shape(name)) < 2 for name in self.names()):
             what = f"{self._section} from {CONFIG}" if where == CONFIG else where
             rule = f"{where} states weights quantized by {method}, and all weights are dense"
             raise CheckpointError(rule, f"remove {what}, which is out of date", subject=self.path)
 
     def _true_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the true shapes that the `quantkit` key states; CheckpointError for one that cannot be."""
+        """Return the true shapes that the `quantkit` key states; CheckpointError for one that
+        cannot be.
+        """
         padded = dict(self.schemes.padded) if self.schemes is not None else {}
         for module, (n, k) in padded.items():
             stored = self.size(module) if module in self._modules else None
@@ -306,7 +373,8 @@ class Checkpoint(StoredTensors):
     def _packed(self, module: str) -> tuple[Layout, Scheme, dict[str, str]]:
         if module not in self._modules or self.layout is None or self.schemes is None:
             raise CheckpointError(
-                f"{shown(module)} is no packed module: quantkit inspect lists them", subject=self.path
+                f"{shown(module)} is no packed module: quantkit inspect lists them",
+                subject=self.path,
             )
         return self.layout, self.schemes.of(module), self._modules[module]
 
@@ -334,24 +402,37 @@ def _find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[s
     packed = {module: parts for module, parts in found.items() if layout.MARKER in parts}
     stored = set(src.names())
     for module, parts in found.items():
-        stray = [name for suffix, name in parts.items() if suffix != "weight" or src.dtype(name) not in FLOATS]
+        stray = [
+            name
+            for suffix, name in parts.items()
+            if suffix != "weight" or src.dtype(name) not in FLOATS
+        ]
         if module not in packed and stray:
-            raise CheckpointError(f"{stray[0]} is there, {module}.{layout.MARKER} is missing", AGAIN, subject=src.path)
+            raise CheckpointError(
+                f"{stray[0]} is there, {module}.{layout.MARKER} is missing", AGAIN, subject=src.path
+            )
         if module in packed and "weight" not in parts and f"{module}.weight" in stored:
-            raise CheckpointError(f"{module} is there twice, packed and as {module}.weight", subject=src.path)
+            raise CheckpointError(
+                f"{module} is there twice, packed and as {module}.weight", subject=src.path
+            )
         if module in packed and module in schemes.ignore:
-            raise CheckpointError(f"{module} is packed, and config.json says that it is not", subject=src.path)
+            raise CheckpointError(
+                f"{module} is packed, and config.json says that it is not", subject=src.path
+            )
     _require_one_layout(src, layout, packed)
     return packed
 
 
-def _require_one_layout(src: StoredTensors, layout: Layout, packed: Mapping[str, Mapping[str, str]]) -> None:
+def _require_one_layout(
+    src: StoredTensors, layout: Layout, packed: Mapping[str, Mapping[str, str]]
+) -> None:
     ours = {name for parts in packed.values() for name in parts.values()}
     suffixes = {suffix for each in LAYOUTS.values() for suffix in each.TENSORS}
     for name in src.names():
         if name not in ours and name.rpartition(".")[2] in suffixes and src.dtype(name) in _PACKED:
             raise CheckpointError(
-                f"{name} is packed and no part of the {layout.NAME} layout that config.json states: a folder holds "
+                f"{name} is packed and no part of the {layout.NAME} layout that config.json "
+                "states: a folder holds "
                 "one layout, convert each on its own",
                 subject=src.path,
             )

@@ -1,7 +1,7 @@
 """`quantkit_report.json`, the report that the pipeline writes into every output folder.
 
-A report is a plain mapping. It may come from a folder of unknown origin, so a reader must accept that any key is
-absent, and print names as data.
+A report is a plain mapping. It may come from a folder of unknown origin, so a reader must accept
+that any key is absent, and print names as data.
 """
 
 from __future__ import annotations
@@ -39,27 +39,48 @@ KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "
 #: Entries of `base`.
 BASE = ("name", "revision", "base_model", "relation", *KEPT)
 #: Facts of a layer that are text.
-WORDS = ("reason", "by_magnitude", "descent_skipped", "few_routed", "restated_from", "requantized_from")
-#: What an entry may hold that a conversion copies as it is, also from other versions: nothing deeper than a list.
+WORDS = (
+    "reason",
+    "by_magnitude",
+    "descent_skipped",
+    "few_routed",
+    "restated_from",
+    "requantized_from",
+)
+#: What an entry may hold that a conversion copies as it is, also from other versions: nothing
+#: deeper than a list.
 _Scalar = str | float | bool | None
 _COPIED = dict[str, _Scalar | list[_Scalar]]
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 TUNING = ("untuned_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
-#: The largest sum of a row before its scale multiplies it, where vLLM's kernel holds it in float16 and it comes near.
+#: The largest sum of a row before its scale multiplies it, where vLLM's kernel holds it in float16
+#: and it comes near.
 ROW_SUM = "row_sum"
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", ROW_SUM, *COUNTS, *SCALE_ERRORS, *TUNING)
-#: Entries, at any depth, that differ from run to run or from machine to machine; `profile` is of older versions.
+#: Entries, at any depth, that differ from run to run or from machine to machine; `profile` is of
+#: older versions.
 VOLATILE = (
-    *("environment", "phases", "profile", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"),
+    *(
+        "environment",
+        "phases",
+        "profile",
+        "peak_memory",
+        "seconds",
+        "opened_by",
+        "not_opened_by",
+        "not_tried",
+    ),
     SEAL,
 )
 KLD = ("kld", "kld_low", "kld_high", "kld_median", "kld_p99", "kld_p999", "kld_above")
 
 
 def _entries(kinds: Mapping[Any, Any], *required: str) -> Any:
-    """Describe an object for msgspec: kinds of entries, each for keys that may be absent, and `required` texts."""
+    """Describe an object for msgspec: kinds of entries, each for keys that may be absent, and
+    `required` texts.
+    """
     optional = [(key, kind, None) for keys, kind in kinds.items() for key in keys]
     return msgspec.defstruct("Entries", [*((key, str) for key in required), *optional])
 
@@ -96,22 +117,35 @@ _REPORT = {
     ("source",): _entries({**_NAMES, ("files",): dict[str, str]}),
     ("base",): _entries(_NAMES),
     ("totals",): _entries({_TOTALS: float | None, ("peak_memory",): dict[str, float]}),
-    ("calibration",): _entries({("sources",): GenericAlias(list, _entries({("share",): float | None}))}),
+    ("calibration",): _entries(
+        {("sources",): GenericAlias(list, _entries({("share",): float | None}))}
+    ),
     ("evaluation",): _entries({("before", "after", "top1", *KLD): float | None}),
     ("distillation",): _entries({("kl_before", "kl_after"): float}),
 }
-_KINDS = _entries(_REPORT), _entries({("base", "evaluation", "distillation"): _COPIED, ("layers",): list[_COPIED]})
+_KINDS = (
+    _entries(_REPORT),
+    _entries({("base", "evaluation", "distillation"): _COPIED, ("layers",): list[_COPIED]}),
+)
 
 
 def heading(
-    command: str, name: str, revision: str | None, files: Mapping[str, str], base: Mapping[str, Any] | None = None
+    command: str,
+    name: str,
+    revision: str | None,
+    files: Mapping[str, str],
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Build the entries that are known before the work: versions, machine, the source and its file hashes.
+    """Build the entries that are known before the work: versions, machine, the source and its file
+    hashes.
 
     `base` has the facts about the original model that the outputs of each step hand on.
     """
     source = {"name": valid_text(name), "revision": revision}
-    known = {key: valid_text(value) if isinstance(value, str) else value for key, value in (base or source).items()}
+    known = {
+        key: valid_text(value) if isinstance(value, str) else value
+        for key, value in (base or source).items()
+    }
     return {
         "quantkit": __version__,
         "command": command,
@@ -133,7 +167,9 @@ def valid_text(name: str) -> str:
 
 
 def untuned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a tuned layer. The loss is not recomputed, so it is named as the loss before tuning."""
+    """Return the facts of a tuned layer. The loss is not recomputed, so it is named as the loss
+    before tuning.
+    """
     return {"untuned_loss" if key == "loss" else key: value for key, value in facts.items()}
 
 
@@ -152,9 +188,11 @@ def added_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def digest(report: Mapping[str, Any]) -> str:
-    """Compute the SHA-256 of a report's facts about bytes: every hash, name, shape, count and setting.
+    """Compute the SHA-256 of a report's facts about bytes: every hash, name, shape, count and
+    setting.
 
-    Times, memory and machine differ from run to run. The last digits of figures depend on the number of threads.
+    Times, memory and machine differ from run to run. The last digits of figures depend on the
+    number of threads.
     """
     return hashlib.sha256(dump_json(_constant(report))).hexdigest()
 
@@ -162,7 +200,9 @@ def digest(report: Mapping[str, Any]) -> str:
 def _constant(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: _constant(held) for key, held in value.items() if key not in VOLATILE and not isinstance(held, float)
+            key: _constant(held)
+            for key, held in value.items()
+            if key not in VOLATILE and not isinstance(held, float)
         }
     return [_constant(held) for held in value] if isinstance(value, list) else value
 
@@ -174,19 +214,24 @@ def seal(report: Mapping[str, Any]) -> str:
 
 def peak_memory() -> dict[str, int]:
     """Measure the peak memory of this process in bytes: `ram`, and with a GPU `vram`."""
-    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)}
+    peak = {
+        "ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024)
+    }
     with suppress(OSError):  # on Linux, ru_maxrss includes the peak of the parent process
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         peak["ram"] = int(found[1]) * 1024 if found else peak["ram"]
-    used = max((torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())), default=0)
+    used = max(
+        (torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())), default=0
+    )
     return peak | ({"vram": used} if used else {})
 
 
 def load(folder: Path) -> dict[str, Any]:
     """Read the report of an output folder, `{}` if it has none.
 
-    CheckpointError if an entry that quantkit reads or copies has a wrong type, the seal is not that of the other
-    entries, or the file is a link out of the folder.
+    CheckpointError if an entry that quantkit reads or copies has a wrong type, the seal is not that
+    of the other entries, or the file is a link out of the folder.
     """
     path = folder / REPORT
     if not path.exists() and not path.is_symlink():
@@ -197,7 +242,11 @@ def load(folder: Path) -> dict[str, Any]:
             msgspec.convert(report, kinds)
     except msgspec.ValidationError as error:
         rule = f"is no report of quantkit: {str(error).replace('`', '').replace(' - at ', ' at ')}"
-        raise CheckpointError(rule, "restore the file", "quantize or pack again", subject=path) from None
+        raise CheckpointError(
+            rule, "restore the file", "quantize or pack again", subject=path
+        ) from None
     if SEAL in report and report[SEAL] != seal(report):
-        raise CheckpointError("was changed since it was written", "restore it", "remove it", subject=path)
+        raise CheckpointError(
+            "was changed since it was written", "restore it", "remove it", subject=path
+        )
     return report

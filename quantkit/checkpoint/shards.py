@@ -1,8 +1,9 @@
-"""The weight files of a folder: how many tensors each takes, which small ones are joined, and their final names.
+"""The weight files of a folder: how many tensors each takes, which small ones are joined, and their
+final names.
 
-A run writes at least one file a commit, such as a block. In the end neighbours are joined into files of at least
-LEAST_BYTES, and all are numbered to their end. Each step is a line of the journal, whose `replaced` files give way to
-its `files`.
+A run writes at least one file a commit, such as a block. In the end neighbours are joined into
+files of at least LEAST_BYTES, and all are numbered to their end. Each step is a line of the
+journal, whose `replaced` files give way to its `files`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ LEAST_BYTES = 256 * 2**20
 
 
 def committed_files(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return name -> hash of the files that the lines of a journal leave, in the order of their tensors."""
+    """Return name -> hash of the files that the lines of a journal leave, in the order of their
+    tensors.
+    """
     found: list[tuple[str, str]] = []
     for line in lines:
         replaced = line.get("replaced", [])
@@ -42,7 +45,9 @@ def renamings(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def groups(sizes: Sequence[int], most: int) -> list[range]:
-    """Divide files of these `sizes`, in order, into those that are joined: of at least LEAST_BYTES, at most `most`."""
+    """Divide files of these `sizes`, in order, into those that are joined: of at least LEAST_BYTES,
+    at most `most`.
+    """
     found: list[range] = []
     first = total = 0
     for number, size in enumerate(sizes):
@@ -56,12 +61,15 @@ def groups(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def join(paths: Sequence[Path], into: Path) -> str:
-    """Copy the tensors of several files into a new one, durably, and return its hash; one tensor is in memory.
+    """Copy the tensors of several files into a new one, durably, and return its hash; one tensor is
+    in memory.
 
     CheckpointError for a tensor that does not have the digest that its file states.
     """
     headers = [read_header(path) for path in paths]
-    joined = SafetensorsWriter(into, header_bytes(name for tensors, _ in headers for name in tensors))
+    joined = SafetensorsWriter(
+        into, header_bytes(name for tensors, _ in headers for name in tensors)
+    )
     for path, (tensors, metadata) in zip(paths, headers, strict=True):
         stated = digests.stated(tensors, metadata)
         with files.open_regular(path) as file:
@@ -75,7 +83,9 @@ def join(paths: Sequence[Path], into: Path) -> str:
 def changed(path: Path) -> CheckpointError:
     """Make the error for a committed file that is not what was written."""
     return CheckpointError(
-        "changed since it was written", Words("start over with", Option("overwrite", True)), subject=path
+        "changed since it was written",
+        Words("start over with", Option("overwrite", True)),
+        subject=path,
     )
 
 
@@ -85,7 +95,8 @@ def tensor_bytes(tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, list[str]]]:
-    """Return the bytes and the tensors of each file that a CheckpointWriter makes of `units`, by the file's name.
+    """Return the bytes and the tensors of each file that a CheckpointWriter makes of `units`, by
+    the file's name.
 
     One commit writes a unit: tensor name -> bytes, in order.
     """

@@ -28,11 +28,12 @@ Compute = Callable[[Read, "int | slice | None"], Tensor]
 
 
 class Derived(NamedTuple):
-    """Describe a tensor that is computed from the tensors `inputs`, which it replaces (`Checkpoint.derive`).
+    """Describe a tensor that is computed from the tensors `inputs`, which it replaces
+    (`Checkpoint.derive`).
 
-    `compute(read, index)` returns the tensor, or an entry or a range of its first dimension. `read` gives the stored
-    inputs; with an index it reads only the bytes of that part. `restore` undoes it for a tensor that is written dense;
-    without it, a dense tensor is written as it was computed.
+    `compute(read, index)` returns the tensor, or an entry or a range of its first dimension. `read`
+    gives the stored inputs; with an index it reads only the bytes of that part. `restore` undoes it
+    for a tensor that is written dense; without it, a dense tensor is written as it was computed.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +44,9 @@ class Derived(NamedTuple):
 
 
 class StoredFile(NamedTuple):
-    """Name a file of a model folder, with its real path and numbers that change with its contents."""
+    """Name a file of a model folder, with its real path and numbers that change with
+    its contents.
+    """
 
     name: str
     path: Path
@@ -51,7 +54,9 @@ class StoredFile(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Hold shape, dtype and reader of a tensor; `stored` is its place in a file, unless it is derived."""
+    """Hold shape, dtype and reader of a tensor; `stored` is its place in a file, unless it is
+    derived.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,16 +68,20 @@ class _Place(NamedTuple):
 class StoredTensors:
     """Read the tensors of the weight files `shards` in the folder `path`, a real path.
 
-    `weight_map` is the index, tensor -> file. `beside` are other files that must not change. An output stores dense
-    floats as `written_dtype`, except the tensors `never_cast`; None: as they are. CheckpointError for a damaged header,
-    or an index that says something else than the files.
+    `weight_map` is the index, tensor -> file. `beside` are other files that must not change. An
+    output stores dense floats as `written_dtype`, except the tensors `never_cast`; None: as they
+    are. CheckpointError for a damaged header, or an index that says something else than the files.
     """
 
     written_dtype: torch.dtype | None = None
     never_cast: Collection[str] = ()
 
     def __init__(
-        self, path: Path, shards: Sequence[str], weight_map: Mapping[str, str] | None, beside: Sequence[StoredFile] = ()
+        self,
+        path: Path,
+        shards: Sequence[str],
+        weight_map: Mapping[str, str] | None,
+        beside: Sequence[StoredFile] = (),
     ) -> None:
         self.path = path
         self._shards: list[StoredFile] = []
@@ -83,12 +92,16 @@ class StoredTensors:
             self._shards.append(shard := file_in(path, shard_name))
             for name, info in read_header(shard.path)[0].items():
                 if weight_map is not None and weight_map.get(name) != shard_name:
-                    raise CheckpointError(f"{name} is in {shard_name}, the index does not say so", AGAIN, subject=path)
+                    raise CheckpointError(
+                        f"{name} is in {shard_name}, the index does not say so", AGAIN, subject=path
+                    )
                 read = partial(_read, path, shard, info)
                 self._where[name] = _Place(info.shape, info.dtype, read, (shard, info))
         absent = [name for name in weight_map or {} if name not in self._where]
         if absent:
-            raise CheckpointError(f"the index lists {shown(absent[0])}, its shard has not", AGAIN, subject=path)
+            raise CheckpointError(
+                f"the index lists {shown(absent[0])}, its shard has not", AGAIN, subject=path
+            )
 
     def supply(self, file: StoredFile, tensors: Mapping[str, Derived]) -> None:
         """Add tensors that are computed from a weight file of another format."""
@@ -102,10 +115,11 @@ class StoredTensors:
             self._where[name] = _Place(derived.shape, derived.dtype, partial(derived.compute, read))
 
     def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:
-        """Replace stored tensors by tensors computed from them, each in the place of its first input.
+        """Replace stored tensors by tensors computed from them, each in the place of its first
+        input.
 
-        The inputs have no name any more; a derived tensor may have the name of one. Inputs may be derived themselves.
-        The tensors `drop` have no name any more either.
+        The inputs have no name any more; a derived tensor may have the name of one. Inputs may be
+        derived themselves. The tensors `drop` have no name any more either.
         """
         before = self._where
 
@@ -115,21 +129,34 @@ class StoredTensors:
         replaced = {*drop, *(name for derived in tensors.values() for name in derived.inputs)}
         at: dict[str, dict[str, _Place]] = {}
         for name, derived in tensors.items():
-            place = _Place(derived.shape, derived.dtype, partial(derived.compute, read), restore=derived.restore)
+            place = _Place(
+                derived.shape,
+                derived.dtype,
+                partial(derived.compute, read),
+                restore=derived.restore,
+            )
             at.setdefault(derived.inputs[0], {})[name] = place
         self._where = {}
         for name, place in before.items():
             self._where.update(at.get(name, {}) if name in replaced else {name: place})
 
     def is_presented_otherwise(self, name: str) -> bool:
-        """Return True if a dense tensor of this name is written in another form than it has here."""
+        """Return True if a dense tensor of this name is written in another form than it
+        has here.
+        """
         return name in self._where and self._where[name].restore is not None
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Give a dense tensor the form in which an output stores it: that of the source, but for `written_dtype`."""
+        """Give a dense tensor the form in which an output stores it: that of the source, but for
+        `written_dtype`.
+        """
         restore = self._where[name].restore if name in self._where else None
         tensor = tensor if restore is None else restore(tensor)
-        cast = self.written_dtype is not None and tensor.dtype in FLOATS and name not in self.never_cast
+        cast = (
+            self.written_dtype is not None
+            and tensor.dtype in FLOATS
+            and name not in self.never_cast
+        )
         return tensor.to(self.written_dtype) if cast else tensor
 
     def written(self, name: str) -> torch.dtype:
@@ -160,11 +187,15 @@ class StoredTensors:
         return prod(place.shape) * place.dtype.itemsize
 
     def get(self, name: str, index: int | slice | None = None) -> Tensor:
-        """Read a tensor, or a part of its first dimension; CheckpointError if its file changed since it was opened."""
+        """Read a tensor, or a part of its first dimension; CheckpointError if its file changed
+        since it was opened.
+        """
         return self._at(name).read(index)
 
     def plain(self) -> dict[str, dict[str, TensorInfo]]:
-        """Map each file name to the tensors that are read from it as they are stored, in the order of their bytes."""
+        """Map each file name to the tensors that are read from it as they are stored, in the order
+        of their bytes.
+        """
         found: dict[str, dict[str, TensorInfo]] = {name: {} for name in self.sources()}
         for name, place in self._where.items():
             if place.stored is not None:
@@ -192,12 +223,16 @@ class StoredTensors:
                 _require_same(self.path, file, _identity(os.stat(found)))
 
     def locate(self, name: str) -> Path:
-        """Resolve a file of the folder; CheckpointError if it is missing or leads outside, unless it was supplied."""
+        """Resolve a file of the folder; CheckpointError if it is missing or leads outside, unless
+        it was supplied.
+        """
         return self._supplied.get(name) or inside(self.path, name)
 
     def _at(self, name: str) -> _Place:
         if name not in self._where:
-            raise CheckpointError(f"has no tensor {shown(name)}: quantkit inspect lists them", subject=self.path)
+            raise CheckpointError(
+                f"has no tensor {shown(name)}: quantkit inspect lists them", subject=self.path
+            )
         return self._where[name]
 
 
@@ -209,20 +244,26 @@ def file_in(folder: Path, name: str) -> StoredFile:
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
-    """Return numbers that identify a file and its version: they differ after a change or a replacement."""
+    """Return numbers that identify a file and its version: they differ after a change or a
+    replacement.
+    """
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _require_same(folder: Path, file: StoredFile, identity: tuple[int, ...]) -> None:
     if identity != file.identity:
-        raise CheckpointError("changed while it was in use", "run again", subject=folder / file.name)
+        raise CheckpointError(
+            "changed while it was in use", "run again", subject=folder / file.name
+        )
 
 
 def _read(folder: Path, shard: StoredFile, info: TensorInfo, index: int | slice | None) -> Tensor:
     """Read a tensor, or an entry or a range of its first dimension."""
     start, size, shape = info.start, info.end - info.start, info.shape
     if index is not None:
-        first, last, _ = index.indices(shape[0]) if isinstance(index, slice) else (index, index + 1, 1)
+        first, last, _ = (
+            index.indices(shape[0]) if isinstance(index, slice) else (index, index + 1, 1)
+        )
         each = size // shape[0]
         start, size = start + first * each, (last - first) * each
         shape = (last - first, *shape[1:]) if isinstance(index, slice) else shape[1:]

@@ -1,4 +1,5 @@
-"""Writing model folders: shards from a stream of items, one journal line a commit. A stopped run can continue.
+"""Writing model folders: shards from a stream of items, one journal line a commit. A stopped run
+can continue.
 
 The folder does not look like a model before its last file, config.json, is written.
 """
@@ -33,12 +34,14 @@ Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 
 
 class CheckpointWriter:
-    """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
+    """Fills a partial folder: items go to shards as they come, `commit` makes them durable,
+    `finish` does the rest.
 
-    On a folder with a journal it continues after the last commit: `done` has the lines of all commits, the first
-    `resumed` from earlier runs. Files that no commit lists are deleted. `left_out` are the files of the source that do
-    not go along. `expected` are the names of all tensors, if known: space for them is reserved in each file's header.
-    CheckpointError if a committed file differs from the journal.
+    On a folder with a journal it continues after the last commit: `done` has the lines of all
+    commits, the first `resumed` from earlier runs. Files that no commit lists are deleted.
+    `left_out` are the files of the source that do not go along. `expected` are the names of all
+    tensors, if known: space for them is reserved in each file's header. CheckpointError if a
+    committed file differs from the journal.
     """
 
     def __init__(
@@ -52,9 +55,15 @@ class CheckpointWriter:
     ) -> None:
         if max_shard_bytes < 1:
             raise RecipeError(
-                f"max_shard_size is {max_shard_bytes}", "give the most bytes of one weight file, like 2GiB"
+                f"max_shard_size is {max_shard_bytes}",
+                "give the most bytes of one weight file, like 2GiB",
             )
-        self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
+        self.partial, self.like, self.layout, self.max_shard_bytes = (
+            partial,
+            like,
+            layout,
+            max_shard_bytes,
+        )
         self._header_bytes = min(header_bytes(expected), MOST_HEADER_BYTES)
         self._journal = partial / JOURNAL
         lines = read_journal(self._journal)
@@ -97,7 +106,8 @@ class CheckpointWriter:
     def identify(self, identity: dict[str, Any], difference: Compare) -> None:
         """Record the settings on which the run depends.
 
-        A resumed one must depend on the same: otherwise CheckpointError with the words of `difference`.
+        A resumed one must depend on the same: otherwise CheckpointError with the words of
+        `difference`.
         """
         require_same(self.partial, identity, difference)
         if self._identity is None:
@@ -105,7 +115,9 @@ class CheckpointWriter:
             append_journal(self._journal, self._identity)
 
     def add(self, item: Item, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Store an item, as the `tensors` that `pack` made of it; CheckpointError if it was stored before."""
+        """Store an item, as the `tensors` that `pack` made of it; CheckpointError if it was stored
+        before.
+        """
         if item.name in self._written or item.name in self._pending:
             raise CheckpointError("is written twice: a bug, please report it", subject=item.name)
         for name, tensor in (self.pack(item) if tensors is None else tensors).items():
@@ -116,7 +128,9 @@ class CheckpointWriter:
         self._pending[item.name] = None
 
     def commit(self, facts: dict[str, Any]) -> None:
-        """Make all items so far durable: their shards are closed, their names and `facts` go into the journal."""
+        """Make all items so far durable: their shards are closed, their names and `facts` go into
+        the journal.
+        """
         if not self._pending and not any(facts.values()):
             return
         self._close_file()
@@ -128,7 +142,8 @@ class CheckpointWriter:
     def arrange(self) -> None:
         """Commit, join small files, and give all files their final names.
 
-        A stopped run does the rest when it is resumed: files go only when the journal has those in their place.
+        A stopped run does the rest when it is resumed: files go only when the journal has those in
+        their place.
         """
         self.commit({})
         names = list(self.hashes())
@@ -136,7 +151,10 @@ class CheckpointWriter:
         for group in shards.groups(sizes, self.max_shard_bytes):
             if len(group) > 1:
                 old, new = [names[i] for i in group], self._next_name()
-                self._replace(old, {new: shards.join([self.partial / name for name in old], self.partial / new)})
+                self._replace(
+                    old,
+                    {new: shards.join([self.partial / name for name in old], self.partial / new)},
+                )
                 for name in old:
                     files.remove(self.partial / name)
         found = self.hashes()
@@ -146,7 +164,14 @@ class CheckpointWriter:
             self._rename()
 
     def _replace(self, old: list[str], new: dict[str, str]) -> None:
-        line = {"files": new, "items": [], "facts": {}, "bytes": 0, "packed_bytes": 0, "replaced": old}
+        line = {
+            "files": new,
+            "items": [],
+            "facts": {},
+            "bytes": 0,
+            "packed_bytes": 0,
+            "replaced": old,
+        }
         if self._identity is None:  # a run that is never resumed: a second line would keep its work
             self.done.append(line)
         else:
@@ -158,7 +183,11 @@ class CheckpointWriter:
 
     def _rename(self) -> None:
         """Give files the names that the journal has for them."""
-        moved = {old: new for old, new in shards.renamings(self.done).items() if (self.partial / old).is_file()}
+        moved = {
+            old: new
+            for old, new in shards.renamings(self.done).items()
+            if (self.partial / old).is_file()
+        }
         for old, new in moved.items():
             with files.guarded(self.partial / new):
                 files.rename(self.partial / old, self.partial / new)
@@ -171,14 +200,17 @@ class CheckpointWriter:
         extra: Callable[[], dict[str, bytes]],
         sealed: Callable[[dict[str, str]], dict[str, bytes]] = lambda written: {},
     ) -> dict[str, str]:
-        """Write index, companions of the source, side file, `extra` files and last config.json; name -> hash.
+        """Write index, companions of the source, side file, `extra` files and last config.json;
+        name -> hash.
 
-        `extra` is called when the folder has all that a reader opens, except config.json. `sealed` gets the hash of
-        every file and returns the files to write just before config.json.
+        `extra` is called when the folder has all that a reader opens, except config.json. `sealed`
+        gets the hash of every file and returns the files to write just before config.json.
         """
         self.arrange()
         written = self.hashes()
-        weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
+        weight_map = {
+            name: file for file in written for name in read_header(self.partial / file)[0]
+        }
         texts = texts_beside(weight_map, self.bytes_written, self.layout, config)
         for name, changed in self._companions.items():
             if name in texts:
@@ -211,8 +243,15 @@ class CheckpointWriter:
             return {item.name: item.value.dequantize()}
         assert self.layout is not None
         with about(item.name):
-            parts = item.value.tensors if isinstance(item.value, Packed) else self.layout.pack(item.value)
-        return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}
+            parts = (
+                item.value.tensors
+                if isinstance(item.value, Packed)
+                else self.layout.pack(item.value)
+            )
+        return {
+            f"{item.name.removesuffix('weight')}{suffix}": tensor
+            for suffix, tensor in parts.items()
+        }
 
     def _file_for(self, name: str, size: int) -> SafetensorsWriter:
         file = self._file
@@ -223,7 +262,8 @@ class CheckpointWriter:
         return self._file
 
     def _next_name(self) -> str:
-        return f"model-{sum(len(line['files']) for line in self.done) + len(self._files) + 1:05}.safetensors"
+        number = sum(len(line["files"]) for line in self.done) + len(self._files) + 1
+        return f"model-{number:05}.safetensors"
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -237,14 +277,19 @@ class CheckpointWriter:
 
 
 def require_same(partial: Path, identity: Mapping[str, Any], difference: Compare) -> None:
-    """Raise the CheckpointError of `identify` if work in a partial folder was begun with another identity."""
+    """Raise the CheckpointError of `identify` if work in a partial folder was begun with another
+    identity.
+    """
     lines = read_journal(partial / JOURNAL)
     if lines and (differs := difference(lines[0], json.loads(json.dumps(identity)))):
         raise CheckpointError(Words(f"{partial} was begun with other settings,", differs))
 
 
 def texts_beside(
-    weight_map: Mapping[str, str], tensor_bytes: int, layout: Layout | None, config: Mapping[str, Any]
+    weight_map: Mapping[str, str],
+    tensor_bytes: int,
+    layout: Layout | None,
+    config: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """Return the index of the shards, and the side file of a layout that has one, by file name."""
     texts = {INDEX: dump_json({"metadata": {"total_size": tensor_bytes}, "weight_map": weight_map})}

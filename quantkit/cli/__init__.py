@@ -1,7 +1,9 @@
-"""The command line: parse, call one function, print. Results go to stdout, progress and warnings to stderr.
+"""The command line: parse, call one function, print. Results go to stdout, progress and warnings to
+stderr.
 
-`main` sets the environment and the signal handlers before it imports anything heavy. So an interruption during the
-imports has its exit code, and libraries read the settings at their first import. Begin with `commands`.
+`main` sets the environment and the signal handlers before it imports anything heavy. So an
+interruption during the imports has its exit code, and libraries read the settings at their first
+import. Begin with `commands`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import click
 from quantkit.cli.exits import catch_signals, exits, ignore_signals
 from quantkit.cli.launch import silence_others
 
-#: Variables that libraries read at their import or first use. A value set by the user is not changed.
+#: Variables that libraries read at their import or first use. A value set by the user is not
+#: changed.
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS repeats its results only with a fixed workspace
-    # Threads that spin while they wait keep the cores from those that work; on a busy machine runs take several times
-    # as long.
+    # Threads that spin while they wait keep the cores from those that work; on a busy machine runs
+    # take several times as long.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -32,11 +35,15 @@ ENVIRONMENT = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line on `args`, by default those of the process, and end the process with the exit code."""
+    """Run the command line on `args`, by default those of the process, and end the process with the
+    exit code.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be text in the user's locale
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a file name need not be text in the user's locale
     silence_others()
     catch_signals()
     atexit.register(ignore_signals)

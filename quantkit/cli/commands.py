@@ -45,6 +45,6 @@ PLACES = {
 def quantkit() -> None:
     """Low-bit checkpoints from Hugging Face causal LMs: quantize, pack, convert and prove.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 verification failed, 4 a quality threshold was missed, 75 stopped and
-    can be resumed, 130 interrupted.
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 verification failed, 4 a quality threshold was
+    missed, 75 stopped and can be resumed, 130 interrupted.
     """

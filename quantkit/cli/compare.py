@@ -29,14 +29,19 @@ OVER_ALL = ("samples", "max_length")
 
 @command(
     "compare",
-    "quantkit compare ./model -o table --recipes int4:g128:rtn,int4-gptq,fp6:channel:gptq --calib packaged,self",
+    "quantkit compare ./model -o table --recipes int4:g128:rtn,int4-gptq,fp6:channel:gptq --calib "
+    "packaged,self",
     keys=keys_of(RecipeKeys),
 )
 @options.model
 @section(
     "Basic",
     click.option(
-        "-o", "--out", type=options.PATH, required=True, help="Folder of the table; finished rows in it stay."
+        "-o",
+        "--out",
+        type=options.PATH,
+        required=True,
+        help="Folder of the table; finished rows in it stay.",
     ),
     text(
         "--recipes",
@@ -47,7 +52,9 @@ OVER_ALL = ("samples", "max_length")
     ),
     options.device,
 )
-@recipe_options([key for key in keys_of(RecipeKeys) if key.keyword in OVER_ALL], like="calibration.seed=1")
+@recipe_options(
+    [key for key in keys_of(RecipeKeys) if key.keyword in OVER_ALL], like="calibration.seed=1"
+)
 @section(
     "Calibration",
     text(
@@ -57,7 +64,12 @@ OVER_ALL = ("samples", "max_length")
         completers.texts,
         default=PACKAGED,
     ),
-    click.option("--seeds", type=Numbers(), default=(0,), help="Seeds of the draws of calibration text, like 0,1 [0]."),
+    click.option(
+        "--seeds",
+        type=Numbers(),
+        default=(0,),
+        help="Seeds of the draws of calibration text, like 0,1 [0].",
+    ),
 )
 @section(
     "Method",
@@ -95,21 +107,25 @@ def compare(
 ) -> None:
     """Compare recipes on one model.
 
-    Each recipe quantizes MODEL, with each calibration text and seed if it needs text. The result is judged, decoded to
-    float32, beside MODEL. OUT gets compare.csv, compare.md, compare.html
-    with plots of quality against size, and a file for each row. The same command continues
-    after a stop, makes new rows if more is asked, and shares the rows with others that run at the same time."""
+    Each recipe quantizes MODEL, with each calibration text and seed if it needs text. The result is
+    judged, decoded to float32, beside MODEL. OUT gets compare.csv, compare.md, compare.html with
+    plots of quality against size, and a file for each row. The same command continues after a stop,
+    makes new rows if more is asked, and shares the rows with others that run at the same time."""
     from quantkit import api
     from quantkit.recipes.recipe import from_pairs, merge
 
     over = merge(
-        {"calibration": {"samples": samples, "max_length": max_length}}, from_pairs(settings, keys_of(RecipeKeys))
+        {"calibration": {"samples": samples, "max_length": max_length}},
+        from_pairs(settings, keys_of(RecipeKeys)),
     )
     found = api.compare(model, out, settings=over, progress=progress, **asked)
     plain = {**asdict(found), "path": str(found.path)}
     emit(show.as_json(plain) if as_json else format_comparison(found, progress))
     if found.failed:
-        leave(FAILED, f"Error: {len(found.failed)} rows failed, the first is {next(iter(found.failed))}")
+        leave(
+            FAILED,
+            f"Error: {len(found.failed)} rows failed, the first is {next(iter(found.failed))}",
+        )
 
 
 def format_comparison(found: Comparison, progress: Progress) -> str:
@@ -121,6 +137,8 @@ def format_comparison(found: Comparison, progress: Progress) -> str:
     if not found.rows:
         return line
     head, body = recipe_table.cells(found.rows, recipe_table.quality(found.rows))
-    commands = [f"{recipe_table.name(row)}: {row['command']}" for row in found.rows if row["command"]]
+    commands = [
+        f"{recipe_table.name(row)}: {row['command']}" for row in found.rows if row["command"]
+    ]
     text = "\n".join([show.table(head, body), recipe_table.notes(found.rows), *commands, "", line])
     return show.of_level(progress, line, text)

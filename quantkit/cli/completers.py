@@ -19,12 +19,22 @@ def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     return [CompletionItem(pair) for pair in found if pair.startswith(incomplete)]
 
 
-def settings(keys: Iterable[Key]) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Make the completion of `--set KEY=VALUE`: keys, and behind a key that is a choice its values."""
+def settings(
+    keys: Iterable[Key],
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Make the completion of `--set KEY=VALUE`: keys, and behind a key that is a choice
+    its values.
+    """
     words = [f"{key.name}={value}" for key in keys for value in ("", *key.values)]
 
-    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        near = [word for word in words if word.startswith(incomplete) and ("=" in incomplete or word.endswith("="))]
+    def complete(
+        ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        near = [
+            word
+            for word in words
+            if word.startswith(incomplete) and ("=" in incomplete or word.endswith("="))
+        ]
         return [CompletionItem(word) for word in near]
 
     return complete
@@ -42,4 +52,6 @@ def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
 
 def texts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the name of a data set, or a file."""
-    return [CompletionItem(name) for name in NAMED if name.startswith(incomplete)] + files(ctx, param, incomplete)
+    return [CompletionItem(name) for name in NAMED if name.startswith(incomplete)] + files(
+        ctx, param, incomplete
+    )

@@ -15,13 +15,20 @@ SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_QUANTKIT_COMPLETE"
 
 
-@command("completion", "quantkit completion fish > ~/.config/fish/completions/quantkit.fish", computes=False)
+@command(
+    "completion",
+    "quantkit completion fish > ~/.config/fish/completions/quantkit.fish",
+    computes=False,
+)
 @click.argument("shell", type=choice(SHELLS))
 def completion(shell: str, as_json: bool, progress: Progress) -> None:
     """Print the script that lets SHELL complete.
 
-    In ~/.bashrc write: eval "$(quantkit completion bash)". In ~/.zshrc the same with zsh. The example is for fish."""
+    In ~/.bashrc write: eval "$(quantkit completion bash)". In ~/.zshrc the same with zsh. The
+    example is for fish."""
     made = get_completion_class(shell)
     assert made is not None
-    script = made(click.get_current_context().find_root().command, {}, "quantkit", VARIABLE).source()
+    script = made(
+        click.get_current_context().find_root().command, {}, "quantkit", VARIABLE
+    ).source()
     emit(show.as_json({"shell": shell, "script": script}) if as_json else script)

@@ -24,13 +24,20 @@ repacking_options = combined(
     section(
         "Method",
         options.flag("--pad", f"{options.PAD}."),
-        options.flag("--requantize", "Round again what has no lossless way (lossy; it is reported)."),
-        options.flag("--requantize-scales", "Round scales that are no float16 values, keep codes (reported)."),
+        options.flag(
+            "--requantize", "Round again what has no lossless way (lossy; it is reported)."
+        ),
+        options.flag(
+            "--requantize-scales", "Round scales that are no float16 values, keep codes (reported)."
+        ),
     ),
     section(
         "Output",
         click.option(
-            "--max-shard-size", type=options.Bytes(), default="2GiB", help="Most bytes of one weight file [2GiB]."
+            "--max-shard-size",
+            type=options.Bytes(),
+            default="2GiB",
+            help="Most bytes of one weight file [2GiB].",
         ),
         options.overwrite,
     ),
@@ -42,7 +49,9 @@ repacking_options = combined(
 @options.checkpoint
 @section("Basic", options.layout, options.out())
 @repacking_options
-def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Progress, **asked: Any) -> None:
+def pack(
+    checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Progress, **asked: Any
+) -> None:
     """Rewrite CHECKPOINT in another layout.
 
     Every value stays the same bit for bit; what the layout cannot hold is refused."""
@@ -56,19 +65,32 @@ def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Prog
 
 @command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
 @click.argument(
-    "pair", metavar="A-to-B", required=False, callback=needed_unless("listing"), shell_complete=completers.pairs
+    "pair",
+    metavar="A-to-B",
+    required=False,
+    callback=needed_unless("listing"),
+    shell_complete=completers.pairs,
 )
 @click.argument("checkpoint", type=options.PATH, required=False, callback=needed_unless("listing"))
 @section(
     "Basic",
     options.out(unless=("listing",)),
     options.flag(
-        "--list", "Print which conversions are lossless, when, and why others are not.", "listing", is_eager=True
+        "--list",
+        "Print which conversions are lossless, when, and why others are not.",
+        "listing",
+        is_eager=True,
     ),
 )
 @repacking_options
 def convert(
-    pair: str, checkpoint: Path, out: Path, listing: bool, as_json: bool, progress: Progress, **asked: Any
+    pair: str,
+    checkpoint: Path,
+    out: Path,
+    listing: bool,
+    as_json: bool,
+    progress: Progress,
+    **asked: Any,
 ) -> None:
     """Rewrite CHECKPOINT from A to B.
 
@@ -100,20 +122,37 @@ _TEXT = [
 @options.checkpoint
 @section(
     "Basic",
-    click.option("--against", metavar="MODEL", required=True, help="The unquantized model, a folder or a hub id."),
+    click.option(
+        "--against",
+        metavar="MODEL",
+        required=True,
+        help="The unquantized model, a folder or a hub id.",
+    ),
     options.out(),
     options.device,
 )
 @recipe_options(_TEXT, "calibration.lengths=fixed")
 @section(
     "Method",
-    click.option("--steps", type=click.IntRange(min=1), default=200, metavar="N", help="Steps by gradient [200]."),
+    click.option(
+        "--steps",
+        type=click.IntRange(min=1),
+        default=200,
+        metavar="N",
+        help="Steps by gradient [200].",
+    ),
     options.flag("--codes", "Move codes too, for 20 bytes more of each weight."),
 )
 @section("Output", options.overwrite)
 @section("Advanced", options.source)
 def distill(
-    checkpoint: Path, out: Path, against: str, as_json: bool, progress: Progress, settings: Any, **asked: Any
+    checkpoint: Path,
+    out: Path,
+    against: str,
+    as_json: bool,
+    progress: Progress,
+    settings: Any,
+    **asked: Any,
 ) -> None:
     """Tune scales and norms of CHECKPOINT against the unquantized model.
 
@@ -129,7 +168,9 @@ def distill(
 
 
 def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:
-    """Several workers pack side by side: threads that share one operation would wait longer than they work."""
+    """Several workers pack side by side: threads that share one operation would wait longer than
+    they work.
+    """
     import torch
 
     if not asked["requantize"]:

@@ -1,7 +1,9 @@
-"""The command demo: quantize three ways, repack, verify, compare perplexities, without network or GPU.
+"""The command demo: quantize three ways, repack, verify, compare perplexities, without network or
+GPU.
 
-The model comes with the package; `demo_model/README.md` names its training text. The demo's text is Python's own
-documentation strings: those of some modules calibrate, those of others are evaluated on.
+The model comes with the package; `demo_model/README.md` names its training text. The demo's text is
+Python's own documentation strings: those of some modules calibrate, those of others are evaluated
+on.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from quantkit.progress import Progress
 MODEL = Path(__file__).parents[1] / "demo_model"
 
 CALIBRATION = """
-    argparse bdb calendar cmd codecs collections collections.abc concurrent.futures configparser contextlib copy csv
-    datetime decimal difflib dis doctest email.message enum fileinput fractions ftplib functools gettext glob gzip
-    heapq html.parser http.client http.cookiejar imaplib inspect io ipaddress json logging mailbox numbers
+    argparse bdb calendar cmd codecs collections collections.abc concurrent.futures configparser
+    contextlib copy csv datetime decimal difflib dis doctest email.message enum fileinput fractions
+    ftplib functools gettext glob gzip heapq html.parser http.client http.cookiejar imaplib inspect
+    io ipaddress json logging mailbox numbers
 """
 EVALUATION = """
     pathlib pickle random re statistics tempfile textwrap traceback urllib.request zipfile
@@ -59,16 +62,19 @@ SOURCE, PACKED = "int4-gptq", "int4-gptq-marlin"
 def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
     """Do the whole job in a minute.
 
-    Quantize the small model that comes with quantkit, pack, verify, and compare perplexities: no network, no GPU."""
+    Quantize the small model that comes with quantkit, pack, verify, and compare perplexities: no
+    network, no GPU."""
     found = run(out, progress)
     emit(show.as_json(found) if as_json else format_demo(found, progress))
 
 
 def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
-    """Do the main job on the packaged model; return the `rows` of the comparison and the `protocol` of perplexities.
+    """Do the main job on the packaged model; return the `rows` of the comparison and the `protocol`
+    of perplexities.
 
-    The checkpoints stay in the new folder `out`; without it they are made in a temporary one. Raises a CheckpointError
-    if `out` exists, if Python has no documentation strings, or if a checkpoint does not verify.
+    The checkpoints stay in the new folder `out`; without it they are made in a temporary one.
+    Raises a CheckpointError if `out` exists, if Python has no documentation strings, or if a
+    checkpoint does not verify.
     """
     from quantkit.io.staging import publish, staging
 
@@ -85,10 +91,14 @@ def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, 
 
 
 def texts() -> tuple[list[str], str]:
-    """Collect the calibration documents, one a class or function, and the evaluation text. They share no string."""
+    """Collect the calibration documents, one a class or function, and the evaluation text. They
+    share no string.
+    """
     first = list(_documents(CALIBRATION))
     seen = {string for strings in first for string in strings}
-    second = [string for strings in _documents(EVALUATION) for string in strings if string not in seen]
+    second = [
+        string for strings in _documents(EVALUATION) for string in strings if string not in seen
+    ]
     if not first or not second:
         raise CheckpointError("this Python runs without documentation strings: run it without -OO")
     return ["\n\n".join(strings) for strings in first], "\n\n".join(second)
@@ -98,7 +108,9 @@ def _write_texts(folder: Path) -> None:
     from quantkit.io import files
 
     documents, text = texts()
-    files.write_atomic(folder / CALIBRATED_ON, "".join(json.dumps({"text": d}) + "\n" for d in documents).encode())
+    files.write_atomic(
+        folder / CALIBRATED_ON, "".join(json.dumps({"text": d}) + "\n" for d in documents).encode()
+    )
     files.write_atomic(folder / EVALUATED_ON, text.encode())
 
 
@@ -115,7 +127,10 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
         api.quantize(MODEL, folder / name, device="cpu", progress=shown, **options)
     progress.note(f"pack      {SOURCE} -> {PACKED}")
     pack(folder / SOURCE, folder / PACKED, "marlin")
-    methods = {**{name: options["method"] for name, options in RECIPES.items()}, PACKED: "as above, repacked"}
+    methods = {
+        **{name: options["method"] for name, options in RECIPES.items()},
+        PACKED: "as above, repacked",
+    }
     for name in methods:
         progress.note(f"verify    {name}")
         proof = verify(folder / name, folder / SOURCE if name == PACKED else None)
@@ -125,14 +140,18 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
     for name in ("int4-rtn", SOURCE, PACKED, "fp6-gptq"):
         rows.append(_row(folder / name, methods[name], evaluation, rows[0], progress))
     protocol = (
-        f"perplexity on the documentation strings of {len(EVALUATION.split())} Python modules, windows and stride "
-        f"{WINDOW}; calibrated on {SAMPLES} classes and functions of {len(CALIBRATION.split())} other modules. The "
+        f"perplexity on the documentation strings of {len(EVALUATION.split())} Python modules, "
+        "windows and stride "
+        f"{WINDOW}; calibrated on {SAMPLES} classes and functions of {len(CALIBRATION.split())} "
+        "other modules. The "
         "model was trained on the documentation of other modules too, not on the evaluated ones'."
     )
     return {"rows": rows, "protocol": protocol}
 
 
-def _row(folder: Path, method: str, text: Path, before: dict[str, Any] | None, progress: Progress) -> dict[str, Any]:
+def _row(
+    folder: Path, method: str, text: Path, before: dict[str, Any] | None, progress: Progress
+) -> dict[str, Any]:
     from quantkit import api
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.pipeline.inspection import describe
@@ -153,7 +172,9 @@ def _row(folder: Path, method: str, text: Path, before: dict[str, Any] | None, p
 
 
 def _documents(modules: str) -> Iterator[list[str]]:
-    """Yield the documentation strings of each module, class with its methods, and function, in their order there."""
+    """Yield the documentation strings of each module, class with its methods, and function, in
+    their order there.
+    """
     for name in modules.split():
         module = import_module(name)
         yield from filter(None, [_strings([module])])
@@ -164,7 +185,9 @@ def _documents(modules: str) -> Iterator[list[str]]:
 
 
 def _strings(objects: list[Any]) -> list[str]:
-    documented = (o for o in objects if isinstance(o, ModuleType | property | type) or inspect.isroutine(o))
+    documented = (
+        o for o in objects if isinstance(o, ModuleType | property | type) or inspect.isroutine(o)
+    )
     strings = [inspect.cleandoc(o.__doc__) for o in documented if isinstance(o.__doc__, str)]
     return [string for string in strings if len(string) >= SHORTEST]
 

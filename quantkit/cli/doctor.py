@@ -1,6 +1,7 @@
 """The command doctor: packages, the machine, and the exact command that fixes what is missing.
 
-Versions come from package metadata, and torch is imported late. So a broken library cannot stop its own diagnosis.
+Versions come from package metadata, and torch is imported late. So a broken library cannot stop its
+own diagnosis.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def format_diagnosis(found: Mapping[str, Any]) -> str:
     """Format the diagnosis of `doctor`, with the commands that fix it."""
     marks = {True: "ok", False: "MISSING", None: "-"}
     rows = [
-        (marks[check["ok"]], check["name"], check["found"] or "not found", check["needs"]) for check in found["checks"]
+        (marks[check["ok"]], check["name"], check["found"] or "not found", check["needs"])
+        for check in found["checks"]
     ]
     machine = found["machine"]
     gpus = [
-        f"{gpu['name']}, {format_bytes(gpu['memory'])}, sm_{gpu['compute_capability'].replace('.', '')}"
+        f"{gpu['name']}, {format_bytes(gpu['memory'])}, "
+        f"sm_{gpu['compute_capability'].replace('.', '')}"
         + (f" ({gpu['problem']})" if gpu["problem"] else "")
         for gpu in found["gpus"]
     ]
@@ -68,7 +71,10 @@ def format_diagnosis(found: Mapping[str, Any]) -> str:
             [
                 ("machine", machine["platform"]),
                 ("cores", f"{machine['cores']}{threads}"),
-                ("free memory", format_bytes(machine["free_memory"]) if machine["free_memory"] else "unknown"),
+                (
+                    "free memory",
+                    format_bytes(machine["free_memory"]) if machine["free_memory"] else "unknown",
+                ),
                 ("free disk", format_bytes(machine["free_disk"])),
                 ("GPU", "; ".join(gpus) or "none that torch sees"),
                 ("kernels", found["kernels"]["note"]),
@@ -80,22 +86,30 @@ def format_diagnosis(found: Mapping[str, Any]) -> str:
 
 
 def diagnose() -> dict[str, Any]:
-    """Diagnose the installation: `ok`, `checks` (name, found, needs, ok, fix), `gpus`, `kernels`, `machine`, `fixes`.
+    """Diagnose the installation: `ok`, `checks` (name, found, needs, ok, fix), `gpus`, `kernels`,
+    `machine`, `fixes`.
 
-    `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk space, in bytes, is
-    that of the current folder.
+    `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk
+    space, in bytes, is that of the current folder.
     """
     checks = [_python(), *(package(name, lowest) for name, lowest in required().items())]
     gpus: list[dict[str, Any]] = []
     machine: dict[str, Any] = {"threads": None, "free_memory": None}
     try:
         from quantkit.cli import gpu_diagnosis
-    except (ImportError, OSError) as error:  # a torch whose libraries do not fit the machine raises an OSError
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # a torch whose libraries do not fit the machine raises an OSError
         kernels: dict[str, Any] = {"here": [], "note": f"unknown: {reason(error)}"}
         if all(check.ok for check in checks):
             checks.append(_broken(error))
     else:
-        gpus, kernels, machine = gpu_diagnosis.gpus(), gpu_diagnosis.kernels(), gpu_diagnosis.machine()
+        gpus, kernels, machine = (
+            gpu_diagnosis.gpus(),
+            gpu_diagnosis.kernels(),
+            gpu_diagnosis.machine(),
+        )
         checks += [gpu_diagnosis.cuda_build(), gpu_diagnosis.cupy()]
     checks += [
         package("compressed-tensors", "0.15", "for transformers to load our default INT4 output"),
@@ -113,14 +127,20 @@ def diagnose() -> dict[str, Any]:
             **machine,
             "free_disk": shutil.disk_usage(".").free,
         },
-        "fixes": list(dict.fromkeys(check.fix for check in checks if check.fix and check.ok is not None)),
+        "fixes": list(
+            dict.fromkeys(check.fix for check in checks if check.fix and check.ok is not None)
+        ),
     }
 
 
 def _python() -> Check:
     low, high = (".".join(map(str, version)) for version in PYTHON)
     ok = PYTHON[0] <= sys.version_info[:2] < PYTHON[1]
-    fix = None if ok else f"install a Python from {low} to before {high} and run: python -m pip install quantkit"
+    fix = (
+        None
+        if ok
+        else f"install a Python from {low} to before {high} and run: python -m pip install quantkit"
+    )
     return Check("python", platform.python_version(), f">={low},<{high}", ok, fix)
 
 
@@ -132,9 +152,13 @@ def _broken(error: ImportError | OSError) -> Check:
 
 
 def required() -> dict[str, str]:
-    """Read the packages that quantkit needs, each with its lowest version; none if quantkit is not installed."""
+    """Read the packages that quantkit needs, each with its lowest version; none if quantkit is not
+    installed.
+    """
     stated = metadata.requires("quantkit") or [] if installed_version("quantkit") else []
-    rule = re.compile(r"([\w.-]+)[^;]*>=([\d.]+)[^;]*")  # other releases may be left out; behind a `;` stands an extra
+    rule = re.compile(
+        r"([\w.-]+)[^;]*>=([\d.]+)[^;]*"
+    )  # other releases may be left out; behind a `;` stands an extra
     return dict((found[1], found[2]) for each in stated if (found := rule.fullmatch(each)))
 
 
@@ -143,12 +167,18 @@ def package(name: str, lowest: str, why: str = "") -> Check:
     found = installed_version(name)
     ok = at_least(found, lowest) if found is not None else None if why else False
     return Check(
-        name, found, f">={lowest} {why}".rstrip(), ok, None if ok else f"pip install --upgrade '{name}>={lowest}'"
+        name,
+        found,
+        f">={lowest} {why}".rstrip(),
+        ok,
+        None if ok else f"pip install --upgrade '{name}>={lowest}'",
     )
 
 
 def at_least(version: str, lowest: str) -> bool:
-    """Compare the leading numbers of two versions (`2.13.0+cpu` is 2.13.0): is the first one as high or higher?"""
+    """Compare the leading numbers of two versions (`2.13.0+cpu` is 2.13.0): is the first one as
+    high or higher?
+    """
     return _numbers(version) >= _numbers(lowest)
 
 

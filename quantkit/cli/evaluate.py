@@ -19,22 +19,36 @@ if TYPE_CHECKING:
     from quantkit.evaluation.perplexity import Perplexity
 
 window = click.option(
-    "--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."
+    "--window",
+    type=click.IntRange(min=2),
+    help="Tokens per window [the model's context, at most 2048].",
 )
 #: The options of an evaluation: text, windows, device.
 protocol_options = combined(
     section(
         "Basic",
-        text("--data", "NAME|FILE", f"Text: {options.DATA} [wikitext2].", completers.texts, default="wikitext2"),
+        text(
+            "--data",
+            "NAME|FILE",
+            f"Text: {options.DATA} [wikitext2].",
+            completers.texts,
+            default="wikitext2",
+        ),
         count("--tokens", "Read the text's first N tokens [all].", least=2),
         options.device,
     ),
     section(
         "Method",
         window,
-        click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next [the window]."),
         click.option(
-            "--bos/--no-bos", default=None, help="Put the BOS token in front of every window [as the tokenizer does]."
+            "--stride",
+            type=click.IntRange(min=1),
+            help="Tokens from one window to the next [the window].",
+        ),
+        click.option(
+            "--bos/--no-bos",
+            default=None,
+            help="Put the BOS token in front of every window [as the tokenizer does].",
         ),
     ),
     section("Advanced", options.source, options.no_check),
@@ -51,7 +65,11 @@ PLACES = {
 }
 
 
-@options.group("eval", "quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2", commands=cast(Any, Commands(PLACES)))
+@options.group(
+    "eval",
+    "quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2",
+    commands=cast(Any, Commands(PLACES)),
+)
 def evaluate() -> None:
     """Measure how good a checkpoint is."""
 
@@ -59,8 +77,22 @@ def evaluate() -> None:
 @command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @protocol_options
-@section("Output", text("--max-perplexity", "X", "Leave with exit code 4 if the perplexity is above X.", type=Range(1)))
-def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: Progress, **protocol: Any) -> None:
+@section(
+    "Output",
+    text(
+        "--max-perplexity",
+        "X",
+        "Leave with exit code 4 if the perplexity is above X.",
+        type=Range(1),
+    ),
+)
+def ppl(
+    checkpoint: str,
+    max_perplexity: float | None,
+    as_json: bool,
+    progress: Progress,
+    **protocol: Any,
+) -> None:
     """Measure perplexity.
 
     CHECKPOINT may be dense or quantized; the protocol is printed beside the figure."""
@@ -69,23 +101,45 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
     found = api.eval_ppl(checkpoint, progress=progress, **protocol)
     emit(show.as_json(asdict(found)) if as_json else format_perplexity(found, progress))
     if max_perplexity is not None and not found.perplexity <= max_perplexity:
-        leave(MISSED, f"Error: perplexity {found.perplexity:.4f} is above --max-perplexity {max_perplexity:g}")
+        leave(
+            MISSED,
+            f"Error: perplexity {found.perplexity:.4f} is above --max-perplexity "
+            f"{max_perplexity:g}",
+        )
 
 
 @command("kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @section(
     "Basic",
-    text("--against", "MODEL", "The model that CHECKPOINT was made from.", completers.folders, required=True),
-    text("--versus", "CHECKPOINT", "Another checkpoint, compared in pairs on the same windows.", completers.folders),
+    text(
+        "--against",
+        "MODEL",
+        "The model that CHECKPOINT was made from.",
+        completers.folders,
+        required=True,
+    ),
+    text(
+        "--versus",
+        "CHECKPOINT",
+        "Another checkpoint, compared in pairs on the same windows.",
+        completers.folders,
+    ),
 )
 @protocol_options
-@section("Output", text("--max-kld", "X", "Leave with exit code 4 if the divergence is above X nats.", type=Range(0)))
-def divergence(checkpoint: str, max_kld: float | None, as_json: bool, progress: Progress, **asked: Any) -> None:
+@section(
+    "Output",
+    text(
+        "--max-kld", "X", "Leave with exit code 4 if the divergence is above X nats.", type=Range(0)
+    ),
+)
+def divergence(
+    checkpoint: str, max_kld: float | None, as_json: bool, progress: Progress, **asked: Any
+) -> None:
     """Measure KL divergence.
 
-    How far CHECKPOINT's next-token distributions are from MODEL's: the mean with a 95 % interval by bootstrap over
-    windows, the tails, and how often both prefer the same token."""
+    How far CHECKPOINT's next-token distributions are from MODEL's: the mean with a 95 % interval by
+    bootstrap over windows, the tails, and how often both prefer the same token."""
     from quantkit import api
 
     found = api.eval_kld(checkpoint, progress=progress, **asked)
@@ -98,21 +152,36 @@ def format_perplexity(found: Perplexity, progress: Progress) -> str:
     """Format a perplexity and its protocol."""
     figure, protocol = f"perplexity {found.perplexity:.4f}", _protocol(found)
     bits = found.nll / math.log(2)
-    more = f"{found.nll:.6f} nats or {bits:.6f} bits a token, {found.nll * found.tokens:.1f} nats in all"
+    more = (
+        f"{found.nll:.6f} nats or {bits:.6f} bits a token, {found.nll * found.tokens:.1f} nats in "
+        "all"
+    )
     return show.of_level(progress, f"{figure} {protocol}", f"{figure}\n{protocol}", more)
 
 
 def format_divergence(found: Divergence, checkpoint: str, progress: Progress) -> str:
-    """Format a KL divergence with its tails and its protocol, beside another checkpoint's if there is one."""
+    """Format a KL divergence with its tails and its protocol, beside another checkpoint's if there
+    is one.
+    """
     from quantkit.reporting.facts import tails
 
-    mean, top1, protocol = f"KL divergence {found.kld:.6f} nats", f"top-1 agreement {_top1(found)}", _protocol(found)
+    mean, top1, protocol = (
+        f"KL divergence {found.kld:.6f} nats",
+        f"top-1 agreement {_top1(found)}",
+        _protocol(found),
+    )
     agreed = round(found.top1 * found.tokens)
     more = f"{found.kld / math.log(2):.6f} bits a token; {agreed} of {found.tokens} tokens agree"
-    line, figures = f"{mean}, {top1} {protocol}", [mean, ", ".join(map(" ".join, tails(asdict(found)))), top1]
+    line, figures = (
+        f"{mean}, {top1} {protocol}",
+        [mean, ", ".join(map(" ".join, tails(asdict(found)))), top1],
+    )
     if found.versus is not None:
         verdict = _verdict(found.versus, checkpoint)
-        line, figures = f"{mean}; {verdict}; {top1} {protocol}", [_pair(found, found.versus, checkpoint), verdict]
+        line, figures = (
+            f"{mean}; {verdict}; {top1} {protocol}",
+            [_pair(found, found.versus, checkpoint), verdict],
+        )
     return show.of_level(progress, line, "\n".join([*figures, protocol]), more)
 
 
@@ -124,7 +193,10 @@ def _pair(found: Divergence, other: Versus, checkpoint: str) -> str:
         {"mean": f"{each.kld:.6f}", **dict(tails(asdict(each))), "top-1 agreement": _top1(each)}
         for each in (found, other)
     )
-    apart = {"mean": f"{other.difference:+.6f}", "95 % interval": interval(other.difference_low, other.difference_high)}
+    apart = {
+        "mean": f"{other.difference:+.6f}",
+        "95 % interval": interval(other.difference_low, other.difference_high),
+    }
     rows = [(label, value, theirs[label], apart.get(label, "")) for label, value in ours.items()]
     return show.table(("KL divergence, nats", checkpoint, other.name, "difference"), rows)
 
@@ -134,7 +206,10 @@ def _verdict(other: Versus, checkpoint: str) -> str:
     if other.difference_low is None or other.difference_high is None:
         return "one window says nothing about chance"
     if other.difference_low <= 0 <= other.difference_high:
-        return f"{checkpoint} and {other.name} differ by no more than chance: the interval of the difference holds 0"
+        return (
+            f"{checkpoint} and {other.name} differ by no more than chance: the interval of the "
+            "difference holds 0"
+        )
     nearer = checkpoint if other.difference < 0 else other.name
     return f"{nearer} is nearer to the reference: the interval of the difference leaves out 0"
 
@@ -146,11 +221,14 @@ def _top1(figures: Figures) -> str:
 def _protocol(found: Perplexity | Divergence) -> str:
     if found.pairs:
         return (
-            f"on {found.data}: {found.pairs} summaries given their documents, {found.tokens} predictions, "
+            f"on {found.data}: {found.pairs} summaries given their documents, {found.tokens} "
+            "predictions, "
             f"{found.text_tokens} tokens of both; {found.weights}"
         )
     return (
-        f"on {found.data}: {found.windows} windows of {found.window} tokens, stride {found.stride}, "
-        f"{'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), {found.tokens} predictions, "
+        f"on {found.data}: {found.windows} windows of {found.window} tokens, stride "
+        f"{found.stride}, "
+        f"{'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), {found.tokens} "
+        "predictions, "
         f"text of {found.text_tokens} tokens (a last short window is dropped); {found.weights}"
     )

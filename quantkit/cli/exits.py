@@ -27,14 +27,27 @@ SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: STOPPED, signal.SIGHUP: S
 #: What the machine, not the program, can be blamed for.
 ENVIRONMENTAL = {
     getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EMFILE", "ENFILE", "EIO", "ENOMEM")
+    for name in (
+        "ENOSPC",
+        "EDQUOT",
+        "EFBIG",
+        "EACCES",
+        "EPERM",
+        "EROFS",
+        "EMFILE",
+        "ENFILE",
+        "EIO",
+        "ENOMEM",
+    )
 }
 #: What the handlers ask of the loops of the command that runs.
 STOP = Stop()
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT: after a KeyboardInterrupt itself that went through `exec`, `python -m` ends with another code."""
+    """SIGINT: after a KeyboardInterrupt itself that went through `exec`, `python -m` ends with
+    another code.
+    """
 
 
 class Stopped(KeyboardInterrupt):
@@ -42,7 +55,9 @@ class Stopped(KeyboardInterrupt):
 
 
 def catch_signals() -> None:
-    """Let the first SIGINT, SIGTERM or SIGHUP end the command in order; a second one ends the process at once."""
+    """Let the first SIGINT, SIGTERM or SIGHUP end the command in order; a second one ends the
+    process at once.
+    """
     for number, code in SIGNALS.items():
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _handler(code))
@@ -59,9 +74,13 @@ def _handler(code: int) -> Callable[[int, FrameType | None], None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         for other in SIGNALS:
-            signal.signal(other, lambda *_: os._exit(code))  # the disk holds a resumable state at any moment
+            signal.signal(
+                other, lambda *_: os._exit(code)
+            )  # the disk holds a resumable state at any moment
         if STOP.is_in_loop() and sys.stderr.isatty():
-            os.write(sys.stderr.fileno(), b"\nstopping after this step; once more to stop at once\n")
+            os.write(
+                sys.stderr.fileno(), b"\nstopping after this step; once more to stop at once\n"
+            )
         STOP.request(reason)
 
     return handle
@@ -85,7 +104,9 @@ def exits() -> Iterator[None]:
             raise
         where = f"{error.filename}: " if error.filename else ""
         leave(
-            FAILED, f"Error: {where}{(error.strerror or 'failed').lower()}: check the path, its permissions and space"
+            FAILED,
+            f"Error: {where}{(error.strerror or 'failed').lower()}: check the path, its "
+            "permissions and space",
         )
     except (MemoryError, RuntimeError, ImportError, SystemError) as error:
         if not is_out_of_memory(error):

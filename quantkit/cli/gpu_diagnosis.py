@@ -1,4 +1,6 @@
-"""The part of the diagnosis that needs torch: its build, CuPy, the GPUs, and the kernels that run on them."""
+"""The part of the diagnosis that needs torch: its build, CuPy, the GPUs, and the kernels that run
+on them.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,30 @@ def cuda_build() -> Check:
     if not Path("/proc/driver/nvidia").exists() and shutil.which("nvidia-smi") is None:
         return Check("torch build", found, needs, True if torch.version.cuda is None else None)
     if torch.version.cuda is None:
-        return Check("torch build", found, needs, False, "pip install --force-reinstall --no-cache-dir torch")
-    return Check("torch build", found, needs, False, "nvidia-smi   # the driver does not answer torch: it says why")
+        return Check(
+            "torch build", found, needs, False, "pip install --force-reinstall --no-cache-dir torch"
+        )
+    return Check(
+        "torch build",
+        found,
+        needs,
+        False,
+        "nvidia-smi   # the driver does not answer torch: it says why",
+    )
 
 
 def cupy() -> Check:
-    """Check CuPy, which compiles the kernels. Its package depends on the CUDA version of the torch build."""
+    """Check CuPy, which compiles the kernels. Its package depends on the CUDA version of the torch
+    build.
+    """
     state = toolchain()
     found = f"{state['cupy']}, NVRTC {state['nvrtc']}" if state["nvrtc"] else None
     needs = ">=13.6, for kernels on a GPU"
     if state["nvrtc"]:
         return Check("cupy", found, needs, at_least(str(state["cupy"]), "13.6"))
-    installed = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if installed_version(name)), None)
+    installed = next(
+        (name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if installed_version(name)), None
+    )
     if installed is not None:
         found = f"{installed} does not load: {state['problem']}"
     fix = loader.install()
@@ -51,7 +65,9 @@ def cupy() -> Check:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """List the GPUs with compute capability, memory in bytes, and why kernels cannot run on one (`problem`)."""
+    """List the GPUs with compute capability, memory in bytes, and why kernels cannot run on one
+    (`problem`).
+    """
     if not torch.cuda.is_available():
         return []
     found = []
@@ -62,23 +78,37 @@ def gpus() -> list[dict[str, Any]]:
             loader.arch_name(facts.major, facts.minor)
         except KernelError as error:
             problem = str(error)
-        gpu = {"name": facts.name, "compute_capability": capability, "memory": facts.total_memory, "problem": problem}
+        gpu = {
+            "name": facts.name,
+            "compute_capability": capability,
+            "memory": facts.total_memory,
+            "problem": problem,
+        }
         found.append(gpu)
     return found
 
 
 def kernels() -> dict[str, Any]:
-    """Name the layouts whose kernel runs on a GPU of this machine, and say in `note` where, or what is in the way."""
+    """Name the layouts whose kernel runs on a GPU of this machine, and say in `note` where, or what
+    is in the way.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)]
     obstacles = {(name, gpu): missing(name, gpu) for name in sorted(MATMULS) for gpu in devices}
-    here = [name for name in sorted(MATMULS) if any(obstacles[name, gpu] is None for gpu in devices)]
+    here = [
+        name for name in sorted(MATMULS) if any(obstacles[name, gpu] is None for gpu in devices)
+    ]
     if not here:
         why = next(iter(obstacles.values()), None) or "torch sees no CUDA GPU"
         return {"here": here, "note": f"none run here: {why}; verify proves the bits without them"}
     able = dict.fromkeys(
-        torch.cuda.get_device_properties(gpu).name for (_, gpu), why in obstacles.items() if why is None
+        torch.cuda.get_device_properties(gpu).name
+        for (_, gpu), why in obstacles.items()
+        if why is None
     )
     others = ", ".join(name for name in LAYOUTS if name not in here)
-    note = f"for {', '.join(here)}, on {', '.join(able)}; other programs multiply {others}, whose bits verify proves"
+    note = (
+        f"for {', '.join(here)}, on {', '.join(able)}; other programs multiply {others}, whose "
+        "bits verify proves"
+    )
     return {"here": here, "note": note}

@@ -32,7 +32,11 @@ MOST_ROWS = 40
 )
 @options.device
 @options.flag("--unsealed", "Accept codes that nothing can be compared with.")
-@click.option("--engine", type=click.Choice([*SERVERS]), help="Installed engine whose log-probabilities must be right.")
+@click.option(
+    "--engine",
+    type=click.Choice([*SERVERS]),
+    help="Installed engine whose log-probabilities must be right.",
+)
 @click.option(
     "--engine-args",
     type=options.JsonObject("quantization=quantkit"),
@@ -40,14 +44,19 @@ MOST_ROWS = 40
     help='Further arguments of the engine: \'{"quantization": "quantkit"}\'.',
 )
 def verify(
-    checkpoint: Path, engine_args: dict[str, Any] | None, as_json: bool, progress: Progress, **asked: Any
+    checkpoint: Path,
+    engine_args: dict[str, Any] | None,
+    as_json: bool,
+    progress: Progress,
+    **asked: Any,
 ) -> None:
     """Prove the bits of CHECKPOINT.
 
-    Every packed weight is unpacked and packed again and compared with its digest in the report, and on a GPU multiplied
-    by its kernels; verify.json is written into the folder. Without a report, the digests in the weight files are
-    compared. With --engine the engine opens the folder and reads the packaged text; its log-probabilities must be
-    those of the decoded model, up to rounding."""
+    Every packed weight is unpacked and packed again and compared with its digest in the report, and
+    on a GPU multiplied by its kernels; verify.json is written into the folder. Without a report,
+    the digests in the weight files are compared. With --engine the engine opens the folder and
+    reads the packaged text; its log-probabilities must be those of the decoded model, up to
+    rounding."""
     from quantkit.evaluation import verification
     from quantkit.evaluation.engine_check import verify_in_engine
     from quantkit.io.files import is_writable
@@ -67,12 +76,18 @@ def verify(
 @options.flag("--check", "Compare the hash of every file with the recorded one, and end.")
 @options.source
 def inspect(
-    checkpoint: str, check: bool, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress
+    checkpoint: str,
+    check: bool,
+    revision: str | None,
+    trust_remote_code: bool,
+    as_json: bool,
+    progress: Progress,
 ) -> None:
     """Describe CHECKPOINT from its headers.
 
-    Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program. With --check, only
-    hashes are compared: with those in the report, or without one with the digests in the weight files."""
+    Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program.
+    With --check, only hashes are compared: with those in the report, or without one with the
+    digests in the weight files."""
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.checkpoint.resolve import resolve
     from quantkit.pipeline.inspection import describe, tensors
@@ -83,7 +98,11 @@ def inspect(
 
         failures, notices = verify_files(folder)
         facts = {"path": str(folder), "ok": not failures, "failures": failures, "notices": notices}
-        emit(show.as_json(facts) if as_json else format_checks(str(folder), failures, notices, progress))
+        emit(
+            show.as_json(facts)
+            if as_json
+            else format_checks(str(folder), failures, notices, progress)
+        )
         if failures:
             leave(UNVERIFIED, _failed(folder, failures))
         return
@@ -103,8 +122,8 @@ def _failed(folder: Path, failures: Sequence[str]) -> str:
 def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -> None:
     """Print or draw a report.
 
-    FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes, error by depth,
-    time, memory and notices."""
+    FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes,
+    error by depth, time, memory and notices."""
     from quantkit.checkpoint.report import REPORT, load as load_report
     from quantkit.evaluation.verification import VERIFICATION
     from quantkit.io import files
@@ -118,14 +137,19 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
     if html is not None:
         if html.suffix != ".html":
             raise click.UsageError(f"{html}: the file name must end in .html")
-        proof = load_json(inside(folder.resolve(), VERIFICATION)) if (folder / VERIFICATION).exists() else None
+        proof = (
+            load_json(inside(folder.resolve(), VERIFICATION))
+            if (folder / VERIFICATION).exists()
+            else None
+        )
         files.write_atomic(html, page(found, proof).encode())
         progress.note(f"drawn: {html}")
     emit(show.as_json(found) if as_json else show.report(found, progress))
 
 
 def format_verification(found: Verification, progress: Progress) -> str:
-    """Format the outcome of `verify`: a row for each weight, or only the failed ones, then a verdict.
+    """Format the outcome of `verify`: a row for each weight, or only the failed ones, then a
+    verdict.
 
     -q prints the verdict, below what failed. -v prints every row, and the digest of each file.
     """
@@ -139,12 +163,21 @@ def format_verification(found: Verification, progress: Progress) -> str:
     most = len(shown) if progress.verbose else MOST_ROWS
     proofs = ("repack", "digest", "against", *(("product",) if found.kernel else ()))
     rows = [
-        (row.module, list(row.shape), row.scheme, *(_passed(getattr(row, proof)) for proof in proofs))
+        (
+            row.module,
+            list(row.shape),
+            row.scheme,
+            *(_passed(getattr(row, proof)) for proof in proofs),
+        )
         for row in shown[:most]
     ]
     lines = [show.table(("weight", "shape", "scheme", *proofs), rows)] if rows else []
     lines += [f"... and {len(shown) - most} more, all with -v"] if len(shown) > most else []
-    lines += [f"file: {name} {digest}" for name, digest in found.files.items()] if progress.verbose else []
+    lines += (
+        [f"file: {name} {digest}" for name, digest in found.files.items()]
+        if progress.verbose
+        else []
+    )
     lines += failures
     lines += [f"note: {notice}" for notice in found.notices]
     return "\n".join([*lines, last])
@@ -154,14 +187,20 @@ def _passed(value: bool | None) -> str:
     return {True: "ok", False: "FAILED", None: "-"}[value]
 
 
-def format_checks(path: str, failures: Sequence[str], notices: Sequence[str], progress: Progress) -> str:
+def format_checks(
+    path: str, failures: Sequence[str], notices: Sequence[str], progress: Progress
+) -> str:
     """Format the outcome of `inspect --check`."""
     last = f"{path}: {'a file was changed' if failures else 'no file was changed'}"
     lines = [f"FAILED: {failure}" for failure in failures]
-    return "\n".join([*lines, *([] if progress.quiet else [f"note: {notice}" for notice in notices]), last])
+    return "\n".join(
+        [*lines, *([] if progress.quiet else [f"note: {notice}" for notice in notices]), last]
+    )
 
 
-def format_description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]], progress: Progress) -> str:
+def format_description(
+    found: Mapping[str, Any], tensors: Iterable[Sequence[Any]], progress: Progress
+) -> str:
     """Format the facts that `inspect` read from the headers of a checkpoint; -v lists `tensors`."""
     bits = found["bits_per_weight"]
     line = (
@@ -171,13 +210,18 @@ def format_description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]
         + (f"{bits:.3f} bits/weight with scales, " if bits else "")
         + format_bytes(sum(found["files"].values()))
     )
-    return show.of_level(progress, line, _description(found), show.table(("tensor", "shape", "held as"), tensors))
+    return show.of_level(
+        progress, line, _description(found), show.table(("tensor", "shape", "held as"), tensors)
+    )
 
 
 def _held(found: Mapping[str, Any]) -> str:
     """Name the layout of a checkpoint, or how a dense model is stored."""
     low = found["dequantized_from"]
-    return str(found["layout"] or (f"{low}, read as {found['dtype']}" if low else f"dense {found['dtype']}"))
+    return str(
+        found["layout"]
+        or (f"{low}, read as {found['dtype']}" if low else f"dense {found['dtype']}")
+    )
 
 
 def _description(found: Mapping[str, Any]) -> str:
@@ -187,15 +231,36 @@ def _description(found: Mapping[str, Any]) -> str:
             ("path", found["path"]),
             ("model type", found["model_type"]),
             ("layout", _held(found)),
-            ("schemes", ", ".join(f"{label} ({count} linears)" for label, count in found["schemes"].items())),
-            ("parameters", f"{found['parameters']}, {found['quantized_weights']} of them quantized"),
-            ("share", f"{100 * found['share']:.2f} % of the decoder's weights" if found["share"] else None),
-            ("padded", f"{found['padded_linears']} linears, with zeros" if found["padded_linears"] else None),
+            (
+                "schemes",
+                ", ".join(
+                    f"{label} ({count} linears)" for label, count in found["schemes"].items()
+                ),
+            ),
+            (
+                "parameters",
+                f"{found['parameters']}, {found['quantized_weights']} of them quantized",
+            ),
+            (
+                "share",
+                f"{100 * found['share']:.2f} % of the decoder's weights"
+                if found["share"]
+                else None,
+            ),
+            (
+                "padded",
+                f"{found['padded_linears']} linears, with zeros"
+                if found["padded_linears"]
+                else None,
+            ),
             ("bits/weight", f"{bits:.3f} with scales" if bits else None),
             ("bits/parameter", f"{found['bits_per_parameter']:.3f} over the whole model"),
             ("size", format_bytes(sum(found["files"].values()))),
             ("tensors", format_bytes(found["bytes"]["total"])),
-            *((f"  {name}", format_bytes(count)) for name, count in found["bytes"]["packed"].items()),
+            *(
+                (f"  {name}", format_bytes(count))
+                for name, count in found["bytes"]["packed"].items()
+            ),
             ("  dense", format_bytes(found["bytes"]["dense"])),
             *(("shape", f"{shape} x {count}") for shape, count in found["shapes"].items()),
             *(("file", f"{name} {format_bytes(count)}") for name, count in found["files"].items()),

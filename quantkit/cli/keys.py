@@ -26,12 +26,18 @@ _MORE: dict[str, dict[str, Any]] = {
         "help": "A scheme for some: '.*down_proj=int4:g64'; repeatable.",
         "also": ["--pin"],
     },
-    "skip": {"multiple": True, "metavar": "REGEX", "help": "Linears left dense, besides lm_head; repeatable."},
+    "skip": {
+        "multiple": True,
+        "metavar": "REGEX",
+        "help": "Linears left dense, besides lm_head; repeatable.",
+    },
     "calib": {
         "multiple": True,
         "metavar": "SOURCE[:WEIGHT]",
         "shell_complete": completers.texts,
-        "help": f"Calibration text: {CALIBRATION} [packaged]; repeatable, the weights are relative.",
+        "help": (
+            f"Calibration text: {CALIBRATION} [packaged]; repeatable, the weights are relative."
+        ),
     },
     "template_args": {
         "type": JsonObject("enable_thinking=false"),
@@ -48,7 +54,9 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_options(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callable[[Function], Function]:
+def recipe_options(
+    keys: Sequence[Key], like: str = "gptq.damp=0.02"
+) -> Callable[[Function], Function]:
     """Make the options of the keys that have one, and `--set` for all others."""
     setting = click.option(
         "--set",
@@ -58,7 +66,9 @@ def recipe_options(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callabl
         shell_complete=completers.settings(keys),
         help=f"Any key of a recipe, like {like}; --help-all lists them; repeatable.",
     )
-    return combined(*(_option(key) for key in keys if key.level in OPTIONS), section("Basic", setting))
+    return combined(
+        *(_option(key) for key in keys if key.level in OPTIONS), section("Basic", setting)
+    )
 
 
 def run_options() -> Callable[[Function], Function]:
@@ -67,8 +77,14 @@ def run_options() -> Callable[[Function], Function]:
 
 
 def fit_options(*without: str) -> Callable[[Function], Function]:
-    """Make the options of a target size; of a command that declares some itself, none but `--help-all` lists them."""
-    keys = [replace(key, level="all") if without else key for key in keys_of(FitOptions) if key.keyword not in without]
+    """Make the options of a target size; of a command that declares some itself, none but
+    `--help-all` lists them.
+    """
+    keys = [
+        replace(key, level="all") if without else key
+        for key in keys_of(FitOptions)
+        if key.keyword not in without
+    ]
     return combined(*(_option(key, default=key.default) for key in keys))
 
 

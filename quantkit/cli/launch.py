@@ -14,7 +14,8 @@ from quantkit.cli.exits import STOP, exits, ignore_signals
 from quantkit.errors import QuantkitError, RecipeError, reason
 from quantkit.progress import Progress
 
-#: What a launcher tells each process that it starts. A cluster may set some of it for other programs.
+#: What a launcher tells each process that it starts. A cluster may set some of it for other
+#: programs.
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,14 +40,16 @@ def require_one(command: str) -> None:
     """Raise RecipeError if several processes were started for a command that needs one."""
     if started() > 1:
         raise RecipeError(
-            f"{started()} processes were started, and quantkit {command} uses one: start it without torchrun or "
+            f"{started()} processes were started, and quantkit {command} uses one: start it "
+            "without torchrun or "
             "accelerate launch"
         )
 
 
 @contextmanager
 def joined() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Join the process group of a launcher; all processes end at one time, after the first one has printed.
+    """Join the process group of a launcher; all processes end at one time, after the first one has
+    printed.
 
     Yields a context manager in which an error of one process is raised by all.
     """
@@ -64,7 +67,8 @@ def joined() -> Iterator[Callable[[], AbstractContextManager[None]]]:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         with exits():
             raise QuantkitError(
-                f"the processes do not reach each other through {where} ({reason(error)}): start all of them again"
+                f"the processes do not reach each other through {where} ({reason(error)}): start "
+                "all of them again"
             ) from error
     try:
         yield partial(here.together, Progress(quiet=True, stop=STOP))

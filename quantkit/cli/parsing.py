@@ -1,4 +1,6 @@
-"""Click's commands and choices, with options in sections, lazy commands, and near matches for wrong words."""
+"""Click's commands and choices, with options in sections, lazy commands, and near matches for wrong
+words.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,19 @@ OTHERS = "Other"
 EVERYTHING = "quantkit.everything"
 #: Commands of former versions, and their replacements.
 GONE = {"run": "quantkit quantize MODEL -o OUT --recipe RECIPE"}
-#: Least similarity of a suggestion (difflib's ratio, dashes not counted). At 0.6 words are suggested that only share
-#: some letters.
+#: Least similarity of a suggestion (difflib's ratio, dashes not counted). At 0.6 words are
+#: suggested that only share some letters.
 CUTOFF = 0.75
 
 
 def moved(keys: Iterable[Key]) -> dict[str, str]:
     """Describe the replacement of an option of former versions, by its name."""
     distill = "quantkit distill OUT --against MODEL"
-    found = {"--dry-run": "quantkit plan", "--distill": distill, "--distill-codes": distill} if keys else {}
+    found = (
+        {"--dry-run": "quantkit plan", "--distill": distill, "--distill-codes": distill}
+        if keys
+        else {}
+    )
     for key in keys:
         for value in (True, False) if key.is_switch else (Words("VALUE"),):
             if key.level == "all":
@@ -62,7 +68,11 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+        if (
+            args[0] not in self.commands
+            and not args[0].startswith("-")
+            and not ctx.resilient_parsing
+        ):
             if args[0] in GONE:
                 ctx.fail(f"quantkit {args[0]} is now {GONE[args[0]]}")
             ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
@@ -70,15 +80,20 @@ class Group(click.Group):
 
 
 class Command(click.Command):
-    """A command whose help lists options in sections, and that names the nearest option for an unknown one.
+    """A command whose help lists options in sections, and that names the nearest option for an
+    unknown one.
 
     `keys` are those of its `--set`.
     """
 
     keys: Sequence[Key] = ()
 
-    def sections(self, ctx: click.Context, everything: bool = False) -> dict[str, list[click.Option]]:
-        """Sort the options by section; `everything` adds those of `--help-all`. Without sections there is one."""
+    def sections(
+        self, ctx: click.Context, everything: bool = False
+    ) -> dict[str, list[click.Option]]:
+        """Sort the options by section; `everything` adds those of `--help-all`. Without sections
+        there is one.
+        """
         found: dict[str, list[click.Option]] = {name: [] for name in (*SECTIONS, OTHERS)}
         for param in self.get_params(ctx):
             shown = everything or getattr(param, "level", "shown") == "shown"
@@ -91,7 +106,9 @@ class Command(click.Command):
         everything = EVERYTHING in ctx.meta
         for name, params in self.sections(ctx, everything).items():
             with formatter.section(name):
-                formatter.write_dl([record for param in params if (record := param.get_help_record(ctx))])
+                formatter.write_dl(
+                    [record for param in params if (record := param.get_help_record(ctx))]
+                )
         if everything:
             with formatter.section("Keys of --set KEY=VALUE"):
                 formatter.write_dl(self.set_keys())
@@ -104,14 +121,22 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             rest = super().parse_args(ctx, args)
-            ctx.params |= {name: at_home(value) for name, value in ctx.params.items() if name != "prompt"}
+            ctx.params |= {
+                name: at_home(value) for name, value in ctx.params.items() if name != "prompt"
+            }
             return rest
         except click.NoSuchOption as error:
             now = moved(self.keys).get(error.option_name)
             if now is not None:
                 raise click.UsageError(f"{error.option_name} is now {now}.", ctx) from None
-            options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
-            near = did_you_mean(error.option_name, [name for name in options if name.startswith("--")])
+            options = [
+                name
+                for param in self.get_params(ctx)
+                for name in (*param.opts, *param.secondary_opts)
+            ]
+            near = did_you_mean(
+                error.option_name, [name for name in options if name.startswith("--")]
+            )
             for key in self.keys:
                 if error.option_name == Option(key.keyword).spelled():
                     near = f" Use --set {key.name}=VALUE."
@@ -119,7 +144,9 @@ class Command(click.Command):
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]
-    """A choice that names the nearest value for a wrong one, and lists its values in one line if there is none."""
+    """A choice that names the nearest value for a wrong one, and lists its values in one line if
+    there is none.
+    """
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
         return f"Choose from {', '.join(map(str, self.choices))}."
@@ -143,11 +170,16 @@ class Range(click.FloatRange):
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Make the sentence that names the word nearest to `word`; empty if none is near.
 
-    A word is near if it is similar, or if one of the two begins with the other: `--calibration` and `--calib`.
+    A word is near if it is similar, or if one of the two begins with the other: `--calibration` and
+    `--calib`.
     """
     bare = {name.lstrip("-").lower(): name for name in words}
     word = word.lstrip("-").lower()
-    prefixes = [name for name in bare if name and (word.startswith(name) or (word and name.startswith(word)))]
+    prefixes = [
+        name
+        for name in bare
+        if name and (word.startswith(name) or (word and name.startswith(word)))
+    ]
     near = sorted(prefixes, key=lambda name: abs(len(name) - len(word)))
     near += get_close_matches(word, bare, n=1, cutoff=CUTOFF)
     return f" Did you mean {bare[near[0]]!r}?" if near else ""
@@ -167,7 +199,9 @@ def combined(*options: Callable[[Function], Function]) -> Callable[[Function], F
 def section(
     name: str, *options: Callable[[Function], Function], level: Level = "shown"
 ) -> Callable[[Function], Function]:
-    """Make one decorator of several options that help lists under the heading `name`, `--help-all` alone at `all`."""
+    """Make one decorator of several options that help lists under the heading `name`, `--help-all`
+    alone at `all`.
+    """
     assert name in SECTIONS
 
     def decorate(function: Function) -> Function:
@@ -182,7 +216,9 @@ def section(
 
 
 def needed_unless(*flags: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Make a callback that asks for a parameter, unless one of `flags` is given. The flags must be eager."""
+    """Make a callback that asks for a parameter, unless one of `flags` is given. The flags must be
+    eager.
+    """
 
     def check(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         if value is None and not ctx.resilient_parsing and not any(map(ctx.params.get, flags)):

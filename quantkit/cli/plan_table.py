@@ -23,23 +23,30 @@ def format_plan(found: Plan, progress: Progress) -> str:
     dense = sum(row.scheme is None for row in found.rows)
     bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
     line = (
-        f"plan: {len(found.quantized)} linears quantized, {dense} left dense, {_schemes(found)}, {found.layout}; "
+        f"plan: {len(found.quantized)} linears quantized, {dense} left dense, {_schemes(found)}, "
+        f"{found.layout}; "
         f"{format_bytes(found.source_bytes)} before, {format_bytes(found.total)} after{bits}"
     )
     rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in found.rows]
-    return show.of_level(progress, line, _plan(found), show.table(("linear", "shape", "scheme", "bytes"), rows))
+    return show.of_level(
+        progress, line, _plan(found), show.table(("linear", "shape", "scheme", "bytes"), rows)
+    )
 
 
 def _schemes(found: Plan) -> str:
     from quantkit.reporting import facts
 
-    return facts.schemes({"scheme": found.scheme, "layers": [{"scheme": row.scheme} for row in found.quantized]})
+    return facts.schemes(
+        {"scheme": found.scheme, "layers": [{"scheme": row.scheme} for row in found.quantized]}
+    )
 
 
 def _plan(found: Plan) -> str:
     """Format a plan: the output, the memory, the kernels that will serve it."""
     memory = found.memory.to_dict()
-    needs = [f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
+    needs = [
+        f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory
+    ]
     facts_ = found.to_dict()
     dense = [row.module for row in found.rows if row.scheme is None]
     calibration = found.calibration
@@ -53,15 +60,29 @@ def _plan(found: Plan) -> str:
                 f"{format_bytes(found.total)} in {len(found.files) + REPORT_AND_CARD} files, "
                 f"{found.bytes} bytes of tensors, source {format_bytes(found.source_bytes)}",
             ),
-            ("share", f"{100 * found.share:.2f} % of the decoder's weights" if found.share is not None else None),
-            ("bits/weight", f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None),
+            (
+                "share",
+                f"{100 * found.share:.2f} % of the decoder's weights"
+                if found.share is not None
+                else None,
+            ),
+            (
+                "bits/weight",
+                f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None,
+            ),
             (
                 "calibration",
-                f"{calibration['sequences']} sequences, {calibration['tokens']} tokens of {calibration['source']}"
+                f"{calibration['sequences']} sequences, {calibration['tokens']} tokens of "
+                f"{calibration['source']}"
                 if calibration
                 else None,
             ),
-            ("duration", f"{format_range(*found.duration)}, by a probe of one block" if found.duration else None),
+            (
+                "duration",
+                f"{format_range(*found.duration)}, by a probe of one block"
+                if found.duration
+                else None,
+            ),
             ("peak memory", f"about {' and '.join(needs)}"),
             ("disk free", format_bytes(found.disk_free) if found.disk_free else None),
             ("loads in", facts_["readers"]),
@@ -69,30 +90,59 @@ def _plan(found: Plan) -> str:
             *(("note", notice) for notice in found.notices),
         ]
     )
-    parts = [lines, _curve(found.fit) if found.fit else "", _serving(found.serving) if found.serving else ""]
+    parts = [
+        lines,
+        _curve(found.fit) if found.fit else "",
+        _serving(found.serving) if found.serving else "",
+    ]
     return "\n\n".join(filter(None, parts))
 
 
 def _curve(fit: Mapping[str, Any]) -> str:
-    """Format the uniform schemes that a target size chooses from; a run mixes them by measured harm."""
+    """Format the uniform schemes that a target size chooses from; a run mixes them by measured
+    harm.
+    """
     header = ("uniform scheme", "layout", "bytes", "bits/weight", "squared error", "fits")
     rows = [
-        (row["scheme"], row["layout"], row["bytes"], f"{row['bits']:.3f}", f"{row['harm']:.2e}", fits)
+        (
+            row["scheme"],
+            row["layout"],
+            row["bytes"],
+            f"{row['bits']:.3f}",
+            f"{row['harm']:.2e}",
+            fits,
+        )
         for row in fit["curve"]
-        for fits in ["no" if not row["fits"] else "best" if row["scheme"] == fit["best_uniform"] else "yes"]
+        for fits in [
+            "no" if not row["fits"] else "best" if row["scheme"] == fit["best_uniform"] else "yes"
+        ]
     ]
     return show.table(header, rows)
 
 
 def _serving(found: Serving) -> str:
-    """Format the kernels of a program: a row for each kind of linear, then the sources of the rows."""
+    """Format the kernels of a program: a row for each kind of linear, then the sources
+    of the rows.
+    """
     major, minor = found.capability
     sources = list(dict.fromkeys(kind.source for kind in found.kinds if kind.source))
     rows = [
-        (kind.name, kind.count, f"{kind.shape[0]}x{kind.shape[1]}", kind.scheme or "-", _kernel(kind, sources))
+        (
+            kind.name,
+            kind.count,
+            f"{kind.shape[0]}x{kind.shape[1]}",
+            kind.scheme or "-",
+            _kernel(kind, sources),
+        )
         for kind in found.kinds
     ]
-    header = (f"{found.target} on {found.gpu} ({major}.{minor})", "count", "n x k", "scheme", "kernel")
+    header = (
+        f"{found.target} on {found.gpu} ({major}.{minor})",
+        "count",
+        "n x k",
+        "scheme",
+        "kernel",
+    )
     lines = [show.table(header, rows)]
     lines += [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
     return "\n".join(lines)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 #: The options of a command whose output goes to the hub.
 pushing_options = section(
     "Output",
-    options.text("--push-to", "ORG/NAME", "Verify OUT and upload it to the hub, into a private repository."),
+    options.text(
+        "--push-to", "ORG/NAME", "Verify OUT and upload it to the hub, into a private repository."
+    ),
     section("Output", options.flag("--public", "Let everybody see the repository."), level="all"),
 )
 
@@ -33,11 +35,14 @@ pushing_options = section(
 @click.argument("repository", metavar="ORG/NAME")
 @options.flag("--public", "Let everybody see the repository; otherwise a new one is private.")
 @options.device
-def push(folder: Path, repository: str, public: bool, device: str, as_json: bool, progress: Progress) -> None:
+def push(
+    folder: Path, repository: str, public: bool, device: str, as_json: bool, progress: Progress
+) -> None:
     """Upload FOLDER to the hub.
 
-    FOLDER is an output of quantkit, and is verified first. The token is that of hf auth login or HF_TOKEN. After an
-    interruption the same command sends what is missing. A repository with other contents is left as it is."""
+    FOLDER is an output of quantkit, and is verified first. The token is that of hf auth login or
+    HF_TOKEN. After an interruption the same command sends what is missing. A repository with other
+    contents is left as it is."""
     from quantkit import api
 
     done = api.push(folder, repository, public=public, device=device, progress=progress)
@@ -45,8 +50,12 @@ def push(folder: Path, repository: str, public: bool, device: str, as_json: bool
 
 
 @contextmanager
-def pushed(out: Path, asked: dict[str, Any], progress: Progress, device: str = "auto") -> Iterator[None]:
-    """Take the options above out of `asked`, look at the repository, and push `out` there after the block."""
+def pushed(
+    out: Path, asked: dict[str, Any], progress: Progress, device: str = "auto"
+) -> Iterator[None]:
+    """Take the options above out of `asked`, look at the repository, and push `out` there after the
+    block.
+    """
     repository, public = asked.pop("push_to"), asked.pop("public")
     if repository is None:
         if public:
@@ -67,5 +76,9 @@ def pushed(out: Path, asked: dict[str, Any], progress: Progress, device: str = "
 
 
 def _said(done: Pushed) -> str:
-    sent = f"{len(done.uploaded)} files, {format_bytes(done.bytes)}" if done.uploaded else "nothing was missing"
+    sent = (
+        f"{len(done.uploaded)} files, {format_bytes(done.bytes)}"
+        if done.uploaded
+        else "nothing was missing"
+    )
     return f"{done.url} ({'private' if done.private else 'public'}): {sent}"

@@ -38,32 +38,52 @@ _recipe = section(
 _EVAL = "Measure perplexity before and after, and divergence, on at most"
 #: The options that measure an output and upload it.
 publishing_options = combined(
-    section("Output", text("--eval", "NAME|FILE", f"{_EVAL} {MOST_TOKENS} tokens of this text.", completers.texts)),
+    section(
+        "Output",
+        text(
+            "--eval", "NAME|FILE", f"{_EVAL} {MOST_TOKENS} tokens of this text.", completers.texts
+        ),
+    ),
     pushing_options,
 )
-RUNNING, FITTING = ([key.keyword for key in keys_of(declared)] for declared in (RunOptions, FitOptions))
+RUNNING, FITTING = (
+    [key.keyword for key in keys_of(declared)] for declared in (RunOptions, FitOptions)
+)
 PUBLISHING = ("eval", "push_to", "public")
 
 
 @command(
-    "quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2", shared=True, keys=keys_of(RecipeKeys)
+    "quantize",
+    "quantkit quantize ./model -o ./model-int4 --calib wikitext2",
+    shared=True,
+    keys=keys_of(RecipeKeys),
 )
-@click.argument("model", required=False, callback=needed_unless("print_recipe"), shell_complete=completers.folders)
+@click.argument(
+    "model",
+    required=False,
+    callback=needed_unless("print_recipe"),
+    shell_complete=completers.folders,
+)
 @section("Basic", options.out(unless=("print_recipe",)))
 @_recipe
 @recipe_options(keys_of(RecipeKeys))
 @section(
     "Output",
-    options.flag("--print-recipe", "Print the recipe that these options make, and stop.", is_eager=True),
+    options.flag(
+        "--print-recipe", "Print the recipe that these options make, and stop.", is_eager=True
+    ),
     level="all",
 )
 @fit_options()
 @run_options()
 @publishing_options
-def quantize(model: str, out: Path, print_recipe: bool, as_json: bool, progress: Progress, **given: Any) -> None:
+def quantize(
+    model: str, out: Path, print_recipe: bool, as_json: bool, progress: Progress, **given: Any
+) -> None:
     """Quantize MODEL into OUT.
 
-    MODEL is a folder, a hub id or a GGUF file. [Brackets] hold defaults, some of which depend on --format.
+    MODEL is a folder, a hub id or a GGUF file. [Brackets] hold defaults, some of which depend on
+    --format.
     """
     publishing = {name: given.pop(name) for name in PUBLISHING}
     fitted = FitOptions(**{name: given.pop(name) for name in FITTING})
@@ -74,7 +94,12 @@ def quantize(model: str, out: Path, print_recipe: bool, as_json: bool, progress:
     _produce(model, out, recipe, publishing, {**running, "fitted": fitted}, as_json, progress)
 
 
-@command("prune", "quantkit prune ./model -o ./model-24 --calib wikitext2", shared=True, keys=pruning_keys())
+@command(
+    "prune",
+    "quantkit prune ./model -o ./model-24 --calib wikitext2",
+    shared=True,
+    keys=pruning_keys(),
+)
 @options.model
 @section("Basic", options.out())
 @recipe_options(pruning_keys())
@@ -83,35 +108,51 @@ def quantize(model: str, out: Path, print_recipe: bool, as_json: bool, progress:
 def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any) -> None:
     """Keep two of each four weights of MODEL.
 
-    OUT is an ordinary dense checkpoint, to be trained further, or quantized with --prune 2:4 --set prune=magnitude."""
+    OUT is an ordinary dense checkpoint, to be trained further, or quantized with --prune 2:4 --set
+    prune=magnitude."""
     from quantkit import api
     from quantkit.recipes.recipe import from_pairs
 
     given["settings"] = from_pairs(given["settings"], pruning_keys())
-    running, publishing = ({name: given.pop(name) for name in names} for names in (RUNNING, PUBLISHING))
+    running, publishing = (
+        {name: given.pop(name) for name in names} for names in (RUNNING, PUBLISHING)
+    )
     _produce(model, out, api.build_pruning(**given), publishing, running, as_json, progress)
 
 
-@command("plan", "quantkit plan ./model --format int4 --target vllm --gpu h100", shared=True, keys=keys_of(RecipeKeys))
+@command(
+    "plan",
+    "quantkit plan ./model --format int4 --target vllm --gpu h100",
+    shared=True,
+    keys=keys_of(RecipeKeys),
+)
 @options.model
 @section("Basic", options.out(required=False))
 @_recipe
 @recipe_options(keys_of(RecipeKeys))
 @section(
     "Output",
-    click.option("--target", type=choice(TARGETS), help="Program that will load the output: shows its kernels."),
+    click.option(
+        "--target",
+        type=choice(TARGETS),
+        help="Program that will load the output: shows its kernels.",
+    ),
     click.option("--gpu", type=choice(GPUS), help="GPU on which --target will run [the one here]."),
 )
 @section(
     "Advanced",
     click.option(
-        "--gpu-memory", type=options.Bytes(), help="Memory of the GPU that will quantize, if it is not here, like 80GB."
+        "--gpu-memory",
+        type=options.Bytes(),
+        help="Memory of the GPU that will quantize, if it is not here, like 80GB.",
     ),
 )
 @section(
     "Advanced",
     click.option(
-        "--probe/--no-probe", default=True, help="Measure a part of a long run to estimate its duration [probe]."
+        "--probe/--no-probe",
+        default=True,
+        help="Measure a part of a long run to estimate its duration [probe].",
     ),
     level="all",
 )
@@ -120,7 +161,8 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
 def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **given: Any) -> None:
     """Say what quantize would do, and end with its exit code.
 
-    Exact bytes of the output, memory, duration, and everything that quantize would refuse before it computes."""
+    Exact bytes of the output, memory, duration, and everything that quantize would refuse before it
+    computes."""
     from quantkit.pipeline import fit
 
     fitted = FitOptions(**{name: given.pop(name) for name in FITTING})
@@ -156,7 +198,11 @@ def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
     from quantkit.recipes.recipe import from_pairs
 
     running = {name: given.pop(name) for name in RUNNING}
-    twice = [pattern for pattern, count in Counter(pattern for pattern, _ in given["override"]).items() if count > 1]
+    twice = [
+        pattern
+        for pattern, count in Counter(pattern for pattern, _ in given["override"]).items()
+        if count > 1
+    ]
     if twice:
         raise click.UsageError(f"--override gives {twice[0]!r} two schemes: leave one")
     given["override"] = dict(given["override"])

@@ -35,7 +35,9 @@ def _cell(value: Any) -> str:
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
     """Format one `label  value` line for each pair. Pairs with an empty value are left out."""
-    return "\n".join(f"{label:<14} {value}" for label, value in pairs if value not in (None, "", [], {}))
+    return "\n".join(
+        f"{label:<14} {value}" for label, value in pairs if value not in (None, "", [], {})
+    )
 
 
 def of_level(progress: Progress, line: str, text: str, more: str = "") -> str:
@@ -50,4 +52,6 @@ def report(found: Mapping[str, Any], progress: Progress) -> str:
     from quantkit.reporting import summary
 
     header = ("linear", "shape", "scheme", "error", "loss/rtn", "seconds")
-    return of_level(progress, summary.line(found), summary.summary(found), table(header, summary.rows(found)))
+    return of_level(
+        progress, summary.line(found), summary.summary(found), table(header, summary.rows(found))
+    )

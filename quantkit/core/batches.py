@@ -9,7 +9,9 @@ T = TypeVar("T")
 
 
 def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Divide items, in order, into lists whose sizes add up to at most `most`; a larger item is a list of its own."""
+    """Divide items, in order, into lists whose sizes add up to at most `most`; a larger item is a
+    list of its own.
+    """
     part: list[T] = []
     total = 0
     for item in items:

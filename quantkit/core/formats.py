@@ -1,8 +1,8 @@
 """Number formats as tables: at eight bits or fewer, a format is the list of its codes' values.
 
-Rounding, scale search, GPTQ and verification call only `encode`, `decode` and `nearest`, so a new format is one entry
-in `FORMATS`. Integer codes are offset binary (INT4: value + 8), FPx codes are sign, exponent and mantissa
-(docs/layouts.md 6.1).
+Rounding, scale search, GPTQ and verification call only `encode`, `decode` and `nearest`, so a new
+format is one entry in `FORMATS`. Integer codes are offset binary (INT4: value + 8), FPx codes are
+sign, exponent and mantissa (docs/layouts.md 6.1).
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from torch import Tensor
 class Format:
     """A number format of at most eight bits.
 
-    `values[code]` is the value of a code. The largest magnitude of a group is scaled to `absmax`. `ebits` and `mbits`
-    are 0 for integers. FPx formats have no infinities and no NaNs (docs/layouts.md 6.1). `group_size` (None: one scale
-    per row) and `layout` are the defaults of a recipe. Which layouts hold the format is for each layout to say.
+    `values[code]` is the value of a code. The largest magnitude of a group is scaled to `absmax`.
+    `ebits` and `mbits` are 0 for integers. FPx formats have no infinities and no NaNs
+    (docs/layouts.md 6.1). `group_size` (None: one scale per row) and `layout` are the defaults of a
+    recipe. Which layouts hold the format is for each layout to say.
     """
 
     name: str
     bits: int
-    values: tuple[float, ...] = field(hash=False)  # the name is enough, and every kernel launch hashes a format
+    values: tuple[float, ...] = field(
+        hash=False
+    )  # the name is enough, and every kernel launch hashes a format
     absmax: float
     ebits: int = 0
     mbits: int = 0
@@ -57,17 +60,19 @@ class Format:
         return 2.0**self._lowest
 
     def encode(self, x: Tensor) -> Tensor:
-        """Round to the codes of the nearest values, uint8 in the shape of `x`: ties to the even code, saturating.
+        """Round to the codes of the nearest values, uint8 in the shape of `x`: ties to the even
+        code, saturating.
 
-        `x` is float32 or float64, finite or infinite. NaN has no code; the caller must refuse it. Floating formats keep
-        the sign of zero.
+        `x` is float32 or float64, finite or infinite. NaN has no code; the caller must refuse it.
+        Floating formats keep the sign of zero.
         """
         if not self.is_float:
             return self.nearest(x).sub_(self.values[0]).to(torch.uint8)
         magnitude = x.abs()
         binade = self._binade(magnitude.clamp_(max=self.largest))
         steps = magnitude.div_(binade).mul_(2**self.mbits).round_()
-        # A binade has 2**mbits steps; the lowest has twice as many, for the subnormals. Rounding up carries over.
+        # A binade has 2**mbits steps; the lowest has twice as many, for the subnormals. Rounding up
+        # carries over.
         steps.add_(torch.log2(binade).round_().sub_(self._lowest), alpha=2**self.mbits)
         return steps.add_(torch.signbit(x), alpha=2 ** (self.bits - 1)).to(torch.uint8)
 
@@ -77,7 +82,9 @@ class Format:
         return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """Compute `decode(encode(x))` in the dtype of `x` without the table: the inner step of every search."""
+        """Compute `decode(encode(x))` in the dtype of `x` without the table: the inner step of
+        every search.
+        """
         if not self.is_float:
             return x.round().clamp_(self.values[0], self.values[-1])
         x = x.clamp(-self.largest, self.largest)
@@ -91,14 +98,20 @@ class Format:
 
     def _binade(self, x: Tensor) -> Tensor:
         """Round each magnitude down to a power of two, but not below the smallest normal value."""
-        bits, exponent = (torch.int32, 0xFF << 23) if x.dtype == torch.float32 else (torch.int64, 0x7FF << 52)
+        bits, exponent = (
+            (torch.int32, 0xFF << 23) if x.dtype == torch.float32 else (torch.int64, 0x7FF << 52)
+        )
         return (x.view(bits) & exponent).view(x.dtype).clamp_(min=2.0**self._lowest)
 
 
 def integer(name: str, bits: int) -> Format:
-    """Make a signed integer format in offset binary, with MARLIN's convention `scale = 2 max|w| / (2^bits - 1)`."""
+    """Make a signed integer format in offset binary, with MARLIN's convention `scale = 2 max|w| /
+    (2^bits - 1)`.
+    """
     half = 2 ** (bits - 1)
-    return Format(name, bits, tuple(float(v) for v in range(-half, half)), absmax=half - 0.5, group_size=128)
+    return Format(
+        name, bits, tuple(float(v) for v in range(-half, half)), absmax=half - 0.5, group_size=128
+    )
 
 
 def floating(name: str, ebits: int, mbits: int, layout: str = "compressed-tensors") -> Format:
@@ -114,7 +127,14 @@ def floating(name: str, ebits: int, mbits: int, layout: str = "compressed-tensor
 
 
 INT4 = integer("int4", 4)
-_INTEGERS = (integer("int2", 2), integer("int3", 3), INT4, integer("int5", 5), integer("int6", 6), integer("int8", 8))
+_INTEGERS = (
+    integer("int2", 2),
+    integer("int3", 3),
+    INT4,
+    integer("int5", 5),
+    integer("int6", 6),
+    integer("int8", 8),
+)
 FP6 = floating("fp6", ebits=3, mbits=2, layout="humming")
 FP5 = floating("fp5", ebits=3, mbits=1, layout="humming")
 FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)

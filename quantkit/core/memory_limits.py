@@ -1,4 +1,6 @@
-"""The memory that this process may use in all: free memory, and the limits of its cgroup and of the shell."""
+"""The memory that this process may use in all: free memory, and the limits of its cgroup and of the
+shell.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,31 @@ from pathlib import Path, PurePosixPath
 from quantkit.errors import QuantkitError
 
 #: Where cgroup v2 and v1 keep the limit of a group, and its use.
-CGROUP_FILES = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+CGROUP_FILES = (
+    ("", "memory.max", "memory.current"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 #: A limit from here on is none: cgroup v1 writes the largest number of pages.
 UNLIMITED = 2**60
-#: Address space that importing torch takes, for each byte of its libraries (measured: 1.2), and all else that a run
-#: imports (measured: 160 MiB).
+#: Address space that importing torch takes, for each byte of its libraries (measured: 1.2), and all
+#: else that a run imports (measured: 160 MiB).
 TORCH, OTHERS = 1.25, 220 * 2**20
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Hold the bytes that this process may use, those in use included, the cause of the limit, and how to raise it."""
+    """Hold the bytes that this process may use, those in use included, the cause of the limit, and
+    how to raise it.
+    """
 
     room: int
     cause: str
     remedy: str
 
 
-def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Limit]:
+def memory_limits(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> list[Limit]:
     """List every limit that this system reports; none for one that is not set."""
     own = _own_pages(proc)
     found = [*_cgroup_limits(proc, cgroups, own.resident)]
@@ -42,12 +51,16 @@ def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
     for letter, (kind, taken) in used.items():
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY and own.size:
-            found.append(Limit(limit - taken + own.resident, f"ulimit -{letter}", f"raise ulimit -{letter}"))
+            found.append(
+                Limit(limit - taken + own.resident, f"ulimit -{letter}", f"raise ulimit -{letter}")
+            )
     return found
 
 
 def free_memory(proc: Path = Path("/proc"), *, swap: bool = False) -> int | None:
-    """Return the available bytes of RAM, with `swap` of both RAM and swap; None if the system does not report them."""
+    """Return the available bytes of RAM, with `swap` of both RAM and swap; None if the system does
+    not report them.
+    """
     try:
         with open(proc / "meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
@@ -61,13 +74,16 @@ def free_memory(proc: Path = Path("/proc"), *, swap: bool = False) -> int | None
 
 
 def release_heap() -> None:
-    """Return free memory of the C heap to the system, where glibc has it: else the next stage's peak is on top."""
+    """Return free memory of the C heap to the system, where glibc has it: else the next stage's
+    peak is on top.
+    """
     with suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def require_address_space(*, computes: bool) -> None:
-    """Raise QuantkitError if ulimit -v is too small to import torch, or all that a command needs that `computes`.
+    """Raise QuantkitError if ulimit -v is too small to import torch, or all that a command needs
+    that `computes`.
 
     The libraries would abort the process, or end it in any error.
     """
@@ -79,11 +95,14 @@ def require_address_space(*, computes: bool) -> None:
     taken, torch = _own_pages(Path("/proc")).size, find_spec("torch")
     if not taken or torch is None or torch.origin is None:
         return
-    libraries = sum(path.stat().st_size for path in (Path(torch.origin).parent / "lib").glob("*.so*"))
+    libraries = sum(
+        path.stat().st_size for path in (Path(torch.origin).parent / "lib").glob("*.so*")
+    )
     needed = taken + int(TORCH * libraries) + (OTHERS if computes else 0)
     if limit < needed:
         raise QuantkitError(
-            f"ulimit -v allows {limit // 1024} KiB of address space, and the libraries of this command take "
+            f"ulimit -v allows {limit // 1024} KiB of address space, and the libraries of this "
+            "command take "
             f"about {needed // 1024}",
             "raise ulimit -v",
         )
@@ -91,7 +110,9 @@ def require_address_space(*, computes: bool) -> None:
 
 @dataclass(frozen=True)
 class _Pages:
-    """Hold the bytes of this process: its address space, its resident memory, and its private writable memory."""
+    """Hold the bytes of this process: its address space, its resident memory, and its private
+    writable memory.
+    """
 
     size: int
     resident: int
@@ -123,7 +144,9 @@ def _cgroup_limits(proc: Path, cgroups: Path, resident: int) -> Iterator[Limit]:
                 limit, used = _number(group / limit_file), _number(group / used_file)
                 if limit is not None and used is not None and limit < UNLIMITED:
                     room = limit - used + _reclaimable(group) + resident
-                    yield Limit(room, "the memory limit of this container or service", "raise that limit")
+                    yield Limit(
+                        room, "the memory limit of this container or service", "raise that limit"
+                    )
 
 
 def _number(path: Path) -> int | None:

@@ -1,7 +1,7 @@
 """`QuantizedTensor`: the record of a quantized weight, through which every weight passes.
 
-Algorithms produce it, layouts pack it and unpack to it. There is no third state: quantized weights are never kept as
-rounded floats.
+Algorithms produce it, layouts pack it and unpack to it. There is no third state: quantized weights
+are never kept as rounded floats.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ PIECE = 1 << 24
 class QuantizedTensor:
     """A quantized weight `[n, k]`: codes, scales and, in an asymmetric scheme, zero points.
 
-    `codes` uint8 `[n, k]`, one code a byte; `scales` float16 `[n, g]`; `zeros` uint8 `[n, g]`, codes, None when
-    symmetric. A 2:4 scheme has at most two nonzero codes in each aligned four. It needs no mask, because the 2:4
-    encoding follows from the codes (docs/layouts.md 4.1). The constructor raises LayoutError when shapes, dtypes, the
-    range of codes or the 2:4 pattern contradict the scheme.
+    `codes` uint8 `[n, k]`, one code a byte; `scales` float16 `[n, g]`; `zeros` uint8 `[n, g]`,
+    codes, None when symmetric. A 2:4 scheme has at most two nonzero codes in each aligned four. It
+    needs no mask, because the 2:4 encoding follows from the codes (docs/layouts.md 4.1). The
+    constructor raises LayoutError when shapes, dtypes, the range of codes or the 2:4 pattern
+    contradict the scheme.
     """
 
     scheme: Scheme
@@ -44,19 +45,30 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.uint8 or self.codes.ndim != 2:
-            raise LayoutError(f"codes must be uint8 [n, k], got {self.codes.dtype} {list(self.codes.shape)}")
+            raise LayoutError(
+                f"codes must be uint8 [n, k], got {self.codes.dtype} {list(self.codes.shape)}"
+            )
         n, k = self.codes.shape
         g = self.scheme.groups(k)
         if self.scales.dtype != torch.float16 or tuple(self.scales.shape) != (n, g):
-            raise LayoutError(f"scales must be float16 [{n}, {g}], got {self.scales.dtype} {list(self.scales.shape)}")
+            raise LayoutError(
+                f"scales must be float16 [{n}, {g}], got {self.scales.dtype} "
+                f"{list(self.scales.shape)}"
+            )
         if (self.zeros is None) != self.scheme.symmetric:
             raise LayoutError("zeros belong to asymmetric schemes, and only to them")
-        if self.zeros is not None and (self.zeros.dtype != torch.uint8 or tuple(self.zeros.shape) != (n, g)):
-            raise LayoutError(f"zeros must be uint8 [{n}, {g}], got {self.zeros.dtype} {list(self.zeros.shape)}")
+        if self.zeros is not None and (
+            self.zeros.dtype != torch.uint8 or tuple(self.zeros.shape) != (n, g)
+        ):
+            raise LayoutError(
+                f"zeros must be uint8 [{n}, {g}], got {self.zeros.dtype} {list(self.zeros.shape)}"
+            )
         top = 2**self.scheme.format.bits
         for name, codes in (("codes", self.codes), ("zeros", self.zeros)):
             if codes is not None and codes.numel() and int(codes.max()) >= top:
-                raise LayoutError(f"{name} reach {int(codes.max())}, {self.scheme.format.name} has 0 to {top - 1}")
+                raise LayoutError(
+                    f"{name} reach {int(codes.max())}, {self.scheme.format.name} has 0 to {top - 1}"
+                )
         if self.scheme.sparsity is not None:
             sparsity.check(self.codes, self.scheme.format.zero_code)
 
@@ -75,7 +87,9 @@ class QuantizedTensor:
         return self.values().mul_(self.scales.float().unsqueeze(-1)).view(self.shape).to(dtype)
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Compute the weights in steps of their scales, `decode(codes) - decode(zeros)`, `[n, g, k / g]`."""
+        """Compute the weights in steps of their scales, `decode(codes) - decode(zeros)`, `[n, g, k
+        / g]`.
+        """
         decode = self.scheme.format.decode
         values = decode(self.codes).view(*self.scales.shape, -1).to(dtype)
         if self.zeros is not None:
@@ -88,14 +102,17 @@ class QuantizedTensor:
         return QuantizedTensor(self.scheme, self.codes[some], self.scales[some], zeros)
 
     def digest(self) -> str:
-        """Hash scheme, shape, codes, scales and zero points to `xxh3_128:<hex>`, the same from every layout.
+        """Hash scheme, shape, codes, scales and zero points to `xxh3_128:<hex>`, the same from
+        every layout.
 
         It detects damage, not tampering: the SHA-256 hashes of the files do that.
         """
         return self._finish(Digest(self.scheme, self.shape))
 
     def matches(self, recorded: object) -> bool:
-        """Return True if `recorded` is this record's digest, or its SHA-256 without prefix as in older reports."""
+        """Return True if `recorded` is this record's digest, or its SHA-256 without prefix as in
+        older reports.
+        """
         if isinstance(recorded, str) and re.fullmatch("[0-9a-f]{64}", recorded):
             return self._finish(Digest(self.scheme, self.shape, hashlib.sha256(), "")) == recorded
         return self.digest() == recorded
@@ -105,7 +122,9 @@ class QuantizedTensor:
         return digest.finish(self.scales, self.zeros)
 
     def equal(self, other: QuantizedTensor) -> bool:
-        """Return True if both records hold the same scheme and the same bits (negative zeros count)."""
+        """Return True if both records hold the same scheme and the same bits (negative zeros
+        count).
+        """
         return self.scheme == other.scheme and self.digest() == other.digest()
 
 
@@ -113,7 +132,9 @@ def concatenated(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Put the rows of records of one scheme into one record."""
     if len(parts) == 1:
         return parts[0]
-    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    codes, scales = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales")
+    )
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return QuantizedTensor(parts[0].scheme, codes, scales, torch.cat(zeros) if zeros else None)
 
@@ -121,7 +142,9 @@ def concatenated(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 class Digest:
     """The digest of a record whose codes arrive a block of rows at a time."""
 
-    def __init__(self, scheme: Scheme, shape: tuple[int, int], hasher: Any = None, prefix: str = f"{DIGEST}:") -> None:
+    def __init__(
+        self, scheme: Scheme, shape: tuple[int, int], hasher: Any = None, prefix: str = f"{DIGEST}:"
+    ) -> None:
         self._hasher, self._prefix = hasher or xxh3_128(), prefix
         self._hasher.update(f"{scheme.label} {list(shape)}".encode())
 

@@ -1,8 +1,9 @@
 """The processes that share one run, each a rank, and the messages between them.
 
-torchrun and accelerate start several processes, which join a process group of torch.distributed. Messages go through
-its object collectives, in groups of our own beside the default one. A rank that fails tells the others, and all of them
-end with its error. Values are moved and not added: whoever adds them does so in the order of the ranks (ALGORITHMS 13).
+torchrun and accelerate start several processes, which join a process group of torch.distributed.
+Messages go through its object collectives, in groups of our own beside the default one. A rank that
+fails tells the others, and all of them end with its error. Values are moved and not added: whoever
+adds them does so in the order of the ranks (ALGORITHMS 13).
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from quantkit.progress import Progress
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: A rank may wait for another one that reads or solves. If one dies, its connections end, and nobody waits for it.
+#: A rank may wait for another one that reads or solves. If one dies, its connections end, and
+#: nobody waits for it.
 PATIENCE = timedelta(days=7)
-#: Tensors on GPUs are sent only when all ranks are ready. NCCL does not see that a process has died meanwhile.
+#: Tensors on GPUs are sent only when all ranks are ready. NCCL does not see that a process has died
+#: meanwhile.
 MOVING = timedelta(minutes=5)
 #: Divided rows begin at multiples of this, as the products on a CPU and the tiles on a GPU do.
 ROWS = 256
 #: Says that a rank has died, and what to do.
 LOST = (
     "another process of this run has ended (killed, or out of memory)",
-    Words("run the same command again, with", Option("resume", True), "if a .partial- folder was left"),
+    Words(
+        "run the same command again, with", Option("resume", True), "if a .partial- folder was left"
+    ),
 )
 #: Values of so many bytes move at once, or a larger one alone.
 MOVED_BYTES = 2**30
@@ -51,10 +56,11 @@ class _Form(NamedTuple):
 class Ranks:
     """The place of this process, `rank` of `count`, and its exchanges of values with the others.
 
-    A single process exchanges nothing. Every exchange begins with a message of each rank to all. A rank that has failed
-    sends its error instead, and then all ranks raise that error. So all ranks must make the same exchanges. Tensors are
-    received on `device` if they were sent from a GPU. Signals wait until an exchange is over. `control` is a process
-    group of all ranks that moves tensors on CPUs.
+    A single process exchanges nothing. Every exchange begins with a message of each rank to all. A
+    rank that has failed sends its error instead, and then all ranks raise that error. So all ranks
+    must make the same exchanges. Tensors are received on `device` if they were sent from a GPU.
+    Signals wait until an exchange is over. `control` is a process group of all ranks that moves
+    tensors on CPUs.
     """
 
     def __init__(self, rank: int = 0, count: int = 1, control: Any = None) -> None:
@@ -63,7 +69,8 @@ class Ranks:
         self.progress = Progress(quiet=True)
         self._control, self._nccl = control, None
         self._raised: BaseException | None = None
-        #: Whether a rank has died, or may wait for tensors that will not come: nothing can be exchanged any more.
+        #: Whether a rank has died, or may wait for tensors that will not come: nothing can be
+        #: exchanged any more.
         self.lost = False
 
     @property
@@ -77,7 +84,9 @@ class Ranks:
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.count)) if self.count > 1 else 1
 
     def device_name(self, asked: str) -> str:
-        """Choose the device of this rank: with several ranks, `auto` and `cuda` mean a GPU for each."""
+        """Choose the device of this rank: with several ranks, `auto` and `cuda` mean a GPU for
+        each.
+        """
         if self.count == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available():
             return asked
         return f"cuda:{os.environ.get('LOCAL_RANK', self.rank % torch.cuda.device_count())}"
@@ -85,11 +94,15 @@ class Ranks:
     def rows(self, count: int) -> slice:
         """Choose the rows of this rank, of a weight with `count` rows."""
         units = -(-count // ROWS)
-        first, end = (min(count, units * rank // self.count * ROWS) for rank in (self.rank, self.rank + 1))
+        first, end = (
+            min(count, units * rank // self.count * ROWS) for rank in (self.rank, self.rank + 1)
+        )
         return slice(first, end)
 
     def owners(self, costs: Sequence[int]) -> list[int]:
-        """Choose a rank for each task: those of the largest cost first, each to the rank with the least work."""
+        """Choose a rank for each task: those of the largest cost first, each to the rank with the
+        least work.
+        """
         work, owners = [0] * self.count, [0] * len(costs)
         for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
             owners[number] = work.index(min(work))
@@ -119,17 +132,20 @@ class Ranks:
             return cast(T, value if self.rank == source else _put_together(form, tensors))
 
     def gather(self, value: T) -> list[T]:
-        """Exchange values that may hold tensors: each rank gets the values of all, in rank order."""
+        """Exchange values that may hold tensors: each rank gets the values of all, in
+        rank order.
+        """
         with closing(self.gather_each([value], [None])) as gathered:
             return [each for values in gathered for each in values or ()]
 
     def gather_each(
         self, values: Sequence[T], owners: Sequence[int | None]
     ) -> Generator[Iterator[T] | None, None, None]:
-        """Yield for each value an iterator over all ranks' values in rank order, on the rank that owns it.
+        """Yield for each value an iterator over all ranks' values in rank order, on the rank that
+        owns it.
 
-        It must be used up before the next one is taken. An owner None means all ranks; the others get None. The caller
-        closes the generator.
+        It must be used up before the next one is taken. An owner None means all ranks; the others
+        get None. The caller closes the generator.
         """
         if self.count == 1:
             yield from (iter([value]) for value in values)
@@ -138,14 +154,20 @@ class Ranks:
         with self.progress.loop():
             forms = self._exchange([form for form, _ in apart])
             with self._moving([form for of_rank in forms for form in of_rank]):
-                every = [(number, source) for number in range(len(values)) for source in range(self.count)]
+                every = [
+                    (number, source)
+                    for number in range(len(values))
+                    for source in range(self.count)
+                ]
                 steps = divide(every, lambda at: _size(forms[at[1]][at[0]]), MOVED_BYTES)
                 moved: dict[tuple[int, int], list[Tensor]] = {}
 
                 def each(number: int) -> Iterator[T]:
                     for source in range(self.count):
                         while (number, source) not in moved:
-                            moved.update(self._move(next(steps), forms, [own for _, own in apart], owners))
+                            moved.update(
+                                self._move(next(steps), forms, [own for _, own in apart], owners)
+                            )
                         tensors = moved.pop((number, source))
                         if source == self.rank:
                             yield values[number]
@@ -159,12 +181,18 @@ class Ranks:
                         list(each(number))  # sends the own tensors
                         yield None
 
-    def each(self, tasks: Sequence[T], owners: Sequence[int], work: Callable[[T], R]) -> Iterator[R]:
-        """Apply `work` to each task on the rank that owns it; yield all results in order, on every rank."""
+    def each(
+        self, tasks: Sequence[T], owners: Sequence[int], work: Callable[[T], R]
+    ) -> Iterator[R]:
+        """Apply `work` to each task on the rank that owns it; yield all results in order, on every
+        rank.
+        """
         if self.count == 1:
             yield from map(work, tasks)
             return
-        mine = {number: work(tasks[number]) for number, owner in enumerate(owners) if owner == self.rank}
+        mine = {
+            number: work(tasks[number]) for number, owner in enumerate(owners) if owner == self.rank
+        }
         found: dict[int, R] = {}
         for of_rank in self.gather(mine):
             found |= of_rank
@@ -173,7 +201,8 @@ class Ranks:
 
     @contextmanager
     def together(self, progress: Progress | None = None) -> Iterator[None]:
-        """End the block on every rank at one time, or with the error of the first rank that fails in it.
+        """End the block on every rank at one time, or with the error of the first rank that fails
+        in it.
 
         `progress` defers signals.
         """
@@ -192,7 +221,9 @@ class Ranks:
             self.progress = before
 
     def leave(self) -> None:
-        """Wait until all ranks are about to end, with or without an error, so that no launcher stops one too soon."""
+        """Wait until all ranks are about to end, with or without an error, so that no launcher
+        stops one too soon.
+        """
         if self.count > 1 and not self.lost:
             with self.progress.loop():
                 self._messages(None, None)
@@ -211,34 +242,46 @@ class Ranks:
         assert self._raised is not None
         raise self._raised
 
-    def _messages(self, value: T, error: BaseException | None) -> list[tuple[T, BaseException | None]] | None:
+    def _messages(
+        self, value: T, error: BaseException | None
+    ) -> list[tuple[T, BaseException | None]] | None:
         """Exchange values and errors; None if a rank has died."""
         from torch import distributed
 
         found: list[Any] = [None] * self.count
         try:
-            distributed.all_gather_object(found, (value, self._portable(error)), group=self._control)
+            distributed.all_gather_object(
+                found, (value, self._portable(error)), group=self._control
+            )
         except RuntimeError:
             self.lost = True
             return None
         return found
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
-        """Make the error that the other ranks raise: one line for a bug, whose traceback is shown here."""
+        """Make the error that the other ranks raise: one line for a bug, whose traceback is shown
+        here.
+        """
         if error is None or _is_told(error):
             return error
         return QuantkitError(f"rank {self.rank} failed ({reason(error)}): its own message is above")
 
     @contextmanager
     def _moving(self, forms: Iterable[_Form]) -> Iterator[None]:
-        """Let tensors move. A rank that fails meanwhile cannot report it: the others notice when it ends."""
+        """Let tensors move. A rank that fails meanwhile cannot report it: the others notice when it
+        ends.
+        """
         from torch import distributed
 
         self.lost = True
         try:
-            if self._nccl is None and any(kind == "cuda" for form in forms for _, _, kind in form.tensors):
+            if self._nccl is None and any(
+                kind == "cuda" for form in forms for _, _, kind in form.tensors
+            ):
                 self._nccl = distributed.new_group(backend="nccl", timeout=MOVING)
-                distributed.all_reduce(torch.zeros(1, device=self.device), group=self._nccl)  # all ranks connect
+                distributed.all_reduce(
+                    torch.zeros(1, device=self.device), group=self._nccl
+                )  # all ranks connect
             yield
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -253,7 +296,9 @@ class Ranks:
         own: Sequence[list[Tensor]],
         owners: Sequence[int | None],
     ) -> dict[tuple[int, int], list[Tensor]]:
-        """Move the tensors of values, each from a source, at once and in both directions; returns what came here."""
+        """Move the tensors of values, each from a source, at once and in both directions; returns
+        what came here.
+        """
         from torch import distributed
 
         found: dict[tuple[int, int], list[Tensor]] = {}
@@ -262,7 +307,9 @@ class Ranks:
         def add(function: Callable[..., Any], tensors: Iterable[Tensor], peer: int) -> None:
             for tensor in tensors:
                 if tensor.numel():
-                    operation = distributed.P2POp(function, _bytes(tensor), peer, self._group(tensor))
+                    operation = distributed.P2POp(
+                        function, _bytes(tensor), peer, self._group(tensor)
+                    )
                     operations[tensor.is_cuda].append(operation)
 
         for number, source in step:
@@ -305,14 +352,19 @@ def ranks() -> Ranks:
     """Find the ranks of the process group that this process has joined; ALONE if there is none."""
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    if (
+        not (distributed.is_available() and distributed.is_initialized())
+        or distributed.get_world_size() == 1
+    ):
         return ALONE
     return _ranks_of(distributed.group.WORLD)
 
 
 @lru_cache(maxsize=1)
 def _ranks_of(world: Any) -> Ranks:
-    """Make the ranks of a default process group, once: all of them join another group for their messages."""
+    """Make the ranks of a default process group, once: all of them join another group for their
+    messages.
+    """
     from torch import distributed
 
     control = distributed.new_group(backend="gloo", timeout=PATIENCE)
@@ -325,8 +377,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _is_told(error: BaseException) -> bool:
-    """Return True if the error can be sent and is one that a user can meet: then all ranks raise it."""
-    if not (isinstance(error, QuantkitError | KeyboardInterrupt | OSError) or is_out_of_memory(error)):
+    """Return True if the error can be sent and is one that a user can meet: then all ranks raise
+    it.
+    """
+    if not (
+        isinstance(error, QuantkitError | KeyboardInterrupt | OSError) or is_out_of_memory(error)
+    ):
         return False
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
@@ -337,7 +393,8 @@ def _is_told(error: BaseException) -> bool:
 class _Pickler(pickle.Pickler):
     """Pickle a value without its tensors, which are put into `tensors` and become contiguous.
 
-    Only the garbage collector would free a class made inside a function, much later, and its tensors with it.
+    Only the garbage collector would free a class made inside a function, much later, and its
+    tensors with it.
     """
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -16,7 +16,8 @@ Sparsity = Literal["2:4"] | None
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is quantized: format, columns per scale (None: one scale per row), symmetry, sparsity.
+    """How a weight is quantized: format, columns per scale (None: one scale per row), symmetry,
+    sparsity.
 
     The constructor raises RecipeError for combinations that no layout holds.
     """
@@ -38,10 +39,14 @@ class Scheme:
                 Words("use int4 without", Setting("asym", True)),
             )
         if self.group_size is not None and self.group_size < 1:
-            raise RecipeError(f"group size {self.group_size} is not positive", "use 128, 64, 32 or channel")
+            raise RecipeError(
+                f"group size {self.group_size} is not positive", "use 128, 64, 32 or channel"
+            )
 
     def groups(self, k: int) -> int:
-        """Count the scales per row; raise LayoutError if the group size, or 4 for 2:4, does not divide `k`."""
+        """Count the scales per row; raise LayoutError if the group size, or 4 for 2:4, does not
+        divide `k`.
+        """
         if self.sparsity is not None:
             sparsity.quads(k)
         if self.group_size is None:
@@ -60,7 +65,9 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """A short name such as `int4:g128`, `int4:channel:asym` or `fp6:channel`, which `Scheme.parse` reads."""
+        """A short name such as `int4:g128`, `int4:channel:asym` or `fp6:channel`, which
+        `Scheme.parse` reads.
+        """
         parts = [self.format.name, f"g{self.group_size}" if self.group_size else "channel"]
         parts += [] if self.symmetric else ["asym"]
         parts += [self.sparsity.replace(":", "")] if self.sparsity else []
@@ -68,10 +75,14 @@ class Scheme:
 
     @staticmethod
     def parse(label: str) -> Scheme:
-        """Read a label such as `int4:g64:asym`, the form of `--override`; raise RecipeError for anything else."""
+        """Read a label such as `int4:g64:asym`, the form of `--override`; raise RecipeError for
+        anything else.
+        """
         name, *rest = label.split(":")
         if name not in FORMATS:
-            raise RecipeError(f"unknown format {name!r} in {label!r}", f"use one of {', '.join(FORMATS)}")
+            raise RecipeError(
+                f"unknown format {name!r} in {label!r}", f"use one of {', '.join(FORMATS)}"
+            )
         options: dict[str, Any] = {}
         for part in rest:
             if part == "channel":
@@ -83,5 +94,7 @@ class Scheme:
             elif re.fullmatch("g[0-9]{1,9}", part):
                 options["group_size"] = int(part[1:])
             else:
-                raise RecipeError(f"unknown part {part!r} in scheme {label!r}", "write it like int4:g64:asym")
+                raise RecipeError(
+                    f"unknown part {part!r} in scheme {label!r}", "write it like int4:g64:asym"
+                )
         return Scheme(FORMATS[name], **options)

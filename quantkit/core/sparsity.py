@@ -1,7 +1,9 @@
-"""2:4 sparsity: of each aligned four columns of a row, a quad, at most two values are nonzero (docs/algorithms.md 9).
+"""2:4 sparsity: of each aligned four columns of a row, a quad, at most two values are nonzero
+(docs/algorithms.md 9).
 
-Scores decide which two stay: the larger ones, and the lower index if scores are equal. Every entry is compared with the
-other three and stays if it beats two of them. There is no sort, so ties have the same result on every device.
+Scores decide which two stay: the larger ones, and the lower index if scores are equal. Every entry
+is compared with the other three and stays if it beats two of them. There is no sort, so ties have
+the same result on every device.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from quantkit.errors import LayoutError, Setting, Words
 
 QUAD = 4
 _PAIRS = tuple(combinations(range(QUAD), 2))
-#: Values that are checked, and scores that are compared, at a time: intermediate tensors stay small.
+#: Values that are checked, and scores that are compared, at a time: intermediate tensors stay
+#: small.
 BLOCK = 2**19
 
 
@@ -25,21 +28,27 @@ def quads(k: int) -> int:
     """Count the quads of a row of `k` columns; raise LayoutError if 4 does not divide `k`."""
     if k % QUAD:
         raise LayoutError(
-            f"2:4 sparsity needs k to be a multiple of 4, and it is {k}", Words(Setting("skip"), "the weight")
+            f"2:4 sparsity needs k to be a multiple of 4, and it is {k}",
+            Words(Setting("skip"), "the weight"),
         )
     return k // QUAD
 
 
 def best_two(scores: Tensor) -> Tensor:
-    """Mark the two largest of each column of `scores` `[4, m]` (float), the lower index on ties, as bool `[4, m]`."""
+    """Mark the two largest of each column of `scores` `[4, m]` (float), the lower index on ties, as
+    bool `[4, m]`.
+    """
     pairs, signs, others = _tables(scores.device, scores.dtype)
     first, second = scores.index_select(0, pairs).view(2, len(_PAIRS), -1)
-    beaten = torch.addmm(others, signs, (first >= second).to(scores.dtype))  # the number of the other three
+    beaten = torch.addmm(
+        others, signs, (first >= second).to(scores.dtype)
+    )  # the number of the other three
     return beaten > 1.5
 
 
 def mask(scores: Tensor) -> Tensor:
-    """Mark the two largest `scores` `[n, k]` (float) of each quad, the lower index on ties, as bool `[n, k]`.
+    """Mark the two largest `scores` `[n, k]` (float) of each quad, the lower index on ties, as bool
+    `[n, k]`.
 
     NaN counts as the least score, so that two stay in every quad. LayoutError unless 4 divides k.
     """
@@ -54,9 +63,11 @@ def mask(scores: Tensor) -> Tensor:
 
 
 def weight_mask(weight: Tensor, diagonal: Tensor | None = None) -> Tensor:
-    """Mask a weight `[n, k]` by magnitude, or with a Hessian's `diagonal` `[k]` by wanda's score, as bool `[n, k]`.
+    """Mask a weight `[n, k]` by magnitude, or with a Hessian's `diagonal` `[k]` by wanda's score,
+    as bool `[n, k]`.
 
-    Scores are `abs(w_j)`, or `abs(w_j) sqrt(H_jj)` (docs/algorithms.md 9). LayoutError unless 4 divides k.
+    Scores are `abs(w_j)`, or `abs(w_j) sqrt(H_jj)` (docs/algorithms.md 9). LayoutError unless 4
+    divides k.
     """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scores = weight.to(dtype).abs()
@@ -64,7 +75,8 @@ def weight_mask(weight: Tensor, diagonal: Tensor | None = None) -> Tensor:
 
 
 def check(values: Tensor, zero: int = 0) -> None:
-    """Raise LayoutError, with row and columns, unless at most two of each quad of `values` `[n, k]` differ from `zero`.
+    """Raise LayoutError, with row and columns, unless at most two of each quad of `values` `[n, k]`
+    differ from `zero`.
 
     `values` are bool or uint8.
     """
@@ -74,7 +86,9 @@ def check(values: Tensor, zero: int = 0) -> None:
     bad = 0
     first: tuple[int, int] | None = None
     for start, part in zip(range(0, n, rows), values.split(rows), strict=True):
-        counts = _nonzero(part, zero).mul_(0x01010101).bitwise_right_shift_(24)  # the sum of the four bytes
+        counts = (
+            _nonzero(part, zero).mul_(0x01010101).bitwise_right_shift_(24)
+        )  # the sum of the four bytes
         if counts.numel() and int(counts.max()) > 2:
             full = counts.view(len(part), -1) > 2
             row, quad = full.nonzero()[0].tolist()
@@ -91,13 +105,21 @@ def check(values: Tensor, zero: int = 0) -> None:
 def _nonzero(values: Tensor, zero: int) -> Tensor:
     """Give one int32 for each quad, flat: its byte `i` is 1 if value `i` is not `zero`, or 0."""
     quad = aligned(values.view(torch.uint8), torch.int32).view(-1).view(torch.int32)
-    return (quad ^ zero * 0x01010101).view(torch.uint8).clamp_(max=1).view(torch.int32)  # faster than `!=` of bytes
+    return (
+        (quad ^ zero * 0x01010101).view(torch.uint8).clamp_(max=1).view(torch.int32)
+    )  # faster than `!=` of bytes
 
 
 @cache
 def _tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Tabulate both members of the six pairs, and the matrix and offset that count wins from `first >= second`."""
+    """Tabulate both members of the six pairs, and the matrix and offset that count wins from `first
+    >= second`.
+    """
     pairs = torch.tensor([pair[side] for side in (0, 1) for pair in _PAIRS], device=device)
     signs = [[(i == first) - (i == second) for first, second in _PAIRS] for i in range(QUAD)]
     others = [[float(sum(i == second for _, second in _PAIRS))] for i in range(QUAD)]
-    return pairs, torch.tensor(signs, dtype=dtype, device=device), torch.tensor(others, dtype=dtype, device=device)
+    return (
+        pairs,
+        torch.tensor(signs, dtype=dtype, device=device),
+        torch.tensor(others, dtype=dtype, device=device),
+    )

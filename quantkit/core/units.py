@@ -23,7 +23,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_range(low: float, high: float | None) -> str:
-    """Format an estimated duration as short text, such as "about 3 to 5 min"; without `high` it is more than `low`."""
+    """Format an estimated duration as short text, such as "about 3 to 5 min"; without `high` it is
+    more than `low`.
+    """
     longest = high or low
     unit, seconds = ("s", 1) if longest < 100 else ("min", 60) if longest < 6000 else ("h", 3600)
     if high is None:

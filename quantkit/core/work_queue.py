@@ -18,9 +18,10 @@ MOST_UNITS = 4
 class WorkQueue:
     """Run tasks in order, `beside` the caller's work in one thread, else at once in `put`.
 
-    A task may use the tensors that the caller had made on `device` when it put the task. The first exception of a task
-    drops the tasks behind it. It is raised by the next call, and at the end of the `with` block. If the block fails
-    itself, the tasks that wait are finished first. If it was interrupted, they are dropped.
+    A task may use the tensors that the caller had made on `device` when it put the task. The first
+    exception of a task drops the tasks behind it. It is raised by the next call, and at the end of
+    the `with` block. If the block fails itself, the tasks that wait are finished first. If it was
+    interrupted, they are dropped.
     """
 
     def __init__(self, device: torch.device, beside: bool) -> None:
@@ -40,7 +41,11 @@ class WorkQueue:
         while self._waiting and sum(size for _, size in self._waiting) + nbytes > MOST_BYTES:
             self._waiting.popleft()[0].result()
         self._check()
-        made = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+        made = (
+            None
+            if self._stream is None
+            else torch.cuda.current_stream(self._stream.device).record_event()
+        )
         self._waiting.append((self._pool.submit(self._run, task, made), nbytes))
 
     def end_unit(self) -> None:
@@ -63,11 +68,20 @@ class WorkQueue:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=error is not None and not isinstance(error, Exception))
-        if self._error is not None and error is not self._error and (error is None or isinstance(error, Exception)):
+            self._pool.shutdown(
+                cancel_futures=error is not None and not isinstance(error, Exception)
+            )
+        if (
+            self._error is not None
+            and error is not self._error
+            and (error is None or isinstance(error, Exception))
+        ):
             raise self._error  # it is about earlier work than the error of the block
 
     def _run(self, task: Callable[[], object], made: torch.cuda.Event | None) -> None:

@@ -1,9 +1,11 @@
-"""Linears by their names: which ones engines join, keep dense, split over GPUs, or feed the same input.
+"""Linears by their names: which ones engines join, keep dense, split over GPUs, or feed the same
+input.
 
-Engines look a joined linear up in the public config under its own name. So the members of a group must have one scheme,
-or all be dense. Names and members were asked of vLLM 0.26.0: on 2026-11-23 of its loader, by folders that it took or
-refused, and on 2026-11-26 of its model classes (`packed_modules_mapping`). tests/census/vllm_linears.json has their
-answers for each family that vLLM builds, and a test compares.
+Engines look a joined linear up in the public config under its own name. So the members of a group
+must have one scheme, or all be dense. Names and members were asked of vLLM 0.26.0: on 2026-11-23 of
+its loader, by folders that it took or refused, and on 2026-11-26 of its model classes
+(`packed_modules_mapping`). tests/census/vllm_linears.json has their answers for each family that
+vLLM builds, and a test compares.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-#: The name of the joined linear, and its members. The first row that has a member counts; a row may name the parent.
+#: The name of the joined linear, and its members. The first row that has a member counts; a row may
+#: name the parent.
 JOINED = (
     (
         "linear_attn.in_proj_qkvg",
@@ -30,7 +33,9 @@ JOINED = (
 
 
 class NeverQuantized(NamedTuple):
-    """Name linears that vLLM's classes of some families make without a quantization, by a pattern of their names."""
+    """Name linears that vLLM's classes of some families make without a quantization, by a pattern
+    of their names.
+    """
 
     words: str
     families: tuple[str, ...]
@@ -43,14 +48,19 @@ NEVER_QUANTIZED = (
     NeverQuantized("projections of short convolutions", ("lfm2_moe",), r".*\.conv\..*"),
     NeverQuantized("all experts", ("flex_olmo",), r".*\.experts\..*"),
     NeverQuantized(
-        "an indexer's wk and weights_proj", ("deepseek_v32", "glm_moe_dsa"), r".*\.indexer\.(wk|weights_proj)"
+        "an indexer's wk and weights_proj",
+        ("deepseek_v32", "glm_moe_dsa"),
+        r".*\.indexer\.(wk|weights_proj)",
     ),
 )
-#: End of a name -> the end by which some engines ask for it: joined linears of GLM-4V's towers, heads of draft layers.
+#: End of a name -> the end by which some engines ask for it: joined linears of GLM-4V's towers,
+#: heads of draft layers.
 ALIASES = {"qkv": "qkv_proj", "shared_head.head": "head"}
-#: Names under which engines ask for the experts of a layer, whatever their linears are called in the checkpoint.
+#: Names under which engines ask for the experts of a layer, whatever their linears are called in
+#: the checkpoint.
 EXPERTS = ("", ".0.gate_proj", ".0.up_proj", ".0.down_proj")
-#: Linears that get the same input tensor, which quantkit multiplies at once; a model may lack some names of a row.
+#: Linears that get the same input tensor, which quantkit multiplies at once; a model may lack some
+#: names of a row.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -64,7 +74,9 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+\..+")
 
 
 def joined_name(module: str) -> str | None:
-    """Give the name of the linear that engines join `module` into, None if they leave it by itself."""
+    """Give the name of the linear that engines join `module` into, None if they leave
+    it by itself.
+    """
     if (expert := _EXPERT.fullmatch(module)) is not None:
         return expert[1]
     for parts in (2, 1):
@@ -96,7 +108,9 @@ def asked_names(joined: str, members: list[str]) -> list[str]:
 
 
 def aliases(module: str) -> list[str]:
-    """List other names by which engines ask for a dense linear, or for experts that one tensor holds."""
+    """List other names by which engines ask for a dense linear, or for experts that one tensor
+    holds.
+    """
     if module.endswith(".experts"):
         return [module + ending for ending in EXPERTS if ending]
     ends = {end: name for end, name in ALIASES.items() if f".{module}".endswith(f".{end}")}

@@ -9,15 +9,28 @@ from collections.abc import Iterable, Iterator
 
 from quantkit.core.scheme import Scheme
 from quantkit.engines.rows import UNTRIED, Engine, Folder, Reader
-from quantkit.engines.tables import CAUTIONS, CHAT_PROMPT, ENGINES, GPUS, PROMPT, TEXT_PROMPT, TRAITS, VLLM
+from quantkit.engines.tables import (
+    CAUTIONS,
+    CHAT_PROMPT,
+    ENGINES,
+    GPUS,
+    PROMPT,
+    TEXT_PROMPT,
+    TRAITS,
+    VLLM,
+)
 from quantkit.errors import Words
 from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS
 
 CAUSAL = AUTO_CLASSES[False][0]
 
 
-def readers_of(folder: Folder, engines: Iterable[Engine] = ENGINES) -> Iterator[tuple[Reader, list[str]]]:
-    """Yield the rows about folders such as this one, each with the traits for which its program does not open it."""
+def readers_of(
+    folder: Folder, engines: Iterable[Engine] = ENGINES
+) -> Iterator[tuple[Reader, list[str]]]:
+    """Yield the rows about folders such as this one, each with the traits for which its program
+    does not open it.
+    """
     for reader in (reader for engine in engines for reader in engine.readers):
         known = not reader.layouts or folder.layout in reader.layouts
         if known and (reader.only is None or TRAITS[reader.only].holds(folder)):
@@ -29,8 +42,11 @@ def opened_by(folder: Folder) -> list[str]:
     return [reader.label for reader, reasons in readers_of(folder) if not reasons]
 
 
-def use_of(reader: str, chats: bool = False, auto_class: str = CAUSAL) -> tuple[str, str, str] | None:
-    """Find a title, a language and the commands by which a reader, as `opened_by` names it, opens FOLDER.
+def use_of(
+    reader: str, chats: bool = False, auto_class: str = CAUSAL
+) -> tuple[str, str, str] | None:
+    """Find a title, a language and the commands by which a reader, as `opened_by` names it, opens
+    FOLDER.
 
     The model `chats` if it has a chat template. `auto_class` of transformers builds it.
     """
@@ -47,12 +63,16 @@ def use_of(reader: str, chats: bool = False, auto_class: str = CAUSAL) -> tuple[
 
 
 def engine_of(reader: str) -> Engine | None:
-    """Find the engine of a reader, as `opened_by` names it; None if no commands are known for it."""
+    """Find the engine of a reader, as `opened_by` names it; None if no commands are
+    known for it.
+    """
     return next((engine for engine in ENGINES if reader.removesuffix(UNTRIED) in engine.uses), None)
 
 
 def limit_of_signed_scales(engine: Engine | None, layout: str) -> Words | None:
-    """Say in which use an engine computes wrongly with negative scales in a layout, and what helps; None if in none."""
+    """Say in which use an engine computes wrongly with negative scales in a layout, and what helps;
+    None if in none.
+    """
     limit = engine.signed if engine is not None else None
     if limit is None or layout not in limit.layouts:
         return None
@@ -60,7 +80,9 @@ def limit_of_signed_scales(engine: Engine | None, layout: str) -> Words | None:
 
 
 def refusals(folder: Folder) -> list[str]:
-    """Say in one line for each trait which programs read the layout but do not open this folder, and the way out."""
+    """Say in one line for each trait which programs read the layout but do not open this folder,
+    and the way out.
+    """
     found: dict[str, list[str]] = {}
     for reader, reasons in readers_of(folder):
         for trait in reasons:
@@ -79,7 +101,10 @@ def refusals(folder: Folder) -> list[str]:
     if mixed:
         where, labels = mixed[0]
         more = f" (and {len(mixed) - 1} more such groups)" if len(mixed) > 1 else ""
-        rule = f"{where} mix {_list(sorted(labels))}{more}; engines that join them, such as vLLM, will not open this"
+        rule = (
+            f"{where} mix {_list(sorted(labels))}{more}; engines that join them, such as vLLM, "
+            "will not open this"
+        )
         lines.append(Words(rule, "folder:", TRAITS["split"].way_out))
     return lines
 
@@ -111,9 +136,17 @@ def has_own_linears(folder: Folder, engine: Engine) -> bool:
 
 
 def engine_kernel(
-    engine: Engine, layout: str, scheme: Scheme, n: int, k: int, capability: tuple[int, int], experts: bool
+    engine: Engine,
+    layout: str,
+    scheme: Scheme,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    experts: bool,
 ) -> tuple[str | None, str | None, str | None]:
-    """Give the kernel that an engine chooses for an `[n, k]` weight, the reason if it has none, and the source."""
+    """Give the kernel that an engine chooses for an `[n, k]` weight, the reason if it has none, and
+    the source.
+    """
     for row in engine.kernels:
         if row.covers(layout, capability, scheme, n, k, experts):
             return row.kernel, row.why, row.source
@@ -121,11 +154,15 @@ def engine_kernel(
 
 
 def sums_in_float16(layout: str, scheme: Scheme, n: int, k: int, experts: bool) -> bool:
-    """Return True if vLLM multiplies an `[n, k]` weight by a kernel that rounds sums before a row's scale is applied.
+    """Return True if vLLM multiplies an `[n, k]` weight by a kernel that rounds sums before a row's
+    scale is applied.
 
-    These are Humming's with one scale per row (docs/layouts.md 9b). With groups, scales are applied before.
+    These are Humming's with one scale per row (docs/layouts.md 9b). With groups, scales are applied
+    before.
     """
-    kernels = {engine_kernel(VLLM, layout, scheme, n, k, gpu, experts)[0] or "" for gpu in GPUS.values()}
+    kernels = {
+        engine_kernel(VLLM, layout, scheme, n, k, gpu, experts)[0] or "" for gpu in GPUS.values()
+    }
     return scheme.group_size is None and any(kernel.startswith("Humming") for kernel in kernels)
 
 

@@ -1,4 +1,6 @@
-"""The types of the tables of engines: the known facts of a folder, and the rows that apply to it."""
+"""The types of the tables of engines: the known facts of a folder, and the rows that
+apply to it.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ UNTRIED = " (by its documentation, not tried)"
 class Folder:
     """The facts of a quantized folder on which its readers depend.
 
-    `linears` has the scheme and the stored shape `[n, k]` of each quantized linear. `dense` names the other linears, or
-    has patterns `re:...`. `padded` tells whether weights are filled up with zeros. `config` is config.json. `is_half`
-    tells whether the model is stored in float16. `outside` names modules that the model of transformers does not have.
+    `linears` has the scheme and the stored shape `[n, k]` of each quantized linear. `dense` names
+    the other linears, or has patterns `re:...`. `padded` tells whether weights are filled up with
+    zeros. `config` is config.json. `is_half` tells whether the model is stored in float16.
+    `outside` names modules that the model of transformers does not have.
     """
 
     layout: str
@@ -37,7 +40,10 @@ class Folder:
     def model_types(self) -> set[Any]:
         """The model type in config.json, and that of the language model inside a wrapper."""
         text = self.config.get("text_config")
-        return {self.config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
+        return {
+            self.config.get("model_type"),
+            text.get("model_type") if isinstance(text, Mapping) else None,
+        }
 
     @property
     def schemes(self) -> set[Scheme]:
@@ -46,10 +52,15 @@ class Folder:
 
     @property
     def mixed_groups(self) -> list[tuple[str, set[str]]]:
-        """The groups of linears that engines join, and that are treated differently: members and treatments."""
+        """The groups of linears that engines join, and that are treated differently: members and
+        treatments.
+        """
         found = []
         for joined, members in fused_groups({**self.linears, **dict.fromkeys(self.dense)}).items():
-            labels = {self.linears[member][0].label if member in self.linears else "dense" for member in members}
+            labels = {
+                self.linears[member][0].label if member in self.linears else "dense"
+                for member in members
+            }
             if len(labels) > 1:
                 parent = joined.rpartition(".")[0]
                 names = ", ".join(m.removeprefix(f"{parent}.") for m in members)
@@ -75,8 +86,8 @@ class Trait:
 class Reader:
     """A program that opens folders of some layouts, unless they have one of the traits `refuses`.
 
-    Traits are identified by name. No `layouts` stand for all. `only` is a trait without which the row says nothing. If
-    `is_own`, the linears in memory are quantkit's.
+    Traits are identified by name. No `layouts` stand for all. `only` is a trait without which the
+    row says nothing. If `is_own`, the linears in memory are quantkit's.
     """
 
     name: str
@@ -94,11 +105,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel that an engine chooses for the weights that the row is about; None if the engine has none.
+    """The kernel that an engine chooses for the weights that the row is about; None if the engine
+    has none.
 
-    `capabilities` are compute capabilities of GPUs, None for any. `bits` are widths of integers; a row with
-    `zeros` is about zero points alone. `n_unit` and `k_unit` divide the shape of the joined weight. `why`
-    describes the engine without a kernel.
+    `capabilities` are compute capabilities of GPUs, None for any. `bits` are widths of integers; a
+    row with `zeros` is about zero points alone. `n_unit` and `k_unit` divide the shape of the
+    joined weight. `why` describes the engine without a kernel.
     """
 
     layouts: tuple[str, ...]
@@ -114,8 +126,18 @@ class Kernel:
     k_unit: int = 1
     why: str | None = None
 
-    def covers(self, layout: str, capability: tuple[int, int], scheme: Scheme, n: int, k: int, experts: bool) -> bool:
-        """Return True if this row is about an `[n, k]` weight of a layout and a scheme on such a GPU."""
+    def covers(
+        self,
+        layout: str,
+        capability: tuple[int, int],
+        scheme: Scheme,
+        n: int,
+        k: int,
+        experts: bool,
+    ) -> bool:
+        """Return True if this row is about an `[n, k]` weight of a layout and a scheme on such a
+        GPU.
+        """
         here = self.capabilities is None or capability in self.capabilities
         alike = (self.is_float, self.experts) == (scheme.format.is_float, experts)
         fits = scheme.group_size in self.groups and not n % self.n_unit and not k % self.k_unit
@@ -126,7 +148,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Limit:
-    """A use in which a program computes wrongly with folders of some layouts: in words, and how to avoid it."""
+    """A use in which a program computes wrongly with folders of some layouts: in words, and how to
+    avoid it.
+    """
 
     layouts: tuple[str, ...]
     words: str
@@ -136,11 +160,12 @@ class Limit:
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that runs packed models. The first row of `kernels` that covers a weight is the answer.
+    """A program that runs packed models. The first row of `kernels` that covers a weight is the
+    answer.
 
-    `target` is its name for `plan --target`, None if it has none. `uses` maps names of readers to a title, a language
-    and the commands that open FOLDER. `joins` tells whether it joins linears, and `signed` its limit with negative
-    scales.
+    `target` is its name for `plan --target`, None if it has none. `uses` maps names of readers to a
+    title, a language and the commands that open FOLDER. `joins` tells whether it joins linears, and
+    `signed` its limit with negative scales.
     """
 
     target: str | None

@@ -1,7 +1,8 @@
 """Support of packed folders by other programs: dated tables, one entry an engine.
 
-Each row names its source, and the behaviour seen or published for some layouts, schemes and shapes. A case without a
-row is unknown. No torch is imported here, because the command line takes its choices from this module.
+Each row names its source, and the behaviour seen or published for some layouts, schemes and shapes.
+A case without a row is unknown. No torch is imported here, because the command line takes its
+choices from this module.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ GPUS = {
 
 
 def _packs(part: str, *families: str) -> Callable[[Folder], bool]:
-    """Make the test whether a model of `families` has quantized linears with `part` in their names."""
+    """Make the test whether a model of `families` has quantized linears with `part` in
+    their names.
+    """
 
     def holds(folder: Folder) -> bool:
         return not folder.model_types.isdisjoint(families) and any(
@@ -45,7 +48,9 @@ def _packs(part: str, *families: str) -> Callable[[Folder], bool]:
 def _matches(never: NeverQuantized) -> Callable[[Folder], bool]:
     """Make the test whether linears that vLLM never quantizes are quantized."""
     pattern = re.compile(never.pattern)
-    return lambda f: not f.model_types.isdisjoint(never.families) and any(map(pattern.fullmatch, f.linears))
+    return lambda f: (
+        not f.model_types.isdisjoint(never.families) and any(map(pattern.fullmatch, f.linears))
+    )
 
 
 def _part_of_a_name(folder: Folder) -> bool:
@@ -58,10 +63,28 @@ def _lacks_topk_method(folder: Folder) -> bool:
     return routed and folder.config.get("topk_method") != "noaux_tc"
 
 
-#: Families with draft layers whose class in vLLM 0.26.0 passes over them, by its sources of draft classes, 2026-11-25.
+#: Families with draft layers whose class in vLLM 0.26.0 passes over them, by its sources of draft
+#: classes, 2026-11-25.
 _DRAFTED = (
-    *("deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
-    *("glm_moe_dsa", "glm_ocr", "glm_ocr_text", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "minimax_m3_vl"),
+    *(
+        "deepseek_v3",
+        "deepseek_v32",
+        "ernie4_5_moe",
+        "exaone4_5",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+    ),
+    *(
+        "glm_moe_dsa",
+        "glm_ocr",
+        "glm_ocr_text",
+        "hy_v3",
+        "longcat_flash",
+        "mimo",
+        "mimo_v2_flash",
+        "minimax_m3_vl",
+    ),
     *("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
 )
 
@@ -71,21 +94,25 @@ def _unknown_outside(folder: Folder) -> bool:
     return any(not drafted or HEAD_PARTS.match(f"{module}.") for module in folder.outside)
 
 
-#: Model types for which vLLM 0.26.0 has no class, or that are newer, as it said itself (benchmarks/census.json).
+#: Model types for which vLLM 0.26.0 has no class, or that are newer, as it said itself
+#: (benchmarks/census.json).
 _NO_CLASS = """
-apertus1p5 apertus1p5_text aria_text axk2 aya_vision bailing_hybrid bamba bart beam bert bert-generation big_bird
-bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blt camembert codegen cohere_compass
-cohere_compass_text cosmos3_omni cpmant ctrl data2vec-text deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffllama doge
-dory dots1 dots3_note dots3_note_text electra ernie exaone exaone_moe fast_vlm flint fuyu git glm46v glm5_next glmga
-got_ocr2 gpt_neo gpt_neox_japanese granite_docling granite_swa granitemoe_swa helium hy_v4 hy_v4_vl
-hyperclovax_vision_v2 idefics idefics2 inkling2 inkling2_loop inkling2_loop_text inkling2_text instructblip
-instructblipvideo internlm3 iquestcoder janus jetmoe kimi_k25 kolibri1 kosmos-2 kosmos-2.5 lara_mini lfm3 lfm3_vl
-lighton_ocr marian mbart megatron-bert minicpm_ocr minicpmv4_7 minimax minimax_m3_vl_text ministral mistral4
-mistral_large4 mllama modernbert-decoder molmo2 moshi muse_glimmer muse_spark mvp nanochat nemotron_h_omni openai-gpt
-ovis2 pegasus perception_lm persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet qwen2_5_omni_thinker
-qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert
-roformer rwkv sarvam_mla sarvam_moe solar_open trocr unlimited_ocr vaultgemma video_llama_3 video_llava vipllava xglm
-xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zaya
+apertus1p5 apertus1p5_text aria_text axk2 aya_vision bailing_hybrid bamba bart beam bert
+bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blt
+camembert codegen cohere_compass cohere_compass_text cosmos3_omni cpmant ctrl data2vec-text
+deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffllama doge dory dots1 dots3_note dots3_note_text
+electra ernie exaone exaone_moe fast_vlm flint fuyu git glm46v glm5_next glmga got_ocr2 gpt_neo
+gpt_neox_japanese granite_docling granite_swa granitemoe_swa helium hy_v4 hy_v4_vl
+hyperclovax_vision_v2 idefics idefics2 inkling2 inkling2_loop inkling2_loop_text inkling2_text
+instructblip instructblipvideo internlm3 iquestcoder janus jetmoe kimi_k25 kolibri1 kosmos-2
+kosmos-2.5 lara_mini lfm3 lfm3_vl lighton_ocr marian mbart megatron-bert minicpm_ocr minicpmv4_7
+minimax minimax_m3_vl_text ministral mistral4 mistral_large4 mllama modernbert-decoder molmo2 moshi
+muse_glimmer muse_spark mvp nanochat nemotron_h_omni openai-gpt ovis2 pegasus perception_lm
+persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet qwen2_5_omni_thinker
+qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text recurrent_gemma reformer rembert roberta
+roberta-prelayernorm roc_bert roformer rwkv sarvam_mla sarvam_moe solar_open trocr unlimited_ocr
+vaultgemma video_llama_3 video_llava vipllava xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod
+youtu zamba zaya
 """
 
 
@@ -96,7 +123,12 @@ def _has_encoder(folder: Folder) -> bool:
 TRAITS = {
     "asymmetric": Trait(
         "zero points (asymmetric weights)",
-        Words("quantize with", Setting("asym", False), ", or use", Setting("layout", "compressed-tensors", "awq")),
+        Words(
+            "quantize with",
+            Setting("asym", False),
+            ", or use",
+            Setting("layout", "compressed-tensors", "awq"),
+        ),
         lambda f: any(not s.symmetric for s in f.schemes),
     ),
     "zeros": Trait(
@@ -112,7 +144,9 @@ TRAITS = {
     "zeros of experts": Trait(
         "experts with zero points, which transformers' experts do not decode",
         Words("quantize with", Setting("asym", False), ", or use", Setting("layout", "awq")),
-        lambda f: any(is_expert(module) and not scheme.symmetric for module, (scheme, _) in f.linears.items()),
+        lambda f: any(
+            is_expert(module) and not scheme.symmetric for module, (scheme, _) in f.linears.items()
+        ),
     ),
     "sizes": Trait(
         "several group sizes with zero points",
@@ -121,7 +155,9 @@ TRAITS = {
     ),
     "mixed": Trait(
         "linears with a scheme of their own, for which the public config has no place",
-        Words("quantize all linears in one scheme, or use", Setting("layout", "compressed-tensors")),
+        Words(
+            "quantize all linears in one scheme, or use", Setting("layout", "compressed-tensors")
+        ),
         lambda f: len({(s.format, s.group_size) for s in f.schemes}) > 1,
     ),
     "dense": Trait(
@@ -139,7 +175,9 @@ TRAITS = {
         Words("use", Setting("layout", "compressed-tensors")),
         lambda f: isinstance(f.config.get("text_config"), Mapping) and len(f.schemes) > 1,
     ),
-    "padded": Trait("weights padded with zeros", Words("leave out", Setting("pad", True)), lambda f: f.padded),
+    "padded": Trait(
+        "weights padded with zeros", Words("leave out", Setting("pad", True)), lambda f: f.padded
+    ),
     "channel": Trait(
         "one scale per row",
         Words("quantize with", Setting("group_size", 128)),
@@ -148,7 +186,9 @@ TRAITS = {
     "experts": Trait(
         "experts in a floating format",
         Words("quantize with", Setting("format", "int4")),
-        lambda f: any(scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()),
+        lambda f: any(
+            scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()
+        ),
     ),
     "experts of integers": Trait(
         "experts of integers in this layout, which was not tried",
@@ -159,16 +199,21 @@ TRAITS = {
         "experts of other widths than 4 and 8 bits",
         Words("quantize them with", Setting("override", ".*experts.*=int8")),
         lambda f: any(
-            is_expert(m) and not s.format.is_float and s.format.bits not in (4, 8) for m, (s, _) in f.linears.items()
+            is_expert(m) and not s.format.is_float and s.format.bits not in (4, 8)
+            for m, (s, _) in f.linears.items()
         ),
     ),
     "zeros of INT8 experts": Trait(
         "INT8 experts with zero points",
         Words("quantize with", Setting("asym", False)),
-        lambda f: any(is_expert(m) and s.format.bits == 8 and not s.symmetric for m, (s, _) in f.linears.items()),
+        lambda f: any(
+            is_expert(m) and s.format.bits == 8 and not s.symmetric
+            for m, (s, _) in f.linears.items()
+        ),
     ),
     "rows by heads": Trait(
-        "joined queries, keys and values, whose rows vLLM's class of this model reorders while loading",
+        "joined queries, keys and values, whose rows vLLM's class of this model reorders while "
+        "loading",
         Words("leave them dense with", Setting("skip", ".*query_key_value")),
         _packs("query_key_value", "falcon"),
     ),
@@ -183,7 +228,8 @@ TRAITS = {
         _lacks_topk_method,
     ),
     "part": Trait(
-        "a dense linear whose name is a part of a quantized one's, which the public config cannot tell apart",
+        "a dense linear whose name is a part of a quantized one's, which the public config cannot "
+        "tell apart",
         Words("use", Setting("layout", "compressed-tensors")),
         _part_of_a_name,
     ),
@@ -206,7 +252,8 @@ TRAITS = {
         _packs("experts", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid"),
     ),
     "own linears": Trait(
-        "linears that vLLM's class of this model keeps dense, or a dense tower that it takes for quantized",
+        "linears that vLLM's class of this model keeps dense, or a dense tower that it takes for "
+        "quantized",
         "load it with quantkit.load",
         lambda f: (
             f.config.get("model_type") == "blip-2"
@@ -218,11 +265,15 @@ TRAITS = {
         "load it with another reader",
         lambda f: f.config.get("model_type") in _NO_CLASS.split() and not _has_encoder(f),
     ),
-    "encoder": Trait("an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True),
+    "encoder": Trait(
+        "an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True
+    ),
     "no gate": Trait(
         "experts without a gate, whose place vLLM leaves without values in this layout",
         Words("use", Setting("layout", "compressed-tensors")),
-        lambda f: {m.rpartition(".")[2] for m in f.linears if is_expert(m)} == {"up_proj", "down_proj"},
+        lambda f: (
+            {m.rpartition(".")[2] for m in f.linears if is_expert(m)} == {"up_proj", "down_proj"}
+        ),
     ),
     "outside": Trait(
         "tensors outside the model, which vLLM's class does not pass over",
@@ -243,10 +294,16 @@ INTEGER = ("compressed-tensors", "gptq", "awq")
 _SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded", "encoder")
 
 _LOADER = "the loader of vLLM 0.26.0, run on a CPU, 2026-11-23"
-_ASKED = "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
+_ASKED = (
+    "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
+)
 _WNA16 = ("compressed-tensors",)
-_WIDTHS = "vLLM 0.26.0's own choice for tiny models of each width, asked on a CPU as if this GPU were there, 2026-11-26"
-#: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference.
+_WIDTHS = (
+    "vLLM 0.26.0's own choice for tiny models of each width, asked on a CPU as if this GPU were "
+    "there, 2026-11-26"
+)
+#: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no
+#: difference.
 _CLASSES = (
     "topk",
     "by heads",
@@ -268,45 +325,116 @@ _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-2
 VLLM = Engine(
     "vllm",
     readers=(
-        Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_OF_WIDTHS, "packed head", *_CLASSES), _LOADER),
-        Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", "no gate", *_SHARED, *_CLASSES), _LOADER),
+        Reader(
+            "vLLM",
+            ("compressed-tensors",),
+            (*_SHARED, "experts", *_OF_WIDTHS, "packed head", *_CLASSES),
+            _LOADER,
+        ),
+        Reader(
+            "vLLM",
+            ("gptq", "gptq-v2"),
+            ("asymmetric", "wrapped", "no gate", *_SHARED, *_CLASSES),
+            _LOADER,
+        ),
         Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, *_CLASSES), _LOADER),
-        Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", "experts of integers", *_CLASSES), _LOADER),
+        Reader(
+            "vLLM",
+            ("humming",),
+            ("wrapped", *_SHARED, "experts", "experts of integers", *_CLASSES),
+            _LOADER,
+        ),
         Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),
     ),
     kernels=(
-        Kernel((*INTEGER, "gptq-v2"), "Machete", _ASKED, (HOPPER,), groups=(128, 64, None), n_unit=128, k_unit=64),
+        Kernel(
+            (*INTEGER, "gptq-v2"),
+            "Machete",
+            _ASKED,
+            (HOPPER,),
+            groups=(128, 64, None),
+            n_unit=128,
+            k_unit=64,
+        ),
         Kernel((*INTEGER, "gptq-v2"), "Marlin", _ASKED, (HOPPER,)),
         Kernel(INTEGER, "Marlin", _ASKED, (AMPERE, ADA)),
         Kernel(("compressed-tensors",), "Marlin", _ASKED, _OTHERS, groups=(128, 32, None)),
         Kernel(("gptq", "awq"), "Marlin", _ASKED, _OTHERS, groups=(128,)),
-        Kernel(("awq",), None, _ASKED, (HOPPER,), groups=(None,), experts=True, why="its loader fails on them"),
+        Kernel(
+            ("awq",),
+            None,
+            _ASKED,
+            (HOPPER,),
+            groups=(None,),
+            experts=True,
+            why="its loader fails on them",
+        ),
         Kernel(INTEGER, "Marlin for fused experts", _ASKED, (HOPPER,), experts=True),
-        Kernel(INTEGER, "Marlin for fused experts", _ASKED, (AMPERE, ADA, *_OTHERS), groups=(128,), experts=True),
+        Kernel(
+            INTEGER,
+            "Marlin for fused experts",
+            _ASKED,
+            (AMPERE, ADA, *_OTHERS),
+            groups=(128,),
+            experts=True,
+        ),
         Kernel(_WNA16, "Humming", _WIDTHS, (HOPPER, AMPERE, ADA, *_OTHERS), bits=(2, 3, 5, 6)),
         Kernel(("humming",), "Humming", _WIDTHS, (HOPPER,), bits=(2, 3, 4, 5, 6, 8)),
-        Kernel(_WNA16, "Machete", _WIDTHS, (HOPPER,), bits=(8,), groups=(128, 64, None), n_unit=128, k_unit=64),
+        Kernel(
+            _WNA16,
+            "Machete",
+            _WIDTHS,
+            (HOPPER,),
+            bits=(8,),
+            groups=(128, 64, None),
+            n_unit=128,
+            k_unit=64,
+        ),
         Kernel(_WNA16, "Humming", _WIDTHS, (HOPPER,), bits=(8,), groups=(32,), zeros=True),
         Kernel(_WNA16, "Humming", _WIDTHS, (AMPERE, ADA, *_OTHERS), bits=(8,), zeros=True),
         Kernel(_WNA16, "AllSpark", _WIDTHS, (AMPERE, ADA, (8, 6)), bits=(8,), groups=(None,)),
         Kernel(_WNA16, "Marlin", _WIDTHS, (HOPPER,), bits=(8,), groups=(32,)),
         Kernel(_WNA16, "Marlin", _WIDTHS, (AMPERE, ADA, *_OTHERS), bits=(8,)),
-        Kernel(_WNA16, "Marlin for fused experts", _WIDTHS, (HOPPER,), bits=(8,), groups=(128, None), experts=True),
+        Kernel(
+            _WNA16,
+            "Marlin for fused experts",
+            _WIDTHS,
+            (HOPPER,),
+            bits=(8,),
+            groups=(128, None),
+            experts=True,
+        ),
         *(
-            Kernel((layout,), kernel, _ASKED, (HOPPER, AMPERE, ADA, *_OTHERS), is_float=True, groups=(None,))
-            for layout, kernel in (("compressed-tensors", "Humming for FP8"), ("humming", "Humming"))
+            Kernel(
+                (layout,),
+                kernel,
+                _ASKED,
+                (HOPPER, AMPERE, ADA, *_OTHERS),
+                is_float=True,
+                groups=(None,),
+            )
+            for layout, kernel in (
+                ("compressed-tensors", "Humming for FP8"),
+                ("humming", "Humming"),
+            )
         ),
     ),
     uses={
         "vLLM": ("vLLM", "sh", "vllm serve FOLDER"),
-        PLUGIN: ("vLLM, on quantkit's kernels", "sh", "pip install 'quantkit[vllm]'\nvllm serve FOLDER"),
+        PLUGIN: (
+            "vLLM, on quantkit's kernels",
+            "sh",
+            "pip install 'quantkit[vllm]'\nvllm serve FOLDER",
+        ),
     },
     joins=True,
     signed=Limit(
         ("compressed-tensors", "gptq", "gptq-v2"),
-        "scales may be negative, which Marlin reads as large positive ones if VLLM_MARLIN_INPUT_DTYPE=int8 is set",
+        "scales may be negative, which Marlin reads as large positive ones if "
+        "VLLM_MARLIN_INPUT_DTYPE=int8 is set",
         Words("for W4A8 quantize with", Setting("signed", False)),
-        "https://github.com/vllm-project/vllm/issues/48905, open; vLLM 0.26.0's scales are as it says, 2026-11-25",
+        "https://github.com/vllm-project/vllm/issues/48905, open; vLLM 0.26.0's scales are as it "
+        "says, 2026-11-25",
     ),
 )
 
@@ -315,9 +443,16 @@ _HUMMING_KERNELS = "docs/layouts.md 9b, humming-kernels 0.1.19, 2026-11-23"
 SGLANG = Engine(
     "sglang",
     readers=(
-        Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk", "encoder"), PUBLISHED),
+        Reader(
+            "SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk", "encoder"), PUBLISHED
+        ),
         Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", "encoder", *_SHARED), PUBLISHED),
-        Reader("SGLang", ("humming",), ("mixed", "encoder", *_SHARED, "experts", "experts of integers"), PUBLISHED),
+        Reader(
+            "SGLang",
+            ("humming",),
+            ("mixed", "encoder", *_SHARED, "experts", "experts of integers"),
+            PUBLISHED,
+        ),
     ),
     kernels=(
         Kernel(("compressed-tensors",), "Marlin for fused experts", _EXPERTS_PULL, experts=True),
@@ -339,14 +474,25 @@ GPTQMODEL = Engine(
 OTHERS = Engine(
     None,
     readers=(
-        Reader("SqueezeBits' fork of AutoAWQ", ("quick",), ("mixed", "part", "padded", "odd n", "encoder"), PUBLISHED),
+        Reader(
+            "SqueezeBits' fork of AutoAWQ",
+            ("quick",),
+            ("mixed", "part", "padded", "odd n", "encoder"),
+            PUBLISHED,
+        ),
         Reader("vLLM up to 0.10.1", ("marlin",), _PUBLIC_MARLIN, PUBLISHED),
         Reader("vLLM up to 0.14", ("marlin24", "marlin24-ct"), _PUBLIC_MARLIN, PUBLISHED),
     ),
 )
 
-_ELSEWHERE = "tests/layouts/test_loads_elsewhere.py, transformers 5.23 and compressed-tensors 0.20, 2026-11-23"
-_DECODES = "transformers 5.23 with compressed-tensors 0.20, tests/layouts/test_loads_elsewhere.py, 2026-11-23"
+_ELSEWHERE = (
+    "tests/layouts/test_loads_elsewhere.py, transformers 5.23 and compressed-tensors 0.20, "
+    "2026-11-23"
+)
+_DECODES = (
+    "transformers 5.23 with compressed-tensors 0.20, tests/layouts/test_loads_elsewhere.py, "
+    "2026-11-23"
+)
 _PLAIN, _DEQUANTIZED, _THROUGH, _REGISTERED = (
     f"transformers ({how})"
     for how in (
@@ -359,8 +505,9 @@ _PLAIN, _DEQUANTIZED, _THROUGH, _REGISTERED = (
 #: The line that makes a prompt, and that which makes one for a model with a chat template.
 TEXT_PROMPT = 'prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)'
 CHAT_PROMPT = """messages = [{"role": "user", "content": "What is the capital of France?"}]
-prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-prompt = prompt.to(model.device)"""
+prompt = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+).to(model.device)"""
 PROMPT = f"""tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 {TEXT_PROMPT}
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
@@ -407,11 +554,17 @@ TRANSFORMERS = Engine(
             "transformers (`pip install compressed-tensors`), with dense weights in memory",
             "python",
             _transformers(
-                ", CompressedTensorsConfig", "", ", quantization_config=CompressedTensorsConfig(dequantize=True)"
+                ", CompressedTensorsConfig",
+                "",
+                ", quantization_config=CompressedTensorsConfig(dequantize=True)",
             ),
         ),
         _THROUGH: ("transformers (`pip install gptqmodel`)", "python", _transformers()),
-        _REGISTERED: ("transformers", "python", "import quantkit\n" + _transformers(before="quantkit.register()\n")),
+        _REGISTERED: (
+            "transformers",
+            "python",
+            "import quantkit\n" + _transformers(before="quantkit.register()\n"),
+        ),
     },
 )
 
@@ -440,15 +593,20 @@ def _odd_rows(folder: Folder) -> str | None:
         return None
     (module, shape), *_ = odd
     return (
-        f"{len(odd)} weights have n % 256 != 0 (first {module} {list(shape)}): the published MARLIN kernel does not "
+        f"{len(odd)} weights have n % 256 != 0 (first {module} {list(shape)}): the published "
+        "MARLIN kernel does not "
         "take them, readers that ask n % 64 do"
     )
 
 
 _HALF_ONLY = "run float16 only: load this model with dtype float16"
-#: Layouts, and what to say of a folder that readers open, but not in every case (LAYOUTS 3.1, 3.5 and 10).
+#: Layouts, and what to say of a folder that readers open, but not in every case (LAYOUTS 3.1, 3.5
+#: and 10).
 CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
     (("marlin",), _odd_rows),
     (("marlin",), lambda f: None if f.is_half else f"published MARLIN readers {_HALF_ONLY}"),
-    (("gptq", "gptq-v2"), lambda f: None if f.is_half else f"GPTQ kernels other than MARLIN's {_HALF_ONLY} there"),
+    (
+        ("gptq", "gptq-v2"),
+        lambda f: None if f.is_half else f"GPTQ kernels other than MARLIN's {_HALF_ONLY} there",
+    ),
 )

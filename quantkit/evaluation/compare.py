@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.origin import name_of
-from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Words, about
+from quantkit.errors import (
+    CheckpointError,
+    Command,
+    Option,
+    QuantkitError,
+    RecipeError,
+    Words,
+    about,
+)
 from quantkit.evaluation.programs import CodeExam
 from quantkit.evaluation.recipe_rows import ROWS, Entry, Judges, Rows
 from quantkit.evaluation.rouge import SummaryExam
@@ -29,13 +37,13 @@ from quantkit.text.sources import PACKAGED, name_of_text
 
 @dataclass(frozen=True, repr=False)
 class Comparison(ShortRepr):
-    """The finished `rows` of a table, and its folder `path` with compare.csv, compare.md and the page
-    compare.html.
+    """The finished `rows` of a table, and its folder `path` with compare.csv, compare.md and the
+    page compare.html.
 
-    The keys of a row are the columns of the CSV: `bits` a quantized weight, `bytes` of all tensors, `text:NAME:ppl`,
-    `text:NAME:kld` and the other fields of `Divergence`, `task:NAME:value`, the mean `tasks:value`, `code:pass@1`,
-    `rouge:rougeL`, and the `command` that quantizes alike. `unfinished` are the titles of the other rows, and `failed`
-    says why rows failed.
+    The keys of a row are the columns of the CSV: `bits` a quantized weight, `bytes` of all tensors,
+    `text:NAME:ppl`, `text:NAME:kld` and the other fields of `Divergence`, `task:NAME:value`, the
+    mean `tasks:value`, `code:pass@1`, `rouge:rougeL`, and the `command` that quantizes alike.
+    `unfinished` are the titles of the other rows, and `failed` says why rows failed.
     """
 
     path: Path
@@ -44,7 +52,12 @@ class Comparison(ShortRepr):
     failed: dict[str, str]
 
     def _shown(self) -> dict[str, Any]:
-        return {"path": str(self.path), "rows": len(self.rows), "unfinished": self.unfinished, "failed": self.failed}
+        return {
+            "path": str(self.path),
+            "rows": len(self.rows),
+            "unfinished": self.unfinished,
+            "failed": self.failed,
+        }
 
 
 def compare(
@@ -74,19 +87,23 @@ def compare(
     trust_remote_code: bool = False,
     progress: Progress | Listener | None = None,
 ) -> Comparison:
-    """Quantize a model by each of several recipes, judge the results, and write one table into the folder `out`.
+    """Quantize a model by each of several recipes, judge the results, and write one table into the
+    folder `out`.
 
-    `recipes` are shipped names, YAML files, or schemes with a method like `fp6:g64:gptq`, as a list or with commas
-    between them; `settings` maps keys to values for all of them. Those that need text run with each source of `calib`
-    and each of `seeds`. Sources and texts may be named: NAME=FILE.
+    `recipes` are shipped names, YAML files, or schemes with a method like `fp6:g64:gptq`, as a list
+    or with commas between them; `settings` maps keys to values for all of them. Those that need
+    text run with each source of `calib` and each of `seeds`. Sources and texts may be named:
+    NAME=FILE.
 
-    A row has perplexity and KL divergence on each `text`, and what else is asked for: `tasks` (with `data`, `shots` and
-    `limit`, see `eval_tasks`), pass@1 of the likeliest programs for the problems in `code` (see `eval_code`), and ROUGE
-    of summaries of the documents in `rouge` (see `eval_rouge`). All models are decoded to float32, so that rows differ
-    in their codes alone. A scheme that no layout stores is judged without being packed.
+    A row has perplexity and KL divergence on each `text`, and what else is asked for: `tasks` (with
+    `data`, `shots` and `limit`, see `eval_tasks`), pass@1 of the likeliest programs for the
+    problems in `code` (see `eval_code`), and ROUGE of summaries of the documents in `rouge` (see
+    `eval_rouge`). All models are decoded to float32, so that rows differ in their codes alone. A
+    scheme that no layout stores is judged without being packed.
 
-    Finished rows are kept in `out`: the same call continues, also with more recipes or texts, and several processes
-    share the rows. Raises a QuantkitError, before any work, for what a row would refuse.
+    Finished rows are kept in `out`: the same call continues, also with more recipes or texts, and
+    several processes share the rows. Raises a QuantkitError, before any work, for what a row would
+    refuse.
 
     Example:
 
@@ -105,14 +122,22 @@ def compare(
     sources, texts = labelled(_listed(calib), "calib"), labelled(_listed(text), "text")
     seeds = list(dict.fromkeys(seeds))
     if not asked or not sources or not seeds:
-        raise RecipeError("there is nothing to compare", "name a recipe, a calibration text and a seed")
+        raise RecipeError(
+            "there is nothing to compare", "name a recipe, a calibration text and a seed"
+        )
     entries = entries_of(asked, sources, seeds)
     exams: dict[str, Any] = {}
     most: Any = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     if names := _listed(tasks):
         exams["tasks"] = Exam(names, data, shots=shots, limit=limit, batch_size=batch_size)
     if code is not None:
-        drawing: Any = {"samples": 1, "temperature": 0.0, "limit": limit, "batch_size": code_batch_size, **most}
+        drawing: Any = {
+            "samples": 1,
+            "temperature": 0.0,
+            "limit": limit,
+            "batch_size": code_batch_size,
+            **most,
+        }
         exams["code"] = CodeExam(code, allow_code_execution, namespaces=namespaces, **drawing)
     if rouge is not None:
         exams["rouge"] = SummaryExam(rouge, limit=limit, batch_size=batch_size, **most)
@@ -126,7 +151,11 @@ def compare(
 
     def write() -> list[Row]:
         made = ((entry, rows.row(entry, rows.finished(entries[0]))) for entry in entries)
-        found = [{**row, "command": command(model, entry, sources, settings or {}, run)} for entry, row in made if row]
+        found = [
+            {**row, "command": command(model, entry, sources, settings or {}, run)}
+            for entry, row in made
+            if row
+        ]
         files.write_atomic(out / "compare.csv", as_csv(found).encode())
         files.write_atomic(out / "compare.md", as_markdown(found).encode())
         files.write_atomic(out / "compare.html", page(name_of(model), found).encode())
@@ -146,8 +175,11 @@ def compare(
     return Comparison(out, write(), unfinished, failed)
 
 
-def entries_of(recipes: Mapping[str, Mapping[str, Any]], calib: Mapping[str, str], seeds: Sequence[int]) -> list[Entry]:
-    """List the rows: the unquantized model, and each recipe with each text and seed if it needs text.
+def entries_of(
+    recipes: Mapping[str, Mapping[str, Any]], calib: Mapping[str, str], seeds: Sequence[int]
+) -> list[Entry]:
+    """List the rows: the unquantized model, and each recipe with each text and seed if it needs
+    text.
 
     A recipe whose scheme no layout holds has no layout; its values are judged.
     """
@@ -159,20 +191,26 @@ def entries_of(recipes: Mapping[str, Mapping[str, Any]], calib: Mapping[str, str
             found.append(Entry(name, plain))
         for text, source in calib.items() if plain.calibrated else ():
             for seed in seeds:
-                asked = from_mapping(merge(mapping, {"calibration": {"data": source, "seed": seed}}))
+                asked = from_mapping(
+                    merge(mapping, {"calibration": {"data": source, "seed": seed}})
+                )
                 found.append(Entry(name, _storable(asked), text, seed))
     return found
 
 
 def labelled(sources: Sequence[str], option: str) -> dict[str, str]:
-    """Return the names of texts, given as SOURCE or NAME=SOURCE. RecipeError if two have one name."""
+    """Return the names of texts, given as SOURCE or NAME=SOURCE. RecipeError if two
+    have one name.
+    """
     found: dict[str, str] = {}
     for each in sources:
         name, equals, source = each.partition("=")
         if not equals or not re.fullmatch(r"[\w.+-]+", name):
             name, source = Path(name_of_text(each)).stem, each
         if name in found:
-            raise RecipeError(f"two texts are called {name}", "name them, like NAME=FILE", subject=Option(option))
+            raise RecipeError(
+                f"two texts are called {name}", "name them, like NAME=FILE", subject=Option(option)
+            )
         found[name] = source
     return found
 
@@ -195,13 +233,27 @@ def _storable(recipe: Recipe) -> Recipe:
 
 
 def command(
-    model: str | Path, entry: Entry, sources: Mapping[str, str], settings: Mapping[str, Any], run: Mapping[str, Any]
+    model: str | Path,
+    entry: Entry,
+    sources: Mapping[str, str],
+    settings: Mapping[str, Any],
+    run: Mapping[str, Any],
 ) -> str:
-    """Return the command that quantizes as a row did; of a scheme without a layout the one that makes the row."""
+    """Return the command that quantizes as a row did; of a scheme without a layout the one that
+    makes the row.
+    """
     if entry.recipe is None:
         return ""
     recipe, seed = entry.recipe, entry.seed or 0
-    pairs = list(_pairs({key: value for key, value in settings.items() if recipe.calibrated or key != "calibration"}))
+    pairs = list(
+        _pairs(
+            {
+                key: value
+                for key, value in settings.items()
+                if recipe.calibrated or key != "calibration"
+            }
+        )
+    )
     words: list[Words] = []
     if recipe.layout is None:
         words.append(Option("recipes", entry.name))
@@ -210,8 +262,14 @@ def command(
         words.append(Option("recipe", entry.name))
     else:
         form: Any = recipe.scheme
-        words += [Option("format", form.format.name), Option("group_size", form.group_size or "channel")]
-        words += [Option("method", recipe.method), *([] if form.symmetric else [Option("asym", True)])]
+        words += [
+            Option("format", form.format.name),
+            Option("group_size", form.group_size or "channel"),
+        ]
+        words += [
+            Option("method", recipe.method),
+            *([] if form.symmetric else [Option("asym", True)]),
+        ]
         words += [Option("prune", form.sparsity)] if form.sparsity else []
     words += [] if entry.calib is None else [Option("calib", sources[entry.calib])]
     pairs += [f"calibration.seed={seed}"] if seed and recipe.layout is not None else []
@@ -238,5 +296,9 @@ def _listed(names: str | Iterable[str]) -> list[str]:
 def _require_folder(out: Path) -> None:
     """Raise CheckpointError if a folder cannot be that of a table."""
     with files.guarded(out):
-        if out.exists() and not (out.is_dir() and ((out / ROWS).is_dir() or not any(out.iterdir()))):
-            raise CheckpointError("is there, and no table of quantkit compare", "name a new folder", subject=out)
+        if out.exists() and not (
+            out.is_dir() and ((out / ROWS).is_dir() or not any(out.iterdir()))
+        ):
+            raise CheckpointError(
+                "is there, and no table of quantkit compare", "name a new folder", subject=out
+            )

@@ -1,7 +1,8 @@
-"""A model before and after it was quantized or pruned, measured on one text before the output is published.
+"""A model before and after it was quantized or pruned, measured on one text before the output is
+published.
 
-The protocol is bounded: the first windows of the text, at most `MOST_TOKENS` tokens together, no overlap, BOS by the
-tokenizer's rule.
+The protocol is bounded: the first windows of the text, at most `MOST_TOKENS` tokens together, no
+overlap, BOS by the tokenizer's rule.
 """
 
 from __future__ import annotations
@@ -28,25 +29,38 @@ from quantkit.recipes.run_options import RunOptions
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 LATER = Words(
-    "leave", Option("eval"), "out, and measure the output with", Command("eval ppl"), "and", Command("eval kld")
+    "leave",
+    Option("eval"),
+    "out, and measure the output with",
+    Command("eval ppl"),
+    "and",
+    Command("eval kld"),
 )
 
 
-def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Checkpoint], dict[str, Any]]:
+def measurement(
+    data: str, model: str | Path, run: RunOptions
+) -> Callable[[Checkpoint], dict[str, Any]]:
     """Prepare the comparison of a model with an output of a run: returns a function of the output.
 
-    The function returns the perplexities `before` and `after`, the fields of `divergence.Figures`, and their protocol.
-    CheckpointError, before any work, if the text cannot be read or is too short, or the memory does not hold both
-    models.
+    The function returns the perplexities `before` and `after`, the fields of `divergence.Figures`,
+    and their protocol. CheckpointError, before any work, if the text cannot be read or is too
+    short, or the memory does not hold both models.
     """
-    source, device, trust_remote_code = resolve(str(model), run.revision), run.device, run.trust_remote_code
+    source, device, trust_remote_code = (
+        resolve(str(model), run.revision),
+        run.device,
+        run.trust_remote_code,
+    )
     src = Checkpoint(source, trust_remote_code, dequantize=True)
     text, what = load_material(src, data, trust_remote_code, "eval")
     words = load_tokenizer(src.path)
     length = len(token_ids(words, text, special=False)) if isinstance(text, str) else None
     if length is not None and length < 2:
         raise CheckpointError(
-            Words(f"has {length} tokens, too few for", Option("eval")), "give a longer text", subject=data
+            Words(f"has {length} tokens, too few for", Option("eval")),
+            "give a longer text",
+            subject=data,
         )
     _require_memory(src, device)
 
@@ -59,8 +73,15 @@ def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Chec
             raise CheckpointError("out of memory", ways, subject=Option("eval")) from error
 
     def compare(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
-        options: Any = {"device": device, "trust_remote_code": trust_remote_code, "progress": run.progress}
-        reference, ours = load_for_evaluation(before, **options), load_for_evaluation(after, **options)
+        options: Any = {
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "progress": run.progress,
+        }
+        reference, ours = (
+            load_for_evaluation(before, **options),
+            load_for_evaluation(after, **options),
+        )
         pieces = pieces_of([reference, ours], words, text, tokens=MOST_TOKENS)
         first, then = token_values(reference, [ours], pieces, run.progress)
         return {
@@ -77,13 +98,18 @@ def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Chec
 
 
 def _require_memory(src: Checkpoint, device: str) -> None:
-    """Refuse a comparison that the memory does not hold: the source in float32, and the packed output."""
+    """Refuse a comparison that the memory does not hold: the source in float32, and the packed
+    output.
+    """
     needed = sum(4 * prod(src.shape(name)) for name in src.names()) + src.source_bytes // 2
     place = device_of(device)
     free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else free_memory()
     if free is not None and needed > free:
         raise CheckpointError(
-            Words(Option("eval"), f"needs about {needed / 1e9:.1f} GB on {place.type}, {free / 1e9:.1f} are free"),
+            Words(
+                Option("eval"),
+                f"needs about {needed / 1e9:.1f} GB on {place.type}, {free / 1e9:.1f} are free",
+            ),
             LATER,
             subject=src.path,
         )

@@ -1,7 +1,8 @@
-"""Kullback-Leibler divergence of models from a reference: mean with an interval, tails, and a paired comparison.
+"""Kullback-Leibler divergence of models from a reference: mean with an interval, tails, and a
+paired comparison.
 
-It separates quantizations of one model whose perplexities differ by no more than noise. A mean can hide tokens at which
-the model is lost, so the tails stand beside it.
+It separates quantizations of one model whose perplexities differ by no more than noise. A mean can
+hide tokens at which the model is lost, so the tails stand beside it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ RESAMPLES, CONFIDENCE = 1000, 0.95
 class TokenValues:
     """Values of one model at each position of each window, on the CPU: one tensor a window.
 
-    `kl` `[window]` is the divergence from the reference in nats, `losses` `[t]` that of each prediction in nats, both
-    float32. `same` `[window]` is True where the reference prefers the same token.
+    `kl` `[window]` is the divergence from the reference in nats, `losses` `[t]` that of each
+    prediction in nats, both float32. `same` `[window]` is True where the reference prefers the same
+    token.
     """
 
     kl: Sequence[Tensor]
@@ -70,9 +72,10 @@ class TokenValues:
 class Figures:
     """`kld` is the mean of KL(reference || model) over the tokens, in nats.
 
-    `kld_low` to `kld_high` is its 95 % interval by bootstrap over windows, None for fewer than two. `kld_median`,
-    `kld_p99` and `kld_p999` are quantiles over tokens, `kld_above` is the share of tokens above 0.1 nat. `top1` is the
-    share of positions at which both models prefer the same token.
+    `kld_low` to `kld_high` is its 95 % interval by bootstrap over windows, None for fewer than two.
+    `kld_median`, `kld_p99` and `kld_p999` are quantiles over tokens, `kld_above` is the share of
+    tokens above 0.1 nat. `top1` is the share of positions at which both models prefer the same
+    token.
     """
 
     kld: float
@@ -87,9 +90,11 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Versus(Figures):
-    """Another model on the same windows, and by how much the first one's mean divergence is above its own.
+    """Another model on the same windows, and by how much the first one's mean divergence is above
+    its own.
 
-    `difference_low` to `difference_high` is the 95 % interval of the `difference`, by bootstrap over pairs of windows.
+    `difference_low` to `difference_high` is the 95 % interval of the `difference`, by bootstrap
+    over pairs of windows.
     """
 
     name: str
@@ -130,11 +135,13 @@ def kld(
     progress: Progress | None = None,
     **protocol: Any,
 ) -> Divergence:
-    """Compare the next-token distributions of a model with a reference's at every position of every window.
+    """Compare the next-token distributions of a model with a reference's at every position of every
+    window.
 
-    `versus` is the name of another model and the model. `protocol` has the options of `windows.cut`. All models are in
-    memory, and the logits of one window at a time. If windows overlap, a position counts as often as it occurs, and
-    intervals are too narrow. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
+    `versus` is the name of another model and the model. `protocol` has the options of
+    `windows.cut`. All models are in memory, and the logits of one window at a time. If windows
+    overlap, a position counts as often as it occurs, and intervals are too narrow. Raises as
+    `perplexity`, and CheckpointError if the vocabularies differ.
     """
     models = [model] if versus is None else [model, versus[1]]
     pieces = pieces_of([reference, *models], tokenizer, text, **protocol)
@@ -150,7 +157,8 @@ def token_values(
     pieces: Windows | Pairs,
     progress: Progress | None = None,
 ) -> list[TokenValues]:
-    """Run the reference and the models on every window; return the values of the reference, then of each model.
+    """Run the reference and the models on every window; return the values of the reference, then of
+    each model.
 
     Exponentials and products are in float32, sums over the vocabulary in float64.
     """
@@ -166,7 +174,9 @@ def token_values(
 
 
 def _divergences(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(theirs || ours) and whether both prefer the same token, for each row of two logits `[t, v]`."""
+    """Return KL(theirs || ours) and whether both prefer the same token, for each row of two logits
+    `[t, v]`.
+    """
     if ours.shape != theirs.shape:
         raise CheckpointError(
             f"the models have vocabularies of {ours.shape[-1]} and {theirs.shape[-1]} tokens",
@@ -183,7 +193,8 @@ def _divergences(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(logits - max) `[t, v]`, its sums over v, and log(sum(exp(logits))); both `[t]` in float64.
+    """Return exp(logits - max) `[t, v]`, its sums over v, and log(sum(exp(logits))); both `[t]` in
+    float64.
 
     The log_softmax of float32 sums 262,144 terms in float32, and is off by 1e-5.
     """
@@ -197,13 +208,21 @@ def _paired(name: str, ours: TokenValues, other: TokenValues) -> Versus:
     apart = ours.means() - other.means()
     low, high = interval(apart) or (None, None)
     difference = float(apart.mean())
-    return Versus(**other.figures(), name=name, difference=difference, difference_low=low, difference_high=high)
+    return Versus(
+        **other.figures(),
+        name=name,
+        difference=difference,
+        difference_low=low,
+        difference_high=high,
+    )
 
 
 def interval(means: np.ndarray[Any, Any]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean of `means` `[n]` by the percentile bootstrap, None for fewer than two.
+    """Return the 95 % interval of the mean of `means` `[n]` by the percentile bootstrap, None for
+    fewer than two.
 
-    Tokens of one window depend on each other, so windows are drawn, not tokens. The same draws serve every call.
+    Tokens of one window depend on each other, so windows are drawn, not tokens. The same draws
+    serve every call.
     """
     count = len(means)
     if count < 2:

@@ -1,8 +1,10 @@
-"""Proof that an engine computes what a checkpoint holds: its log-probabilities beside those of the decoded model.
+"""Proof that an engine computes what a checkpoint holds: its log-probabilities beside those of the
+decoded model.
 
-The engine reads pieces of the packaged text and continues them, so that its kernels meet many tokens at once and few,
-in CUDA graphs. The decoded model computes the same log-probabilities in float32, and again in the engine's dtype. The
-second time shows how much rounding moves them, and bounds the engine's difference.
+The engine reads pieces of the packaged text and continues them, so that its kernels meet many
+tokens at once and few, in CUDA graphs. The decoded model computes the same log-probabilities in
+float32, and again in the engine's dtype. The second time shows how much rounding moves them, and
+bounds the engine's difference.
 """
 
 from __future__ import annotations
@@ -40,14 +42,20 @@ from quantkit.text.tokenizer import adds_bos, load_tokenizer, token_ids
 
 #: Prompts, tokens of each, and tokens that the engine adds to each.
 PROMPTS, LENGTH, NEW = 8, 240, 16
-#: The engine's mean and largest difference may be so many times those of rounding, and a little more, in nats.
-#: Activations in eight bits have 2.7 to 36 times the mean (a 29 M Llama and SmolLM2-135M, bfloat16 and float16).
+#: The engine's mean and largest difference may be so many times those of rounding, and a little
+#: more, in nats. Activations in eight bits have 2.7 to 36 times the mean (a 29 M Llama and
+#: SmolLM2-135M, bfloat16 and float16).
 MEAN, LARGEST = (2.0, 0.001), (4.0, 0.01)
 #: Documents of the packaged text that hold enough tokens, and the seconds that an engine may take.
 DOCUMENTS, LIMIT = 40, 3600
 CHILD = "import sys; from quantkit.evaluation.engine_child import main; main(sys.argv[1])"
-#: What the engine's process needs besides: the model in the process that is asked, and no report of its use.
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+#: What the engine's process needs besides: the model in the process that is asked, and no report of
+#: its use.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def verify_in_engine(
@@ -59,10 +67,12 @@ def verify_in_engine(
     device: str = "auto",
     unsealed: bool = False,
 ) -> Verification:
-    """Verify a folder, then compare an `engine` with it, if one is named; one that does not run is a failure too.
+    """Verify a folder, then compare an `engine` with it, if one is named; one that does not run is
+    a failure too.
 
-    `arguments` are further ones of `vllm.LLM`. The decoded model runs on `device`, after the engine, in float32. Raises
-    as `verify`, RecipeError for arguments of no engine, and QuantkitError if the engine is not installed.
+    `arguments` are further ones of `vllm.LLM`. The decoded model runs on `device`, after the
+    engine, in float32. Raises as `verify`, RecipeError for arguments of no engine, and
+    QuantkitError if the engine is not installed.
     """
     if engine is None:
         if arguments:
@@ -83,7 +93,13 @@ def verify_in_engine(
     progress = progress or Progress(quiet=True)
     found = verify(folder, against, progress, device, unsealed)
     if found.failures:
-        return replace(found, notices=(*found.notices, f"{engine} was not started, because the folder failed already"))
+        return replace(
+            found,
+            notices=(
+                *found.notices,
+                f"{engine} was not started, because the folder failed already",
+            ),
+        )
     src = Checkpoint(folder)
     clock = Clock(torch.device("cpu"), dict(found.seconds))
     try:
@@ -93,7 +109,9 @@ def verify_in_engine(
         return replace(found, failures=(error.typed,), seconds=clock.seconds)
     with clock.phase("decoded model"):
         proof = _compared(engine, answer, src, device_of(device), progress)
-    failures = () if proof.ok else (f"{engine} does not compute what the folder holds: {proof.note}",)
+    failures = (
+        () if proof.ok else (f"{engine} does not compute what the folder holds: {proof.note}",)
+    )
     return replace(found, failures=failures, engine=proof, seconds=clock.seconds)
 
 
@@ -103,15 +121,24 @@ def _prompts(src: Checkpoint) -> list[list[int]]:
     text = "\n\n".join(str(document) for document in load_documents(PACKAGED).texts[:DOCUMENTS])
     ids = token_ids(tokenizer, text, special=False).tolist()
     bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-    positions = getattr(config_of(src, False).get_text_config(), "max_position_embeddings", None) or LENGTH + NEW
+    positions = (
+        getattr(config_of(src, False).get_text_config(), "max_position_embeddings", None)
+        or LENGTH + NEW
+    )
     length = max(2, min(LENGTH, positions - NEW) - len(bos))
     return [bos + ids[start : start + length] for start in range(0, PROMPTS * length, length)]
 
 
 def _ask(
-    engine: str, arguments: Mapping[str, Any], folder: Path, prompts: list[list[int]], progress: Progress
+    engine: str,
+    arguments: Mapping[str, Any],
+    folder: Path,
+    prompts: list[list[int]],
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Start the engine in a process of its own; KernelError with its last error if it gives no answer."""
+    """Start the engine in a process of its own; KernelError with its last error if it gives no
+    answer.
+    """
     request = {
         "engine": {
             "model": str(folder.resolve()),
@@ -128,7 +155,10 @@ def _ask(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     progress.note(f"{engine} opens the folder, which may take minutes")
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as place, (Path(place) / "log").open("wb") as log:
+    with (
+        tempfile.TemporaryDirectory(prefix="quantkit-") as place,
+        (Path(place) / "log").open("wb") as log,
+    ):
         answer = Path(place) / "answer"
         process = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(answer)],
@@ -153,13 +183,18 @@ def _ask(
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in said.splitlines()]  # torch marks them
     errors = [line for line in lines if re.search(r"^\S*(Error|Exception)\b", line)] or lines
     raise KernelError(
-        f"{engine} ended with code {process.returncode}: {' '.join(errors[-1:])[:300] or 'it said nothing'}",
+        f"{engine} ended with code {process.returncode}: "
+        f"{' '.join(errors[-1:])[:300] or 'it said nothing'}",
         "-v prints its log",
     )
 
 
 def _compared(
-    engine: str, answer: Mapping[str, Any], src: Checkpoint, device: torch.device, progress: Progress
+    engine: str,
+    answer: Mapping[str, Any],
+    src: Checkpoint,
+    device: torch.device,
+    progress: Progress,
 ) -> EngineProof:
     """Compare the engine's log-probabilities with those of the decoded model."""
     exact = _logprobs(src, answer["tokens"], torch.float32, device, progress)
@@ -180,9 +215,15 @@ def _compared(
 
 
 def _logprobs(
-    src: Checkpoint, sequences: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, progress: Progress
+    src: Checkpoint,
+    sequences: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
 ) -> Tensor:
-    """Compute the log-probability of each token but the first of each sequence, `[t]` in float32 on the CPU."""
+    """Compute the log-probability of each token but the first of each sequence, `[t]` in float32 on
+    the CPU.
+    """
     model = load_dense_model(src, device=str(device), dtype=dtype)
     found = []
     with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""The part of `verify --engine` that runs in a process of its own, in which vLLM opens the folder and is asked.
+"""The part of `verify --engine` that runs in a process of its own, in which vLLM opens the folder
+and is asked.
 
 It reads a request as JSON from its standard input, and writes the answer as JSON into a file.
 """
@@ -14,11 +15,12 @@ from typing import Any
 
 
 def main(answer: str) -> None:
-    """Open the folder of the request in vLLM, and write the log-probabilities of its prompts and their continuations.
+    """Open the folder of the request in vLLM, and write the log-probabilities of its prompts and
+    their continuations.
 
-    The request has `engine`, the arguments of `vllm.LLM`, token ids as `prompts`, and the number of `new` tokens for
-    each. The answer has the tokens of each sequence, log-probabilities in nats of all but its first, `layers`, the
-    engine's version and its dtype.
+    The request has `engine`, the arguments of `vllm.LLM`, token ids as `prompts`, and the number of
+    `new` tokens for each. The answer has the tokens of each sequence, log-probabilities in nats of
+    all but its first, `layers`, the engine's version and its dtype.
     """
     import vllm
 
@@ -29,11 +31,15 @@ def main(answer: str) -> None:
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     tokens, logprobs = [], []
-    for prompt, found in zip(request["prompts"], llm.generate(prompts, sampling, use_tqdm=False), strict=True):
+    for prompt, found in zip(
+        request["prompts"], llm.generate(prompts, sampling, use_tqdm=False), strict=True
+    ):
         new = [*found.outputs[0].token_ids]
         tokens.append(prompt + new)
         places = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs]
-        logprobs.append([place[token].logprob for token, place in zip(tokens[-1][1:], places, strict=True)])
+        logprobs.append(
+            [place[token].logprob for token, place in zip(tokens[-1][1:], places, strict=True)]
+        )
     content = {
         "version": vllm.__version__,
         "dtype": str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
@@ -61,5 +67,7 @@ def describe(model: Any) -> dict[str, dict[str, int]]:
             # vLLM's kernel of experts is a frame for any of its implementations.
             kernels = [getattr(kernel, "fused_experts", kernel) for kernel in kernels]
             names += [type(each).__name__ for each in (owner, *kernels)]
-        found.setdefault(name.rpartition(".")[2], Counter())[" ".join(dict.fromkeys(filter(None, names)))] += 1
+        found.setdefault(name.rpartition(".")[2], Counter())[
+            " ".join(dict.fromkeys(filter(None, names)))
+        ] += 1
     return {kind: dict(counts) for kind, counts in found.items()}

@@ -18,8 +18,8 @@ Get = Callable[[str, Callable[[], Any]], Any]
 class Finished:
     """Keep what was computed, by name; without a `path` only in memory.
 
-    `run` has everything that the results depend on, as JSON has it. It is the first line of the file. RecipeError if
-    the file is another run's, CheckpointError if it is damaged.
+    `run` has everything that the results depend on, as JSON has it. It is the first line of the
+    file. RecipeError if the file is another run's, CheckpointError if it is damaged.
     """
 
     def __init__(self, path: str | Path | None, run: Mapping[str, Any]) -> None:
@@ -30,7 +30,11 @@ class Finished:
             raise CheckpointError(error.rule, "remove the file", subject=path) from error
         if lines and lines[0] != {"run": self._run}:
             before = lines[0].get("run", {})
-            keys = [key for key in self._run if not isinstance(before, dict) or before.get(key) != self._run[key]]
+            keys = [
+                key
+                for key in self._run
+                if not isinstance(before, dict) or before.get(key) != self._run[key]
+            ]
             raise RecipeError(
                 f"belongs to another run ({', '.join(keys) or 'of another version'} differ)",
                 Words("name another file with", Option("journal", FILE)),
@@ -47,7 +51,9 @@ class Finished:
         return self._known[name]
 
     def get(self, name: str, compute: Callable[[], _T]) -> _T:
-        """Return the value of that name, which is computed and kept if it is not known. It must be JSON."""
+        """Return the value of that name, which is computed and kept if it is not known. It must be
+        JSON.
+        """
         if name not in self._known:
             value = compute()
             if self._path is not None:

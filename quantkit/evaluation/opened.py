@@ -28,25 +28,37 @@ class Opened:
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
 
-    def load(self, device: str, trust_remote_code: bool, check: bool, progress: Progress) -> PreTrainedModel:
+    def load(
+        self, device: str, trust_remote_code: bool, check: bool, progress: Progress
+    ) -> PreTrainedModel:
         """Load the model as evaluations do."""
         options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check}
         return load_for_evaluation(self.src, **options, progress=progress)
 
     def require_decoder_only(self) -> None:
         """Raise CheckpointError for an encoder-decoder, whose text does not continue its prompt."""
-        require_decoder_only(self.src, self.config, "and this evaluation needs a model that continues its prompt")
+        require_decoder_only(
+            self.src, self.config, "and this evaluation needs a model that continues its prompt"
+        )
 
     def digest(self) -> str:
-        """Return a digest of the names, sizes and times of the files: the same as long as nobody writes them."""
+        """Return a digest of the names, sizes and times of the files: the same as long as nobody
+        writes them.
+        """
         stats = [(name, path.stat()) for name, path in sorted(self.src.sources().items())]
-        return hash_of(repr([self.src.path.absolute(), *((n, s.st_size, s.st_mtime_ns) for n, s in stats)]).encode())
+        return hash_of(
+            repr(
+                [self.src.path.absolute(), *((n, s.st_size, s.st_mtime_ns) for n, s in stats)]
+            ).encode()
+        )
 
 
 def open_writer(
     checkpoint: str | Path, revision: str | None, trust_remote_code: bool, dequantize: bool = False
 ) -> Opened:
-    """Open a checkpoint without its weights; CheckpointError if it is no model that reads and writes text."""
+    """Open a checkpoint without its weights; CheckpointError if it is no model that reads and
+    writes text.
+    """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code, dequantize=dequantize)
     config = config_of(src, trust_remote_code)
     require_text(src, config, trust_remote_code)
@@ -56,4 +68,6 @@ def open_writer(
 def require_package(module: str, package: str, extra: str) -> None:
     """Raise QuantkitError if a package that only this evaluation needs is not installed."""
     if find_spec(module) is None:
-        raise QuantkitError(f"the package {package} is not installed", f"pip install 'quantkit[{extra}]'")
+        raise QuantkitError(
+            f"the package {package} is not installed", f"pip install 'quantkit[{extra}]'"
+        )

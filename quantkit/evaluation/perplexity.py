@@ -1,4 +1,6 @@
-"""Perplexity, together with the protocol that it depends on: window, stride, BOS, tokens and text."""
+"""Perplexity, together with the protocol that it depends on: window, stride, BOS,
+tokens and text.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,20 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The largest loss whose exponential is a double. Guessing among all tokens of a vocabulary costs 1/40 of it.
+#: The largest loss whose exponential is a double. Guessing among all tokens of a vocabulary costs
+#: 1/40 of it.
 LARGEST_NLL = 709.0
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the predictions.
+    """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the
+    predictions.
 
-    `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, `stride` apart. With `bos`,
-    each window had the BOS token in front; `bos_rule` says why it had or had not. `data` names the text; `weights` says
-    how weights were multiplied. Of an encoder-decoder, the windows are the summaries of so many `pairs` with documents.
+    `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, `stride`
+    apart. With `bos`, each window had the BOS token in front; `bos_rule` says why it had or had
+    not. `data` names the text; `weights` says how weights were multiplied. Of an encoder-decoder,
+    the windows are the summaries of so many `pairs` with documents.
     """
 
     perplexity: float
@@ -54,11 +59,13 @@ def perplexity(
     progress: Progress | None = None,
     **protocol: Any,
 ) -> Perplexity:
-    """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses in float32.
+    """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses
+    in float32.
 
-    `text` may be records for an encoder-decoder, see `pairs`. `protocol` has the options of `windows.cut`. In each
-    window, all tokens but the first are predicted; with BOS, the first too. If windows overlap, each after the first
-    counts only its last `stride` predictions. Raises as `windows.cut`, and NumericError for logits that are not finite.
+    `text` may be records for an encoder-decoder, see `pairs`. `protocol` has the options of
+    `windows.cut`. In each window, all tokens but the first are predicted; with BOS, the first too.
+    If windows overlap, each after the first counts only its last `stride` predictions. Raises as
+    `windows.cut`, and NumericError for logits that are not finite.
     """
     pieces = pieces_of([model], tokenizer, text, **protocol)
     total, count = 0.0, 0
@@ -72,17 +79,24 @@ def perplexity(
 
 
 def exponential(nll: float) -> float:
-    """Return the perplexity for a mean loss in nats; NumericError for a loss that no language model has."""
+    """Return the perplexity for a mean loss in nats; NumericError for a loss that no language model
+    has.
+    """
     if not nll < LARGEST_NLL:
         raise NumericError(
-            f"the mean loss is {nll:.4g} nats, which is no language model's: its weights are damaged, or its dtype "
+            f"the mean loss is {nll:.4g} nats, which is no language model's: its weights are "
+            "damaged, or its dtype "
             "overflows"
         )
     return math.exp(nll)
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each target `[t]` by the first `t` rows of `logits` `[.., v]`, in float32."""
+    """Return the loss of each target `[t]` by the first `t` rows of `logits` `[.., v]`,
+    in float32.
+    """
     logits, targets = logits[: len(targets)], targets.to(logits.device)
     entropy = torch.nn.functional.cross_entropy
-    return torch.cat([entropy(logits[rows].float(), targets[rows], reduction="none") for rows in chunks(logits)])
+    return torch.cat(
+        [entropy(logits[rows].float(), targets[rows], reduction="none") for rows in chunks(logits)]
+    )

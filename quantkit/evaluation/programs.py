@@ -1,4 +1,6 @@
-"""Programs that a model writes in Python or JavaScript: the share that passes the tests of their problems."""
+"""Programs that a model writes in Python or JavaScript: the share that passes the tests of their
+problems.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,16 @@ from quantkit.text.tokenizer import token_ids
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 #: What ends a whole solution of MBPP, which may have several functions.
 SOLUTION_STOPS = ("\nclass", "\nassert", '\n"""', "\nif", "\nprint", "\n```")
-JAVASCRIPT_STOPS = ("\nfunction ", "\nconst ", "\nlet ", "\nvar ", "\n/*", "\n//", "\nconsole.log", "\n```")
+JAVASCRIPT_STOPS = (
+    "\nfunction ",
+    "\nconst ",
+    "\nlet ",
+    "\nvar ",
+    "\n/*",
+    "\n//",
+    "\nconsole.log",
+    "\n```",
+)
 #: Keys of HumanEval, of MBPP, of the sanitized MBPP, of HumanEval-X, and of MultiPL-E.
 SHAPES: tuple[dict[str, type], ...] = (
     {"prompt": str, "test": str, "entry_point": str},
@@ -65,10 +76,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """The probability that one of `k` programs passes: its mean over `seeds`, and their standard deviation.
+    """The probability that one of `k` programs passes: its mean over `seeds`, and their standard
+    deviation.
 
-    `low` to `high` is the 95 % interval by bootstrap over problems. `std` is None for one seed, the interval for one
-    problem.
+    `low` to `high` is the 95 % interval by bootstrap over problems. `std` is None for one seed, the
+    interval for one problem.
     """
 
     k: int
@@ -83,7 +95,8 @@ class PassAtK:
 class CodeScores:
     """pass@k of `samples` programs for each of `problems`, drawn with each of `seeds`.
 
-    `timed_out` programs ran longer than `timeout` seconds. `namespaces` says whether these contained the programs.
+    `timed_out` programs ran longer than `timeout` seconds. `namespaces` says whether these
+    contained the programs.
     """
 
     scores: list[PassAtK]
@@ -123,31 +136,40 @@ def eval_code(
     check: bool = True,
     progress: Progress | Listener | None = None,
 ) -> CodeScores:
-    """Let a checkpoint write programs for the problems of a data set, run their tests, and estimate pass@k.
+    """Let a checkpoint write programs for the problems of a data set, run their tests, and estimate
+    pass@k.
 
-    `data` is a file of records of HumanEval or MBPP, or in JavaScript of HumanEval-X or MultiPL-E, of which the first
-    `limit` are read. For each of `seeds` and each problem, `samples` programs are drawn. `k` defaults to those of 1, 10
-    and 100 that `samples` allows. `temperature` 0 takes the likeliest program, which must be the only one.
+    `data` is a file of records of HumanEval or MBPP, or in JavaScript of HumanEval-X or MultiPL-E,
+    of which the first `limit` are read. For each of `seeds` and each problem, `samples` programs
+    are drawn. `k` defaults to those of 1, 10 and 100 that `samples` allows. `temperature` 0 takes
+    the likeliest program, which must be the only one.
 
-    Programs run only with `allow_code_execution`, each for at most `timeout` seconds and in namespaces: without network
-    and home folder, with limits of memory, processes and files. Where the kernel allows no namespaces, this is refused;
-    with `namespaces` False only the limits contain a program, which can read and delete your files.
+    Programs run only with `allow_code_execution`, each for at most `timeout` seconds and in
+    namespaces: without network and home folder, with limits of memory, processes and files. Where
+    the kernel allows no namespaces, this is refused; with `namespaces` False only the limits
+    contain a program, which can read and delete your files.
 
-    `journal` is a file that keeps finished programs, from which the same call continues. Raises a QuantkitError, before
-    any weight is read, for problems, options or a model that cannot be evaluated.
+    `journal` is a file that keeps finished programs, from which the same call continues. Raises a
+    QuantkitError, before any weight is read, for problems, options or a model that cannot be
+    evaluated.
 
     Example:
 
     ```python
     import quantkit
 
-    options = {"samples": 1, "temperature": 0.0, "max_new_tokens": 8, "limit": 1}
-    found = quantkit.eval_code("model-int4", data="problems.jsonl", allow_code_execution=True, **options)
-    print(found.scores[0].k, found.scores[0].mean)
-    ```
+    options = {"samples": 1, "temperature": 0.0, "max_new_tokens": 8, "limit": 1} found =
+    quantkit.eval_code("model-int4", data="problems.jsonl", allow_code_execution=True, **options)
+    print(found.scores[0].k, found.scores[0].mean) ```
     """
     progress = reporter(progress)
-    drawing: Any = {"samples": samples, "k": k, "seeds": seeds, "temperature": temperature, "top_p": top_p}
+    drawing: Any = {
+        "samples": samples,
+        "k": k,
+        "seeds": seeds,
+        "temperature": temperature,
+        "top_p": top_p,
+    }
     drawing |= {"limit": limit, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
     exam = CodeExam(data, allow_code_execution, timeout=timeout, namespaces=namespaces, **drawing)
     opened = open_writer(checkpoint, revision, trust_remote_code)
@@ -158,7 +180,8 @@ def eval_code(
 
 
 class CodeExam:
-    """Problems, and how programs for them are drawn and run; QuantkitError for what cannot be drawn or run.
+    """Problems, and how programs for them are drawn and run; QuantkitError for what cannot be drawn
+    or run.
 
     `run` has everything that the programs depend on, besides the model.
     """
@@ -191,7 +214,9 @@ class CodeExam:
         if not seeds:
             raise RecipeError("no seed draws the programs", Words("use", Option("seeds", [0])))
         if not self._counts or min(self._counts) < 1:
-            raise RecipeError(f"there is no pass@k of {self._counts}", Words("use", Option("k"), "of 1 or more"))
+            raise RecipeError(
+                f"there is no pass@k of {self._counts}", Words("use", Option("k"), "of 1 or more")
+            )
         if max(self._counts) > samples:
             raise RecipeError(
                 f"{samples} samples give no pass@{max(self._counts)}",
@@ -200,22 +225,37 @@ class CodeExam:
         self._data = Path(data)
         self._problems = _problems(self._data, limit)
         self._sandbox = Sandbox(timeout, namespaces, language=self._problems[0].language)
-        self._about: dict[str, Any] = {"samples": samples, "seeds": list(seeds), "temperature": temperature}
+        self._about: dict[str, Any] = {
+            "samples": samples,
+            "seeds": list(seeds),
+            "temperature": temperature,
+        }
         self._about |= {"top_p": top_p, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-        self.run = {"data": hash_of_file(self._data), "problems": len(self._problems), **self._about}
+        self.run = {
+            "data": hash_of_file(self._data),
+            "problems": len(self._problems),
+            **self._about,
+        }
 
     def require(self, opened: Opened) -> None:
-        """Raise QuantkitError for an encoder-decoder, too few positions, or programs that cannot be contained."""
+        """Raise QuantkitError for an encoder-decoder, too few positions, or programs that cannot be
+        contained.
+        """
         opened.require_decoder_only()
         new = self._about["max_new_tokens"]
         room = room_for_prompt(opened.config, new)
-        longest, number = max((len(ids), number) for number, ids in enumerate(self._prompts(opened), start=1))
+        longest, number = max(
+            (len(ids), number) for number, ids in enumerate(self._prompts(opened), start=1)
+        )
         if room is not None and longest > room:
             left = room + new - longest
             raise RecipeError(
-                f"problem {number} has {longest} tokens, and with {new} new ones more than the model's {room + new} "
+                f"problem {number} has {longest} tokens, and with {new} new ones more than the "
+                f"model's {room + new} "
                 "positions",
-                Words("use", Option("max_new_tokens", left), "or less") if left > 0 else "take it out",
+                Words("use", Option("max_new_tokens", left), "or less")
+                if left > 0
+                else "take it out",
                 subject=self._data,
             )
         self._sandbox.require()
@@ -225,14 +265,20 @@ class CodeExam:
         prompts, problems, about = self._prompts(opened), self._problems, self._about
         samples, seeds, size = about["samples"], about["seeds"], about["batch_size"]
         wanted = [number for number in range(len(problems)) for _ in range(samples)]
-        batches = [(number, start) for number in range(len(seeds)) for start in range(0, len(wanted), size)]
+        batches = [
+            (number, start) for number in range(len(seeds)) for start in range(0, len(wanted), size)
+        ]
         programs: list[str] = []
         for number, start in progress.bar(batches, "programs", len(batches), each="batch"):
             part, draw = wanted[start : start + size], self._draws[number].of_batch(start)
-            writer = BatchWriter(model, opened.tokenizer, about["max_new_tokens"], draw, problems[0].stops)
+            writer = BatchWriter(
+                model, opened.tokenizer, about["max_new_tokens"], draw, problems[0].stops
+            )
             name = f"seed {seeds[number]}, programs {start} to {start + len(part)}"
             texts = get(name, partial(writer.write, [prompts[each] for each in part]))
-            programs += [problems[each].program(text) for each, text in zip(part, texts, strict=True)]
+            programs += [
+                problems[each].program(text) for each, text in zip(part, texts, strict=True)
+            ]
         verdicts = _verdicts(programs, self._sandbox, progress)
         shape = (len(seeds), len(problems), samples)
         passed = np.array([verdict == "passed" for verdict in verdicts]).reshape(shape).sum(2)
@@ -248,15 +294,20 @@ class CodeExam:
         )
 
     def _prompts(self, opened: Opened) -> list[Tensor]:
-        return [token_ids(opened.tokenizer, problem.prompt, special=True) for problem in self._problems]
+        return [
+            token_ids(opened.tokenizer, problem.prompt, special=True) for problem in self._problems
+        ]
 
 
 def pass_at_k(passed: Any, samples: int, k: int) -> PassAtK:
-    """Estimate pass@k without bias: 1 - C(n - c, k) / C(n, k) for each problem (Chen et al. 2021, equation 1).
+    """Estimate pass@k without bias: 1 - C(n - c, k) / C(n, k) for each problem (Chen et al. 2021,
+    equation 1).
 
     `passed` int `[seeds, problems]` counts the programs that passed, of `samples` each.
     """
-    all_fail = [[math.comb(samples - c, k) / math.comb(samples, k) for c in row] for row in passed.tolist()]
+    all_fail = [
+        [math.comb(samples - c, k) / math.comb(samples, k) for c in row] for row in passed.tolist()
+    ]
     chances = 1 - np.array(all_fail)
     means = chances.mean(1)
     low, high = interval(chances.mean(0)) or (None, None)
@@ -270,7 +321,9 @@ def _problems(data: Path, limit: int | None) -> list[Problem]:
     for where, row in islice(records_with(data, *SHAPES), limit):
         found.append(_problem(row, where))
         if (found[-1].language, found[-1].stops) != (found[0].language, found[0].stops):
-            raise CheckpointError("is of another data set than the first record", "give each its file", subject=where)
+            raise CheckpointError(
+                "is of another data set than the first record", "give each its file", subject=where
+            )
     return found
 
 
@@ -280,10 +333,16 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
         prompt = row["prompt"].strip()
         if language.lower() in ("js", "javascript"):
             if "stop_tokens" in row:
-                return Problem(prompt, prompt, row["tests"], tuple(map(str, row["stop_tokens"])), "JavaScript")
+                return Problem(
+                    prompt, prompt, row["tests"], tuple(map(str, row["stop_tokens"])), "JavaScript"
+                )
             return Problem(prompt, prompt, row["test"], JAVASCRIPT_STOPS, "JavaScript", "}")
         if "entry_point" not in row or ("declaration" in row and language != "Python"):
-            raise CheckpointError(f"is a problem in {language}", "use those in JavaScript, or HumanEval", subject=where)
+            raise CheckpointError(
+                f"is a problem in {language}",
+                "use those in JavaScript, or HumanEval",
+                subject=where,
+            )
         return Problem(prompt, prompt, f"\n{row['test']}\ncheck({row['entry_point']})\n", STOPS)
     tests = "\n".join(map(str, row["test_list"]))
     imports = row.get("test_imports") or []
@@ -316,7 +375,9 @@ def _verdicts(programs: Sequence[str], sandbox: Sandbox, progress: Progress) -> 
         running = [pool.submit(sandbox.run, program) for program in different]
         found = {
             program: future.result()
-            for program, future in progress.bar(zip(different, running, strict=True), "tests", len(different))
+            for program, future in progress.bar(
+                zip(different, running, strict=True), "tests", len(different)
+            )
         }
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,7 +1,8 @@
 """Recipes side by side: each one quantizes a model and is judged, which makes a row of one table.
 
-A row is a journal of its own, in which everything that was measured is kept. So a stopped run continues, several
-processes share the rows of a folder, and the rows of several machines are files that can be put together.
+A row is a journal of its own, in which everything that was measured is kept. So a stopped run
+continues, several processes share the rows of a folder, and the rows of several machines are files
+that can be put together.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ from quantkit.version import __version__
 
 #: The folder of the journals, and that of models and locks, of which a finished row leaves nothing.
 ROWS, WORK = "rows", "work"
-#: Calibration sequences of a plan whose text was read already: it must hold those of every stage's least.
+#: Calibration sequences of a plan whose text was read already: it must hold those of every stage's
+#: least.
 FEW = 16
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row to make: a recipe with its calibration text and seed; of the unquantized model none of them."""
+    """A row to make: a recipe with its calibration text and seed; of the unquantized model none of
+    them.
+    """
 
     name: str
     recipe: Recipe | None = None
@@ -58,25 +62,42 @@ class Entry:
     @property
     def title(self) -> str:
         """The row in words."""
-        parts = [self.name, *([self.calib] if self.calib else []), *([f"seed {self.seed}"] if self.calib else [])]
+        parts = [
+            self.name,
+            *([self.calib] if self.calib else []),
+            *([f"seed {self.seed}"] if self.calib else []),
+        ]
         return ", ".join(parts)
 
 
 class Judges:
-    """All that judges a row: texts, and `exams` with tasks, code and rouge. QuantkitError for an unreadable text."""
+    """All that judges a row: texts, and `exams` with tasks, code and rouge. QuantkitError for an
+    unreadable text.
+    """
 
-    def __init__(self, texts: Mapping[str, str], protocol: Mapping[str, Any], exams: Mapping[str, Any]) -> None:
-        self.texts = {label: load_evaluation_text(source, "text")[0] for label, source in texts.items()}
+    def __init__(
+        self, texts: Mapping[str, str], protocol: Mapping[str, Any], exams: Mapping[str, Any]
+    ) -> None:
+        self.texts = {
+            label: load_evaluation_text(source, "text")[0] for label, source in texts.items()
+        }
         self.protocol, self._exams = protocol, exams
         self._tasks: Exam | None = exams.get("tasks")
-        #: What is measured -> its name in a journal, which changes with everything that the result depends on.
+        #: What is measured -> its name in a journal, which changes with everything that the result
+        #: depends on.
         self._names = {
-            ("text", label): f"text {_digest([hash_of(text.encode()), protocol])}" for label, text in self.texts.items()
+            ("text", label): f"text {_digest([hash_of(text.encode()), protocol])}"
+            for label, text in self.texts.items()
         }
         for kind, exam in exams.items():
             if kind == "tasks":
-                each = {name: _digest([asked, _lasting(exam.about)]) for name, asked in exam.asked.items()}
-                self._names |= {("task", name): f"task {name} {digest}" for name, digest in each.items()}
+                each = {
+                    name: _digest([asked, _lasting(exam.about)])
+                    for name, asked in exam.asked.items()
+                }
+                self._names |= {
+                    ("task", name): f"task {name} {digest}" for name, digest in each.items()
+                }
             else:
                 self._names[kind, ""] = f"{kind} {_digest(_lasting(exam.run))}"
 
@@ -107,11 +128,15 @@ class Judges:
             elif self._tasks is not None and kind == "task":
                 compute = partial(self._tasks.answer, which, model, opened.tokenizer, progress)
             else:
-                compute = partial(_exam_figures, self._exams[kind], model, opened, finished, name, progress)
+                compute = partial(
+                    _exam_figures, self._exams[kind], model, opened, finished, name, progress
+                )
             finished.get(name, compute)
 
     def columns(self, finished: Finished, base: Finished) -> Row:
-        """Return the columns of a finished row, tasks in pairs with the unquantized model's if it has answered."""
+        """Return the columns of a finished row, tasks in pairs with the unquantized model's if it
+        has answered.
+        """
         values = {key: finished.value(name) for key, name in self._names.items()}
         found = {
             f"{kind}:{which}:{key}": each
@@ -120,35 +145,61 @@ class Judges:
             for key, each in values[kind, which].items()
         }
         for score in values.get(("code", ""), {}).get("scores", ()):
-            found |= _with_interval(f"code:pass@{score['k']}", score["mean"], score["low"], score["high"])
+            found |= _with_interval(
+                f"code:pass@{score['k']}", score["mean"], score["low"], score["high"]
+            )
         if summaries := values.get(("rouge", "")):
             for kind in KINDS:
-                found |= _with_interval(f"rouge:{kind}", *(summaries[f"{kind}{end}"] for end in ("", "_low", "_high")))
-        return found if self._tasks is None else found | self._answered(self._tasks, values, finished, base)
+                found |= _with_interval(
+                    f"rouge:{kind}", *(summaries[f"{kind}{end}"] for end in ("", "_low", "_high"))
+                )
+        return (
+            found
+            if self._tasks is None
+            else found | self._answered(self._tasks, values, finished, base)
+        )
 
-    def _answered(self, tasks: Exam, values: Mapping[tuple[str, str], Any], finished: Finished, base: Finished) -> Row:
+    def _answered(
+        self, tasks: Exam, values: Mapping[tuple[str, str], Any], finished: Finished, base: Finished
+    ) -> Row:
         names = {which: name for (kind, which), name in self._names.items() if kind == "task"}
         is_paired = finished is not base and all(name in base for name in names.values())
         others = {which: base.value(name) for which, name in names.items()} if is_paired else None
         scores = tasks.scores({which: values["task", which] for which in names}, others)
         firsts, mean = {each.task: asdict(each) for each in reversed(scores)}, means(scores)
         rest = ("stderr", "difference", "difference_low", "difference_high")
-        found = {f"task:{name}:{key}": firsts[name][key] for name in names for key in ("value", *rest)}
+        found = {
+            f"task:{name}:{key}": firsts[name][key] for name in names for key in ("value", *rest)
+        }
         return found | {"tasks:value": mean["mean"], **{f"tasks:{key}": mean[key] for key in rest}}
 
 
 class Rows:
-    """The rows of a folder, and how they are made. `run` has device, revision and trust_remote_code."""
+    """The rows of a folder, and how they are made. `run` has device, revision and
+    trust_remote_code.
+    """
 
     def __init__(
-        self, model: str | Path, out: Path, judges: Judges, progress: Progress, run: Mapping[str, Any]
+        self,
+        model: str | Path,
+        out: Path,
+        judges: Judges,
+        progress: Progress,
+        run: Mapping[str, Any],
     ) -> None:
         self._model, self._out, self._judges, self._progress = model, out, judges, progress
         self._run: Any = {**run, "min_share": 0.0}  # a row is judged, and tells what stays dense
-        self._opened = open_writer(model, run["revision"], run["trust_remote_code"], dequantize=True)
+        self._opened = open_writer(
+            model, run["revision"], run["trust_remote_code"], dequantize=True
+        )
         judges.require(self._opened)
-        self._digests = {name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())}
-        self._reference, self._windows = cache(partial(self._dense, self._opened.src)), cache(self._cut)
+        self._digests = {
+            name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())
+        }
+        self._reference, self._windows = (
+            cache(partial(self._dense, self._opened.src)),
+            cache(self._cut),
+        )
         self._noted: set[str] = set()
 
     def finished(self, entry: Entry) -> Finished:
@@ -161,7 +212,9 @@ class Rows:
         return self._judges.lacks(self.finished(entry))
 
     def require(self, entries: Sequence[Entry]) -> None:
-        """Raise the QuantkitError with which a row would be refused: plan each recipe, and read each text once."""
+        """Raise the QuantkitError with which a row would be refused: plan each recipe, and read
+        each text once.
+        """
         planned: dict[tuple[str, Any], tuple[Entry, Recipe]] = {}
         for entry in entries:
             names, texts = {name for name, _ in planned}, {text for _, text in planned}
@@ -169,7 +222,9 @@ class Rows:
                 continue
             recipe = entry.recipe
             if entry.calib in texts:
-                few = replace(recipe.calibration, data=PACKAGED, samples=min(FEW, recipe.calibration.samples))
+                few = replace(
+                    recipe.calibration, data=PACKAGED, samples=min(FEW, recipe.calibration.samples)
+                )
                 recipe = replace(recipe, calibration=replace(few, text_column=None, split=None))
             planned[entry.name, entry.calib] = entry, recipe
         for entry, recipe in self._progress.bar(list(planned.values()), "plan", len(planned)):
@@ -199,12 +254,16 @@ class Rows:
                     self._windows(which)  # a text that is too short is refused before the work
                 finished.get("made", partial(self._made, entry, folder))
                 load, reference = cache(partial(self._load, entry, folder)), self._reference()
-            self._judges.judge(finished, self._opened, load, self._windows, reference, self._progress)
+            self._judges.judge(
+                finished, self._opened, load, self._windows, reference, self._progress
+            )
             files.remove(folder)
             return True
 
     def clear(self, entries: Sequence[Entry]) -> None:
-        """Remove the locks and models of finished rows; those of rows that other processes make stay."""
+        """Remove the locks and models of finished rows; those of rows that other processes make
+        stay.
+        """
         for entry in entries:
             files.remove(self._work(entry))
         files.remove_empty(self._out / WORK)
@@ -215,7 +274,10 @@ class Rows:
         if self._judges.lacks(finished):
             return None
         known: Row = {"recipe": entry.name, **finished.value("made")}
-        known |= {"calibration": entry.calib or "", "seed": "" if entry.calib is None else entry.seed}
+        known |= {
+            "calibration": entry.calib or "",
+            "seed": "" if entry.calib is None else entry.seed,
+        }
         return {**known, **self._judges.columns(finished, base)}
 
     def _identity(self, entry: Entry) -> dict[str, Any]:
@@ -237,11 +299,18 @@ class Rows:
         return f"{words}-{_digest(run)}"
 
     def _cut(self, which: str) -> Windows:
-        return cut([self._reference()], self._opened.tokenizer, self._judges.texts[which], **self._judges.protocol)
+        return cut(
+            [self._reference()],
+            self._opened.tokenizer,
+            self._judges.texts[which],
+            **self._judges.protocol,
+        )
 
     def _dense(self, src: Checkpoint) -> Any:
         """Load a model, decoded to float32 like every other, so that rows differ in codes alone."""
-        return load_dense_model(src, device=self._run["device"], trust_remote_code=self._run["trust_remote_code"])
+        return load_dense_model(
+            src, device=self._run["device"], trust_remote_code=self._run["trust_remote_code"]
+        )
 
     def _load(self, entry: Entry, folder: Path) -> Any:
         self._quantized(entry, folder)
@@ -253,13 +322,21 @@ class Rows:
         if src.low_bit is not None:
             bits = 8 * src.source_bytes / sum(prod(src.shape(name)) for name in src.names())
         precision = src.low_bit or f"{bits:.0f} bits"
-        facts = {"precision": precision, "grouping": "", "method": "", "stored": "dense", "bits": bits}
+        facts = {
+            "precision": precision,
+            "grouping": "",
+            "method": "",
+            "stored": "dense",
+            "bits": bits,
+        }
         return {**facts, "bytes": src.source_bytes, "seconds": 0.0, **self._machine()}
 
     def _made(self, entry: Entry, folder: Path) -> Row:
         report, recipe = self._quantized(entry, folder), entry.recipe
         assert recipe is not None
-        schemes = {layer["scheme"] for layer in report["layers"] if "scheme" in layer} or {report["scheme"]}
+        schemes = {layer["scheme"] for layer in report["layers"] if "scheme" in layer} or {
+            report["scheme"]
+        }
         form, _, grouping = ("mixed" if len(schemes) > 1 else schemes.pop()).partition(":")
         totals, stored = report["totals"], report["layout"]
         bits = totals["bits_per_weight"]
@@ -267,7 +344,13 @@ class Rows:
         if recipe.layout is None:
             bits, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
         refined = f"{recipe.method}+tune" if recipe.tune else recipe.method
-        facts = {"precision": form, "grouping": grouping, "method": refined, "stored": stored, "bits": bits}
+        facts = {
+            "precision": form,
+            "grouping": grouping,
+            "method": refined,
+            "stored": stored,
+            "bits": bits,
+        }
         facts["calibration_tokens"] = report["calibration"].get("tokens")
         return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
 
@@ -288,11 +371,16 @@ class Rows:
 
     def _machine(self) -> Row:
         place = device_of(self._run["device"])
-        return {"device": torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU", "quantkit": __version__}
+        return {
+            "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU",
+            "quantkit": __version__,
+        }
 
 
 def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, int]:
-    """Count the bits of a weight and the bytes of all, as if codes, float16 scales and zero points were packed."""
+    """Count the bits of a weight and the bytes of all, as if codes, float16 scales and zero points
+    were packed.
+    """
     bits = weights = 0
     dense = {name: src.nbytes(name) for name in src.names()}
     for layer in report["layers"]:
@@ -304,7 +392,9 @@ def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, in
     return bits / weights, bits // 8 + sum(dense.values())
 
 
-def _text_figures(reference: Any, model: Callable[[], Any], windows: Windows, progress: Progress) -> Row:
+def _text_figures(
+    reference: Any, model: Callable[[], Any], windows: Windows, progress: Progress
+) -> Row:
     """Return perplexity and divergence; of the reference itself the perplexity alone."""
     if reference is None:
         return {"ppl": exponential(token_values(model(), [], windows, progress)[0].nll())}
@@ -313,9 +403,16 @@ def _text_figures(reference: Any, model: Callable[[], Any], windows: Windows, pr
 
 
 def _exam_figures(
-    exam: Any, model: Callable[[], Any], opened: Opened, finished: Finished, name: str, progress: Progress
+    exam: Any,
+    model: Callable[[], Any],
+    opened: Opened,
+    finished: Finished,
+    name: str,
+    progress: Progress,
 ) -> Row:
-    """Return the scores of programs or summaries, whose batches are kept under names of their own."""
+    """Return the scores of programs or summaries, whose batches are kept under names of
+    their own.
+    """
 
     def get(batch: str, compute: Callable[[], Any]) -> Any:
         return finished.get(f"{name}: {batch}", compute)

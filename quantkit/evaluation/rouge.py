@@ -31,10 +31,12 @@ KINDS = ("rouge1", "rouge2", "rougeL")
 
 @dataclass(frozen=True)
 class Rouge:
-    """Mean F-measures over the records, from 0 to 1, each with its 95 % interval by bootstrap over records.
+    """Mean F-measures over the records, from 0 to 1, each with its 95 % interval by bootstrap over
+    records.
 
-    Words are stemmed by Porter's rules. An interval is None for fewer than two records. Of `records`, `truncated`
-    had documents that were cut at their end to fit into the model; `empty` summaries have no word.
+    Words are stemmed by Porter's rules. An interval is None for fewer than two records. Of
+    `records`, `truncated` had documents that were cut at their end to fit into the model; `empty`
+    summaries have no word.
     """
 
     rouge1: float
@@ -71,14 +73,16 @@ def eval_rouge(
     check: bool = True,
     progress: Progress | Listener | None = None,
 ) -> Rouge:
-    """Let a checkpoint summarize documents, and compare the summaries with references by ROUGE-1, 2 and L.
+    """Let a checkpoint summarize documents, and compare the summaries with references by ROUGE-1, 2
+    and L.
 
-    `data` is a file of records with `document` and `summary`, of which the first `limit` are read. The likeliest tokens
-    follow `prompt`, in which `{document}` stands for the document, up to a blank line, the model's end of text or
-    `max_new_tokens`. The prompt is the document and `TL;DR:`, or for an encoder-decoder the document alone. A document
-    that does not fit is cut at its end, and counted. `journal` is a file that keeps finished summaries, from which the
-    same call continues. Needs `quantkit[rouge]`. Raises a QuantkitError, before any weight is read, for records, a
-    prompt or a model that cannot be evaluated.
+    `data` is a file of records with `document` and `summary`, of which the first `limit` are read.
+    The likeliest tokens follow `prompt`, in which `{document}` stands for the document, up to a
+    blank line, the model's end of text or `max_new_tokens`. The prompt is the document and
+    `TL;DR:`, or for an encoder-decoder the document alone. A document that does not fit is cut at
+    its end, and counted. `journal` is a file that keeps finished summaries, from which the same
+    call continues. Needs `quantkit[rouge]`. Raises a QuantkitError, before any weight is read, for
+    records, a prompt or a model that cannot be evaluated.
 
     Example:
 
@@ -90,15 +94,20 @@ def eval_rouge(
     ```
     """
     progress = reporter(progress)
-    exam = SummaryExam(data, prompt=prompt, limit=limit, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    exam = SummaryExam(
+        data, prompt=prompt, limit=limit, max_new_tokens=max_new_tokens, batch_size=batch_size
+    )
     opened = open_writer(checkpoint, revision, trust_remote_code)
     exam.require(opened)
     finished = Finished(journal, {"model": opened.digest(), **exam.run, "device": device})
-    return exam.scores(opened.load(device, trust_remote_code, check, progress), opened, finished.get, progress)
+    return exam.scores(
+        opened.load(device, trust_remote_code, check, progress), opened, finished.get, progress
+    )
 
 
 class SummaryExam:
-    """Documents with their summaries, and how a model is asked for its own; QuantkitError for what cannot be asked.
+    """Documents with their summaries, and how a model is asked for its own; QuantkitError for what
+    cannot be asked.
 
     `run` has everything that the summaries depend on, besides the model.
     """
@@ -114,11 +123,21 @@ class SummaryExam:
     ) -> None:
         require_package("rouge_score", "rouge-score", "rouge")
         if prompt is not None and PLACE not in prompt:
-            raise RecipeError(f"{prompt!r} has no {PLACE}", "write where the document goes", subject=Option("prompt"))
+            raise RecipeError(
+                f"{prompt!r} has no {PLACE}",
+                "write where the document goes",
+                subject=Option("prompt"),
+            )
         self._data = Path(data)
         shape = {"document": str, "summary": str}
-        self._records = [_scorable(*record) for record in islice(records_with(self._data, shape), limit)]
-        self._about: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+        self._records = [
+            _scorable(*record) for record in islice(records_with(self._data, shape), limit)
+        ]
+        self._about: dict[str, Any] = {
+            "prompt": prompt,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+        }
         self.run = {"data": hash_of_file(self._data), "records": len(self._records), **self._about}
 
     def require(self, opened: Opened) -> None:
@@ -150,7 +169,10 @@ class SummaryExam:
         return str(self._about["prompt"] or usual)
 
     def _prompts(self, opened: Opened) -> list[tuple[Tensor, bool]]:
-        room, prompt = room_for_prompt(opened.config, self._about["max_new_tokens"]), self._prompt(opened)
+        room, prompt = (
+            room_for_prompt(opened.config, self._about["max_new_tokens"]),
+            self._prompt(opened),
+        )
         return [_fitted(opened.tokenizer, prompt, row["document"], room) for row in self._records]
 
 
@@ -159,7 +181,9 @@ def score(references: Sequence[str], texts: Sequence[str]) -> dict[str, float | 
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(KINDS, use_stemmer=True)
-    found = [scorer.score(reference, text) for reference, text in zip(references, texts, strict=True)]
+    found = [
+        scorer.score(reference, text) for reference, text in zip(references, texts, strict=True)
+    ]
     scores: dict[str, float | None] = {}
     for kind in KINDS:
         values = np.array([each[kind].fmeasure for each in found])
@@ -169,7 +193,9 @@ def score(references: Sequence[str], texts: Sequence[str]) -> dict[str, float | 
 
 
 def _scorable(where: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a record; CheckpointError if its summary is mostly in letters that `rouge-score` passes over."""
+    """Return a record; CheckpointError if its summary is mostly in letters that `rouge-score`
+    passes over.
+    """
     letters = [letter for letter in row["summary"] if letter.isalnum()]
     if 2 * sum(map(str.isascii, letters)) <= len(letters):
         raise CheckpointError(
@@ -182,7 +208,9 @@ def _scorable(where: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fitted(tokenizer: Any, prompt: str, document: str, room: int | None) -> tuple[Tensor, bool]:
-    """Tokenize a prompt with its document, which is cut at its end to fit into `room` tokens; say if it was."""
+    """Tokenize a prompt with its document, which is cut at its end to fit into `room` tokens; say
+    if it was.
+    """
     ids, is_cut = token_ids(tokenizer, prompt.replace(PLACE, document), special=True), False
     while room is not None and len(ids) > room:
         words = token_ids(tokenizer, document, special=False)

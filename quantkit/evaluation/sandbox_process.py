@@ -1,9 +1,10 @@
 """Run one program, which standard input holds, in limits and namespaces of its own.
 
-`sandbox` starts this file as a script, so it needs nothing but the standard library. Its first process opens the
-namespaces, the second is in them and sees to it that they end, the third becomes the program. Each dies with the one
-before it. The program writes to standard output, its descriptor 3, that it passed. Standard error says why it was not
-started, and exit code 124 that its time was over.
+`sandbox` starts this file as a script, so it needs nothing but the standard library. Its first
+process opens the namespaces, the second is in them and sees to it that they end, the third becomes
+the program. Each dies with the one before it. The program writes to standard output, its descriptor
+3, that it passed. Standard error says why it was not started, and exit code 124 that its time was
+over.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from contextlib import suppress
 from typing import Any
 
 #: Mount, cgroup, host name, IPC, user, process and network namespaces: CLONE_NEW* of linux/sched.h.
-NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+NAMESPACES = (
+    0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+)
 NOSUID, NODEV, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 READ_ONLY_NOSUID = 1 | 2
@@ -31,10 +34,13 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Run the program by the JSON object in the first argument: the fields of `Sandbox`, `paths` and `argv`."""
+    """Run the program by the JSON object in the first argument: the fields of `Sandbox`, `paths`
+    and `argv`.
+    """
     spec = json.loads(sys.argv[1])
     call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    # Root's processes are not limited in number, so the program gets another user. No two programs share one.
+    # Root's processes are not limited in number, so the program gets another user. No two programs
+    # share one.
     user = 50_000 + os.getpid() % 10_000 if os.geteuid() == 0 else os.geteuid()
     if not spec["namespaces"]:
         os.chown(".", user if os.geteuid() == 0 else -1, -1)
@@ -59,7 +65,12 @@ def main() -> None:
 
 def call(name: str, *arguments: Any) -> None:
     """Call a function of the C library; OSError if it fails."""
-    if getattr(libc, name)(*(value.encode() if isinstance(value, str) else value for value in arguments)) < 0:
+    if (
+        getattr(libc, name)(
+            *(value.encode() if isinstance(value, str) else value for value in arguments)
+        )
+        < 0
+    ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)
 
@@ -80,7 +91,9 @@ def map_users(child: int, user: int) -> None:
 
 
 def change_root(spec: dict[str, Any]) -> None:
-    """Make a root folder of the paths that a program needs, read-only, and of one empty folder in memory."""
+    """Make a root folder of the paths that a program needs, read-only, and of one empty folder in
+    memory.
+    """
     root = os.getcwd()
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
     call("mount", "tmpfs", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
@@ -98,7 +111,14 @@ def change_root(spec: dict[str, Any]) -> None:
     os.makedirs(root + FOLDER, exist_ok=True)
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY_NOSUID)
     call("syscall", MOUNT_SETATTR, AT_FDCWD, root, AT_RECURSIVE, attributes, ctypes.c_size_t(32))
-    call("mount", "tmpfs", root + FOLDER, "tmpfs", NOSUID | NODEV, f"size={spec['disk']},nr_inodes=4096,mode=1777")
+    call(
+        "mount",
+        "tmpfs",
+        root + FOLDER,
+        "tmpfs",
+        NOSUID | NODEV,
+        f"size={spec['disk']},nr_inodes=4096,mode=1777",
+    )
     os.chdir(root)
     call("pivot_root", ".", ".")
     call("umount2", ".", DETACH)
@@ -113,7 +133,12 @@ def start(spec: dict[str, Any], user: int, folder: str) -> int:
     os.chdir(folder)
     # A new user namespace counts processes from none; outside of one, all of the user count.
     most = spec["processes"] + (0 if spec["namespaces"] or os.geteuid() == 0 else threads_of(user))
-    limits = {"CPU": spec["cpu"], "AS": spec["memory"], "FSIZE": spec["file"], "NOFILE": spec["files"]}
+    limits = {
+        "CPU": spec["cpu"],
+        "AS": spec["memory"],
+        "FSIZE": spec["file"],
+        "NOFILE": spec["files"],
+    }
     for name, limit in {**limits, "NPROC": most, "CORE": 0}.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if os.geteuid() == 0:
@@ -122,7 +147,12 @@ def start(spec: dict[str, Any], user: int, folder: str) -> int:
         os.setresuid(user, user, user)
     call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    environment = {"HOME": os.getcwd(), "PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0", "UV_THREADPOOL_SIZE": "1"}
+    environment = {
+        "HOME": os.getcwd(),
+        "PATH": "/usr/bin:/bin",
+        "PYTHONHASHSEED": "0",
+        "UV_THREADPOOL_SIZE": "1",
+    }
     os.dup2(1, 3)
     errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -139,7 +169,11 @@ def threads_of(user: int) -> int:
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            found += len(os.listdir(f"/proc/{name}/task")) if os.stat(f"/proc/{name}").st_uid == user else 0
+            found += (
+                len(os.listdir(f"/proc/{name}/task"))
+                if os.stat(f"/proc/{name}").st_uid == user
+                else 0
+            )
         except OSError:  # it has ended
             continue
     return found
@@ -158,7 +192,11 @@ def wait(child: int, seconds: float = 0) -> None:
     signal.signal(signal.SIGALRM, kill)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     status = os.waitpid(child, 0)[1]
-    os._exit(LATE if late or (os.WIFEXITED(status) and not seconds and os.WEXITSTATUS(status) == LATE) else 0)
+    os._exit(
+        LATE
+        if late or (os.WIFEXITED(status) and not seconds and os.WEXITSTATUS(status) == LATE)
+        else 0
+    )
 
 
 if __name__ == "__main__":

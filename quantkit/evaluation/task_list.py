@@ -27,13 +27,14 @@ _NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ ]*["']?([^\s"'#\[{]+)""",
 
 
 def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None) -> dict[str, Any]:
-    """Load tasks of lm-eval with their questions, by name in the order asked; groups and tags become their tasks.
+    """Load tasks of lm-eval with their questions, by name in the order asked; groups and tags
+    become their tasks.
 
-    Questions come from the hub, or from `data`: a folder a task, in it the files train, validation and test (.jsonl)
-    with the records of the hub's data set. Those of test are asked, without such a file those of validation; examples
-    come from train, else from the file that is asked. Only the first `limit` questions are checked. RecipeError for an
-    unknown name; CheckpointError for a task without data, or with records that are not the task's, and without a
-    connection.
+    Questions come from the hub, or from `data`: a folder a task, in it the files train, validation
+    and test (.jsonl) with the records of the hub's data set. Those of test are asked, without such
+    a file those of validation; examples come from train, else from the file that is asked. Only the
+    first `limit` questions are checked. RecipeError for an unknown name; CheckpointError for a task
+    without data, or with records that are not the task's, and without a connection.
     """
     from lm_eval.tasks import TaskManager
 
@@ -44,10 +45,15 @@ def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None
     for name in wanted:
         if name not in folders:
             near = get_close_matches(name, [*SUITES, *folders], n=3, cutoff=0.5)
-            known = f"lm-eval has {', '.join(near)}" if near else "lm-eval's own names are `lm-eval ls tasks`"
+            known = (
+                f"lm-eval has {', '.join(near)}"
+                if near
+                else "lm-eval's own names are `lm-eval ls tasks`"
+            )
             raise RecipeError(f"unknown task {name!r}", known)
     manager = TaskManager(
-        include_defaults=False, include_path=sorted({folder for name in wanted for folder in folders[name]})
+        include_defaults=False,
+        include_path=sorted({folder for name in wanted for folder in folders[name]}),
     )
     tasks = dict.fromkeys(leaf for name in wanted for leaf in _leaves(manager.task_index, name))
     local = {name: _local(data / name) for name in tasks} if data is not None else {}
@@ -56,7 +62,9 @@ def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None
 
 @cache
 def _folders() -> dict[str, list[Path]]:
-    """Map each name of lm-eval's to the folders of its files. Its own index of them takes many seconds to build."""
+    """Map each name of lm-eval's to the folders of its files. Its own index of them takes many
+    seconds to build.
+    """
     import lm_eval.tasks
 
     found: dict[str, list[Path]] = {}
@@ -75,7 +83,9 @@ def _leaves(index: Any, name: str) -> Iterator[str]:
         members = sorted(entry.tags) if entry.kind.name == "TAG" else entry.cfg["task"]
         for member in [members] if isinstance(members, str) else members:
             if not isinstance(member, str):
-                raise RecipeError(f"{name!r} is a group that changes its tasks", "name single tasks")
+                raise RecipeError(
+                    f"{name!r} is a group that changes its tasks", "name single tasks"
+                )
             yield from _leaves(index, member)
     else:
         yield name
@@ -109,29 +119,45 @@ def _local(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _load(
-    manager: Any, name: str, local: dict[str, list[dict[str, Any]]] | None, data: Path | None, limit: int | None
+    manager: Any,
+    name: str,
+    local: dict[str, list[dict[str, Any]]] | None,
+    data: Path | None,
+    limit: int | None,
 ) -> Any:
-    """Build a task, and put every question into words, so that a wrong record is found before any work."""
+    """Build a task, and put every question into words, so that a wrong record is found before any
+    work.
+    """
     import datasets
 
     kind = manager.task_index[name].kind.name
     if local is not None and kind != "TASK":
-        raise RecipeError(f"{name} is a program that reads its own data", Words("leave", Option("data"), "out"))
+        raise RecipeError(
+            f"{name} is a program that reads its own data", Words("leave", Option("data"), "out")
+        )
     changes: dict[str, Any] = {}
     try:
         if local is not None:
             tables = {split: datasets.Dataset.from_list(rows) for split, rows in local.items()}
             changes = {key: split if split in local else None for split, key in SPLITS.items()}
             changes |= {"custom_dataset": lambda **_: datasets.DatasetDict(tables)}
-            changes |= {"fewshot_split": next(split for split in ("train", "test", "validation") if split in local)}
+            changes |= {
+                "fewshot_split": next(
+                    split for split in ("train", "test", "validation") if split in local
+                )
+            }
         loaded = manager.load([{"group": "quantkit", "task": [{"task": name, **changes}]}])
         task = loaded["tasks"][name]
         wrong = ""
-        for number, doc in enumerate(islice(task.eval_docs, limit) if kind == "TASK" else (), start=1):
+        for number, doc in enumerate(
+            islice(task.eval_docs, limit) if kind == "TASK" else (), start=1
+        ):
             task.doc_to_text(doc)
             task.doc_to_target(doc)
             wrong = wrong or _unanswerable(task, doc, number) or _null(task, doc, number)
-    except Exception as error:  # lm-eval, the hub's client and a task's own code have no common base class
+    except (
+        Exception
+    ) as error:  # lm-eval, the hub's client and a task's own code have no common base class
         if local is None and is_unreachable(error):
             raise CheckpointError(
                 UNREACHABLE, Words("give a folder with", Option("data", Words("DIR"))), subject=name
@@ -139,26 +165,42 @@ def _load(
         subject = name if data is None else data / name
         raise CheckpointError(
             f"lm-eval cannot read the questions of {name} ({reason(error)})",
-            "give records with the keys of the hub's data set" if data is not None else "check the task",
+            "give records with the keys of the hub's data set"
+            if data is not None
+            else "check the task",
             subject=subject,
         ) from error
     if wrong and data is not None:
         raise CheckpointError(wrong, "repair the record, or leave it out", subject=data / name)
     if getattr(task, "UNSAFE_CODE", False):
         raise RecipeError(
-            f"{name} runs programs that the model writes, uncontained", "use quantkit eval code", subject="lm-eval"
+            f"{name} runs programs that the model writes, uncontained",
+            "use quantkit eval code",
+            subject="lm-eval",
         )
     return task
 
 
 def _unanswerable(task: Any, doc: Any, number: int) -> str:
-    """Say what is wrong with the answer of a question, which lm-eval would count as missed by every model."""
+    """Say what is wrong with the answer of a question, which lm-eval would count as missed by every
+    model.
+    """
     if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
         return ""
-    choices, gold = task.doc_to_choice(doc), (task.doc_to_text if task.multiple_input else task.doc_to_target)(doc)
+    choices, gold = (
+        task.doc_to_choice(doc),
+        (task.doc_to_text if task.multiple_input else task.doc_to_target)(doc),
+    )
     for each in gold if isinstance(gold, list) else [gold]:
-        if not (each in choices if isinstance(each, str) else isinstance(each, int) and 0 <= each < len(choices)):
-            return f"the answer of question {number} is {each!r}, which is none of its {len(choices)} choices"
+        if not (
+            each in choices
+            if isinstance(each, str)
+            else isinstance(each, int) and 0 <= each < len(choices)
+        ):
+            return (
+                f"the answer of question {number} is {each!r}, which is none of its {len(choices)} "
+                "choices"
+            )
     return ""
 
 
@@ -166,7 +208,11 @@ def _null(task: Any, doc: Any, number: int) -> str:
     """Say what of a question is null and read all the same: templates write it as the word None."""
     nulls = [key for key, value in doc.items() if value is None]
     empty = {**doc, **dict.fromkeys(nulls, "")}
-    reads = [task.doc_to_text, task.doc_to_target, *[task.doc_to_choice] * (task.OUTPUT_TYPE == "multiple_choice")]
+    reads = [
+        task.doc_to_text,
+        task.doc_to_target,
+        *[task.doc_to_choice] * (task.OUTPUT_TYPE == "multiple_choice"),
+    ]
     if nulls and any(read(doc) != read(empty) for read in reads):
         return f"question {number} has null for {', '.join(nulls)}"
     return ""

@@ -24,7 +24,8 @@ from quantkit.inference.swap_linears import describe_weights
 from quantkit.io.hashing import hash_of
 from quantkit.progress import Listener, Progress, reporter
 
-#: Seed of few-shot examples, and resamples of a metric whose error has no formula; the first is lm-eval's own.
+#: Seed of few-shot examples, and resamples of a metric whose error has no formula; the first is
+#: lm-eval's own.
 SEED, RESAMPLES = 1234, 1000
 
 
@@ -32,9 +33,10 @@ SEED, RESAMPLES = 1234, 1000
 class TaskScore:
     """One metric of one task over `questions` of a `split`, with `shots` examples before each.
 
-    `stderr` is lm-eval's standard error, None if it has none. `against` is the other checkpoint's value, and
-    `difference` how much ours is above it; `difference_low` to `difference_high` is the 95 % interval by bootstrap over
-    the questions, in pairs. They are None without another checkpoint, and for a metric that is no mean over questions.
+    `stderr` is lm-eval's standard error, None if it has none. `against` is the other checkpoint's
+    value, and `difference` how much ours is above it; `difference_low` to `difference_high` is the
+    95 % interval by bootstrap over the questions, in pairs. They are None without another
+    checkpoint, and for a metric that is no mean over questions.
     """
 
     task: str
@@ -52,10 +54,12 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """The `scores` of all tasks, and the `mean` of the first metric of each task with its standard error.
+    """The `scores` of all tasks, and the `mean` of the first metric of each task with its standard
+    error.
 
-    `difference` is the mean of the differences to `against`, with its 95 % interval by the normal distribution.
-    `truncated` requests were longer than the model's context, and lost their beginning.
+    `difference` is the mean of the differences to `against`, with its 95 % interval by the normal
+    distribution. `truncated` requests were longer than the model's context, and lost their
+    beginning.
     """
 
     scores: list[TaskScore]
@@ -92,15 +96,17 @@ def eval_tasks(
     check: bool = True,
     progress: Progress | Listener | None = None,
 ) -> TaskScores:
-    """Let a checkpoint answer the questions of lm-eval's tasks, and compare it with another one in pairs.
+    """Let a checkpoint answer the questions of lm-eval's tasks, and compare it with another one in
+    pairs.
 
-    `tasks` are names of lm-eval's, also of its groups and tags, or `zeroshot` for ten usual ones. Questions come from
-    the hub, or from the folder `data`: TASK/validation.jsonl or TASK/test.jsonl, and TASK/train.jsonl for examples.
-    The first `limit` questions of each task are asked, with `shots` examples before them, by default as many as the
-    task says. `chat_template` puts all into the model's template. `against` is a checkpoint that answers the same
-    questions; both are never in memory together. `journal` is a file that keeps finished tasks, from which the same
-    call continues. Needs `quantkit[tasks]`. Raises a QuantkitError, before any weight is read, for tasks, data or a
-    model that cannot be evaluated.
+    `tasks` are names of lm-eval's, also of its groups and tags, or `zeroshot` for ten usual ones.
+    Questions come from the hub, or from the folder `data`: TASK/validation.jsonl or
+    TASK/test.jsonl, and TASK/train.jsonl for examples. The first `limit` questions of each task are
+    asked, with `shots` examples before them, by default as many as the task says. `chat_template`
+    puts all into the model's template. `against` is a checkpoint that answers the same questions;
+    both are never in memory together. `journal` is a file that keeps finished tasks, from which the
+    same call continues. Needs `quantkit[tasks]`. Raises a QuantkitError, before any weight is read,
+    for tasks, data or a model that cannot be evaluated.
 
     Example:
 
@@ -112,7 +118,15 @@ def eval_tasks(
     ```
     """
     progress = reporter(progress)
-    exam = Exam(tasks, data, shots=shots, limit=limit, batch_size=batch_size, chat_template=chat_template, seed=seed)
+    exam = Exam(
+        tasks,
+        data,
+        shots=shots,
+        limit=limit,
+        batch_size=batch_size,
+        chat_template=chat_template,
+        seed=seed,
+    )
     opened = {"": open_writer(checkpoint, revision, trust_remote_code)}
     if against is not None:
         opened["against"] = open_writer(against, None, trust_remote_code)
@@ -124,7 +138,9 @@ def eval_tasks(
     for which, each in opened.items():
         model = cache(partial(each.load, device, trust_remote_code, check, progress))
         answers[which] = {}
-        for name in progress.bar(list(exam.asked), f"{which} tasks".strip(), len(exam.asked), each="task"):
+        for name in progress.bar(
+            list(exam.asked), f"{which} tasks".strip(), len(exam.asked), each="task"
+        ):
             ask = partial(exam.answer, name, model, each.tokenizer, progress)
             answers[which][name] = finished.get(f"{which} {name}".strip(), ask)
         del model
@@ -141,7 +157,8 @@ def eval_tasks(
 
 
 class Exam:
-    """Tasks with their questions, and how models are asked them; QuantkitError for those that cannot be asked.
+    """Tasks with their questions, and how models are asked them; QuantkitError for those that
+    cannot be asked.
 
     `asked` has for each task the facts that its answers depend on, and `about` those of all tasks.
     """
@@ -163,21 +180,34 @@ class Exam:
         self._limit = limit
         with _as_guest():
             self._tasks = load_tasks(
-                [tasks] if isinstance(tasks, str) else tasks, None if data is None else Path(data), limit
+                [tasks] if isinstance(tasks, str) else tasks,
+                None if data is None else Path(data),
+                limit,
             )
             self.asked = {name: _asked(task, shots, limit) for name, task in self._tasks.items()}
-        self.about = {"seed": seed, "batch_size": batch_size, "chat_template": chat_template, "lm_eval": __version__}
+        self.about = {
+            "seed": seed,
+            "batch_size": batch_size,
+            "chat_template": chat_template,
+            "lm_eval": __version__,
+        }
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be asked so."""
         opened.require_decoder_only()
         if self.about["chat_template"] and not opened.tokenizer.chat_template:
             raise RecipeError(
-                "the model has no chat template", Words("drop", Option("chat_template")), subject=opened.src.path
+                "the model has no chat template",
+                Words("drop", Option("chat_template")),
+                subject=opened.src.path,
             )
 
-    def answer(self, name: str, load: Callable[[], Any], tokenizer: Any, progress: Progress) -> dict[str, Any]:
-        """Return the metrics of a task, each with its error and its values of each question, as JSON has them."""
+    def answer(
+        self, name: str, load: Callable[[], Any], tokenizer: Any, progress: Progress
+    ) -> dict[str, Any]:
+        """Return the metrics of a task, each with its error and its values of each question, as
+        JSON has them.
+        """
         from lm_eval.evaluator import evaluate
 
         model, task, about = load(), self._tasks[name], self.about
@@ -206,13 +236,21 @@ class Exam:
                 error = found.get(f"{metric}_stderr,{chosen}")
                 metrics[metric if chosen == "none" else key] = {
                     "value": float(value),
-                    "stderr": float(error) if isinstance(error, int | float) and math.isfinite(error) else None,
+                    "stderr": float(error)
+                    if isinstance(error, int | float) and math.isfinite(error)
+                    else None,
                     "values": [float(each) for each in values] if is_mean else None,
                 }
-        facts = {"truncated": lm.truncated, "weights": describe_weights(model), "batch_size": about["batch_size"]}
+        facts = {
+            "truncated": lm.truncated,
+            "weights": describe_weights(model),
+            "batch_size": about["batch_size"],
+        }
         return {"metrics": metrics, **facts}
 
-    def scores(self, answers: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> list[TaskScore]:
+    def scores(
+        self, answers: Mapping[str, Any], others: Mapping[str, Any] | None = None
+    ) -> list[TaskScore]:
         """Return the scores of the answers to all tasks, in pairs with those of another model."""
         return [
             score
@@ -221,8 +259,12 @@ class Exam:
         ]
 
 
-def _language_model(model: Any, tokenizer: Any, batch_size: int, bar: Any, progress: Progress) -> Any:
-    """Return lm-eval's model of a transformers model, which moves a bar and counts requests that are too long."""
+def _language_model(
+    model: Any, tokenizer: Any, batch_size: int, bar: Any, progress: Progress
+) -> Any:
+    """Return lm-eval's model of a transformers model, which moves a bar and counts requests that
+    are too long.
+    """
     from lm_eval.models.huggingface import HFLM
 
     class Told(HFLM):  # type: ignore[misc]
@@ -236,7 +278,9 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int, bar: Any, progr
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
             room = self.max_length - self.max_gen_toks
-            self.truncated += sum(len(self.tok_encode(request.args[0])) > room for request in requests)
+            self.truncated += sum(
+                len(self.tok_encode(request.args[0])) > room for request in requests
+            )
             with self.told(len(requests)):
                 return super().generate_until(requests, disable_tqdm=True)
 
@@ -258,14 +302,17 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int, bar: Any, progr
 
 
 def _asked(task: Any, shots: int | None, limit: int | None) -> dict[str, Any]:
-    """Set a task's number of examples, as lm-eval does; return the facts that its result depends on."""
+    """Set a task's number of examples, as lm-eval does; return the facts that its result depends
+    on.
+    """
     own = task.get_config("num_fewshot")
     if own is None or (shots is not None and own != 0):
         task.set_config("num_fewshot", shots or 0)
     docs, given = list(task.eval_docs), task.get_config("num_fewshot")
     if given and (known := len(list(task.fewshot_docs()))) <= given:
         raise RecipeError(
-            f"{task.config.task} has {known} records for {given} examples", Words("use fewer", Option("shots"))
+            f"{task.config.task} has {known} records for {given} examples",
+            Words("use fewer", Option("shots")),
         )
     split = task.config.test_split if task.has_test_docs() else task.config.validation_split
     digest = hash_of("\n".join(map(repr, docs)).encode())
@@ -284,12 +331,18 @@ def _scores(
             if found["values"] is not None and theirs["values"] is not None:
                 apart = np.array(found["values"]) - np.array(theirs["values"])
                 low, high = interval(apart) or (None, None)
-                beside |= {"difference": float(apart.mean()), "difference_low": low, "difference_high": high}
+                beside |= {
+                    "difference": float(apart.mean()),
+                    "difference_low": low,
+                    "difference_high": high,
+                }
         yield TaskScore(name, metric, found["value"], found["stderr"], **facts, **beside)
 
 
 def means(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Average the first metric of each task, by the fields of `TaskScores`; errors of tasks are independent."""
+    """Average the first metric of each task, by the fields of `TaskScores`; errors of tasks are
+    independent.
+    """
     scores = list({score.task: score for score in reversed(scores)}.values())[::-1]
     count = len(scores)
     errors = [score.stderr for score in scores if score.stderr is not None]
@@ -302,17 +355,29 @@ def means(scores: Sequence[TaskScore]) -> dict[str, Any]:
     if len(paired) == count:
         found["difference"] = sum(score.difference or 0.0 for score in paired) / count
         # An interval by bootstrap is about as wide as the normal one.
-        half = math.hypot(*((s.difference_high or 0.0) - (s.difference_low or 0.0) for s in paired)) / 2 / count
+        half = (
+            math.hypot(*((s.difference_high or 0.0) - (s.difference_low or 0.0) for s in paired))
+            / 2
+            / count
+        )
         if all(score.difference_low is not None for score in paired):
-            found |= {"difference_low": found["difference"] - half, "difference_high": found["difference"] + half}
+            found |= {
+                "difference_low": found["difference"] - half,
+                "difference_high": found["difference"] + half,
+            }
     return found
 
 
 @contextmanager
 def _as_guest() -> Iterator[None]:
-    """Drop the bars and log lines of lm-eval, and restore the generators that it draws from, which it shares."""
+    """Drop the bars and log lines of lm-eval, and restore the generators that it draws from, which
+    it shares.
+    """
     states, logger = (random.getstate(), np.random.get_state()), logging.getLogger("lm_eval")
-    propagates, logger.propagate = logger.propagate, False  # a handler of the root has the real stderr, as absl's
+    propagates, logger.propagate = (
+        logger.propagate,
+        False,
+    )  # a handler of the root has the real stderr, as absl's
     random.seed(0)
     np.random.seed(0)
     try:

@@ -16,9 +16,11 @@ VERIFICATION = "verify.json"
 
 @dataclass(frozen=True)
 class Row:
-    """The checks of one packed weight: True if passed, False if failed, None if there was nothing to compare with.
+    """The checks of one packed weight: True if passed, False if failed, None if there was nothing
+    to compare with.
 
-    `error` is the largest relative error of the kernel's products, None if no kernel ran or it is not finite.
+    `error` is the largest relative error of the kernel's products, None if no kernel ran or it is
+    not finite.
     """
 
     module: str
@@ -35,7 +37,8 @@ class Row:
 
 @dataclass(frozen=True)
 class EngineProof:
-    """The comparison with an engine: differences of log-probabilities in nats, and the largest that are allowed.
+    """The comparison with an engine: differences of log-probabilities in nats, and the largest that
+    are allowed.
 
     `layers` has the counts of the methods and kernels that served each kind of layer.
     """
@@ -63,19 +66,23 @@ class EngineProof:
             served.setdefault(" or ".join(methods), []).append(kind)
         by = "; ".join(f"{', '.join(kinds)} by {methods}" for methods, kinds in served.items())
         return (
-            f"{self.engine} {self.version} in {self.dtype}: log-probabilities of {self.tokens} tokens differ by "
-            f"{self.mean:.2g} nats on average (bound {self.mean_bound:.2g}), by {self.largest:.2g} at most (bound "
+            f"{self.engine} {self.version} in {self.dtype}: log-probabilities of {self.tokens} "
+            "tokens differ by "
+            f"{self.mean:.2g} nats on average (bound {self.mean_bound:.2g}), by {self.largest:.2g} "
+            "at most (bound "
             f"{self.largest_bound:.2g}); {by}"
         )
 
 
 @dataclass(frozen=True, repr=False)
 class Verification(ShortRepr):
-    """The result of `verify`: a row for each weight, the hash of each file, failures and notices as lines of text.
+    """The result of `verify`: a row for each weight, the hash of each file, failures and notices as
+    lines of text.
 
-    `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`. If `kernel` is None,
-    no kernel ran, and `unrun` gives the reason. The codes are `checked` if a report, digests in the weight files or
-    another checkpoint could be compared with. `seconds` has the time of each phase. `engine` is None if none was asked.
+    `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`.
+    If `kernel` is None, no kernel ran, and `unrun` gives the reason. The codes are `checked` if a
+    report, digests in the weight files or another checkpoint could be compared with. `seconds` has
+    the time of each phase. `engine` is None if none was asked.
     """
 
     layout: str | None
@@ -120,13 +127,24 @@ class Verification(ShortRepr):
             return f"no kernel ran, the bits alone are proved: {self.unrun}{asked}"
         worst = max(self.errors, default=0.0)
         return (
-            f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights exactly, products are off "
+            f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights "
+            "exactly, products are off "
             f"by {worst:.1e} at most (bound {self.bound:g}){asked}"
         )
 
     def _shown(self) -> dict[str, Any]:
         facts = self.to_dict()
-        shown = ("ok", "checked", "layout", "linears", "weights", "note", "against", "failures", "notices")
+        shown = (
+            "ok",
+            "checked",
+            "layout",
+            "linears",
+            "weights",
+            "note",
+            "against",
+            "failures",
+            "notices",
+        )
         return {name: facts[name] for name in shown}
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,7 +175,11 @@ def write(verification: Verification, folder: Path) -> Path:
     """Write verify.json into the folder of the checkpoint, and return its path."""
     path = Path(folder) / VERIFICATION
     given = [Path(folder), *([Path(verification.against)] if verification.against else [])]
-    names = {one: each.resolve().name for each in given for one in (each.resolve(), each.absolute(), each)}
+    names = {
+        one: each.resolve().name
+        for each in given
+        for one in (each.resolve(), each.absolute(), each)
+    }
     stated = json_files.without_folders(verification.to_dict(), names)
     files.write_atomic(path, json_files.dump_json(stated))
     return path

@@ -2,11 +2,11 @@
 
 It answers five questions:
 
-1. Do the files have the hashes that the report lists, or without a report the tensors the digests in their files?
-2. Does every packed weight unpack, and pack again to the same bytes?
-3. Does its record have the digest that was taken at quantization?
-4. Are its codes, scales and zeros, and all dense tensors, equal to those of another checkpoint?
-5. Does a GPU kernel get the same products from the packed bytes as from the record?
+1. Do the files have the hashes that the report lists, or without a report the tensors the digests
+in their files? 2. Does every packed weight unpack, and pack again to the same bytes? 3. Does its
+record have the digest that was taken at quantization? 4. Are its codes, scales and zeros, and all
+dense tensors, equal to those of another checkpoint? 5. Does a GPU kernel get the same products from
+the packed bytes as from the record?
 
 A damaged weight fails its own row, and the other weights are still checked.
 """
@@ -36,13 +36,19 @@ from quantkit.kernels import proof
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
 
-#: Files of an output that its report does not list: people edit the card, and the proof is written later.
+#: Files of an output that its report does not list: people edit the card, and the proof is written
+#: later.
 EDITED = ("README.md", VERIFICATION)
 UNLISTED = (report.REPORT, *EDITED)
 TEMPLATES = "additional_chat_templates"
 UNREPORTED = f"no {report.REPORT}: {{}}, and no other file was compared with a recorded hash"
-UNSEALED = "codes unchecked: no report, no digests in the weight files, and no checkpoint to compare with"
-UNMARKED = f"{report.REPORT}: has no seal, so it was edited, or written by an early version: restore it, or pack again"
+UNSEALED = (
+    "codes unchecked: no report, no digests in the weight files, and no checkpoint to compare with"
+)
+UNMARKED = (
+    f"{report.REPORT}: has no seal, so it was edited, or written by an early version: restore it, "
+    "or pack again"
+)
 
 
 def verify(
@@ -52,7 +58,8 @@ def verify(
     device: str = "auto",
     unsealed: bool = False,
 ) -> Verification:
-    """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a time.
+    """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a
+    time.
 
     Everything is as for `quantkit.verify`.
     """
@@ -82,7 +89,11 @@ def verify(
             sealed, changed = _check_digests([src.path / name for name in hashes if name != CONFIG])
         failures += changed
         checked |= sealed
-        what = "weights were compared with the digests in their files" if sealed else "the weight files have no digests"
+        what = (
+            "weights were compared with the digests in their files"
+            if sealed
+            else "the weight files have no digests"
+        )
         notices.append(UNREPORTED.format(what))
     if not (checked or unsealed):
         failures.append(Words(f"{UNSEALED}: add", Option("unsealed", True), "to accept that"))
@@ -109,38 +120,49 @@ def verify(
     )
     if unrun:
         return replace(found, unrun=unrun)
-    return replace(found, kernel=src.layout.NAME, device=torch.cuda.get_device_name(place), bound=proof.BOUND)
+    return replace(
+        found, kernel=src.layout.NAME, device=torch.cuda.get_device_name(place), bound=proof.BOUND
+    )
 
 
 def verify_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Check the files of a folder, dense or quantized, against its report; returns failures and notices.
+    """Check the files of a folder, dense or quantized, against its report; returns failures and
+    notices.
 
-    Without a report, weight files are checked against the digests in them. CheckpointError if they have none.
+    Without a report, weight files are checked against the digests in them. CheckpointError if they
+    have none.
     """
     recorded = report.load(folder)
     if not recorded:
         sealed, failures = _check_digests(sorted(folder.glob("*.safetensors")))
         if not sealed:
             raise CheckpointError(
-                f"has no {report.REPORT}, and no digests in its weight files, so nothing can be checked",
+                f"has no {report.REPORT}, and no digests in its weight files, so nothing can be "
+                "checked",
                 "give a folder that quantkit wrote",
                 subject=folder,
             )
-        return failures, [UNREPORTED.format("weights were compared with the digests in their files")]
+        return failures, [
+            UNREPORTED.format("weights were compared with the digests in their files")
+        ]
     loadable, notices = _unlisted(folder, recorded)
     return _check_files(folder, recorded)[1] + loadable, notices
 
 
 def _unlisted(folder: Path, recorded: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Name the files that a report lacks, without hidden files, card and proof: those that a program may load or run,
-    and the others.
+    """Name the files that a report lacks, without hidden files, card and proof: those that a
+    program may load or run, and the others.
     """
     if not recorded:
         return [], []
     listed = {*recorded.get("files", {}), *UNLISTED}
     with files.guarded(folder):
         paths = [p.relative_to(folder) for p in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*"))]
-        names = [f"{p.as_posix()}/" if (folder / p).is_dir() else p.as_posix() for p in paths if p.name[:1] != "."]
+        names = [
+            f"{p.as_posix()}/" if (folder / p).is_dir() else p.as_posix()
+            for p in paths
+            if p.name[:1] != "."
+        ]
     found: tuple[list[str], list[str]] = [], []
     for name in sorted(name for name in names if name not in listed and name != f"{TEMPLATES}/"):
         is_loadable = name.endswith((".safetensors", ".py", *model_folder.PICKLES))
@@ -150,7 +172,9 @@ def _unlisted(folder: Path, recorded: Mapping[str, Any]) -> tuple[list[str], lis
 
 
 def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | None:
-    """Give the reason why no kernel runs on `device`, or None; KernelError if a GPU was asked for by name."""
+    """Give the reason why no kernel runs on `device`, or None; KernelError if a GPU was asked for
+    by name.
+    """
     assert src.layout is not None
     unrun = kernels.missing(src.layout.NAME, device)
     if unrun and device.type == "cuda" and asked and src.layout.NAME in kernels.MATMULS:
@@ -171,7 +195,9 @@ def _quantized(folder: Path) -> Checkpoint:
 
 
 def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Hash every file that the report lists; returns the hashes and a line for each file that differs."""
+    """Hash every file that the report lists; returns the hashes and a line for each file that
+    differs.
+    """
     if not recorded:
         return {}, []
     listed = recorded.get("files")
@@ -180,11 +206,19 @@ def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, s
     found: dict[str, str] = {}
     failures = [] if report.SEAL in recorded else [UNMARKED]
     with ThreadPoolExecutor() as pool:
-        hashed = {name: pool.submit(_hash, folder, name, expected) for name, expected in listed.items()}
+        hashed = {
+            name: pool.submit(_hash, folder, name, expected) for name, expected in listed.items()
+        }
     for name, expected in listed.items():
         try:
-            if PurePosixPath(name).name == name and name.isprintable() and not os.path.lexists(folder / name):
-                raise CheckpointError(f"is missing, {report.REPORT} lists it", "restore it", subject=name)
+            if (
+                PurePosixPath(name).name == name
+                and name.isprintable()
+                and not os.path.lexists(folder / name)
+            ):
+                raise CheckpointError(
+                    f"is missing, {report.REPORT} lists it", "restore it", subject=name
+                )
             found[name] = hashed[name].result()
         except QuantkitError as error:
             failures.append(error.typed)
@@ -210,7 +244,9 @@ def _check_digests(paths: list[Path]) -> tuple[bool, list[str]]:
 
 
 def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -> list[str]:
-    """List the dense tensors that another checkpoint lacks, has in addition, or has with other bits."""
+    """List the dense tensors that another checkpoint lacks, has in addition, or has with other
+    bits.
+    """
     packed = {f"{module}.weight" for one in (src, other) for module in one.modules()}
     mine, theirs = ([name for name in one.logical() if name not in packed] for one in (src, other))
     found = [f"{name}: is in {other.path} only" for name in theirs if name not in {*mine}]
@@ -230,22 +266,42 @@ def _hash(folder: Path, name: str, like: object) -> str:
     return hashing.hash_of_file(model_folder.inside(folder.resolve(), name), like)
 
 
-def _missing_weights(modules: list[str], layers: Mapping[str, Any] | None, other: Checkpoint | None) -> list[str]:
+def _missing_weights(
+    modules: list[str], layers: Mapping[str, Any] | None, other: Checkpoint | None
+) -> list[str]:
     """List each module that the folder, the report or the other checkpoint lacks."""
     here = set(modules)
     found = []
     if layers is not None:
-        found += [f"{name}: is in {report.REPORT} and has no packed weight" for name in layers if name not in here]
-        found += [f"{name}: has a packed weight that {report.REPORT} lacks" for name in modules if name not in layers]
+        found += [
+            f"{name}: is in {report.REPORT} and has no packed weight"
+            for name in layers
+            if name not in here
+        ]
+        found += [
+            f"{name}: has a packed weight that {report.REPORT} lacks"
+            for name in modules
+            if name not in layers
+        ]
     if other is not None:
         there = set(other.modules())
-        found += [f"{module}: is packed in {other.path} only" for module in other.modules() if module not in here]
-        found += [f"{module}: is not packed in {other.path}" for module in modules if module not in there]
+        found += [
+            f"{module}: is packed in {other.path} only"
+            for module in other.modules()
+            if module not in here
+        ]
+        found += [
+            f"{module}: is not packed in {other.path}" for module in modules if module not in there
+        ]
     return found
 
 
 def _check_weights(
-    job: Job, recorded: Mapping[str, Any], progress: Progress, failures: list[str], notices: list[str]
+    job: Job,
+    recorded: Mapping[str, Any],
+    progress: Progress,
+    failures: list[str],
+    notices: list[str],
 ) -> list[Row]:
     """Check each packed weight; adds to `failures`, and each notice once to `notices`."""
     layers = {layer["name"]: layer for layer in recorded.get("layers", [])}

@@ -1,4 +1,6 @@
-"""The checks of one packed weight: repacked, compared with its digest and another checkpoint, and multiplied."""
+"""The checks of one packed weight: repacked, compared with its digest and another checkpoint, and
+multiplied.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from quantkit.progress import Clock
 class Job:
     """The inputs that all checks of one checkpoint share.
 
-    `other` is the checkpoint to compare with, and `kernels` says if kernels run on `device`. `pool` computes digests.
+    `other` is the checkpoint to compare with, and `kernels` says if kernels run on `device`. `pool`
+    computes digests.
     """
 
     src: Checkpoint
@@ -44,18 +47,26 @@ def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tupl
     A weight that cannot be read is a failed row.
     """
     src, clock = job.src, job.clock
-    size = sum(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values())
+    size = sum(
+        prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values()
+    )
     row = Row(module, (), "", size, None, None, None)
     notices: list[str] = []
     digest = None
     try:
         with clock.phase("read"):
-            tensors = {suffix: tensor.to(job.device) for suffix, tensor in src.stored(module).items()}
+            tensors = {
+                suffix: tensor.to(job.device) for suffix, tensor in src.stored(module).items()
+            }
         with clock.phase("repack"):
             q = src.record(module, tensors)
             if layer is not None:
                 digest = job.pool.submit(q.matches, layer.get("digest"))
-            row = replace(row, shape=src.true_size(module) if src.is_padded(module) else q.shape, scheme=q.scheme.label)
+            row = replace(
+                row,
+                shape=src.true_size(module) if src.is_padded(module) else q.shape,
+                scheme=q.scheme.label,
+            )
             changed = _changed_by_repacking(src, tensors, q, notices)
         differences = _compare(job, module, q, notices)
         notices += _notices(src, module, q)
@@ -66,16 +77,22 @@ def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tupl
     row = replace(row, repack=not changed, against=None if differences is None else not differences)
     problems = [f"{suffix} is not what its own codes pack to" for suffix in changed]
     wrong_products: tuple[str, ...] = ()
-    if job.kernels and not changed:  # outside of the try: a kernel that cannot run is no fault of the weight
+    if (
+        job.kernels and not changed
+    ):  # outside of the try: a kernel that cannot run is no fault of the weight
         proved = _multiply(src, tensors, q, clock)
         wrong_products = proved.problems
-        row = replace(row, product=not proved.problems, error=proved.error if isfinite(proved.error) else None)
+        row = replace(
+            row, product=not proved.problems, error=proved.error if isfinite(proved.error) else None
+        )
     if digest is not None:
         with clock.phase("digest"):
             row = replace(row, digest=digest.result())
     if row.digest is False:
         problems.append(f"codes or scales are not those that {REPORT} recorded")
-    return replace(row, problem="; ".join([*problems, *(differences or []), *wrong_products]) or None), notices
+    return replace(
+        row, problem="; ".join([*problems, *(differences or []), *wrong_products]) or None
+    ), notices
 
 
 def _notices(src: Checkpoint, module: str, q: QuantizedTensor) -> list[str]:
@@ -83,7 +100,9 @@ def _notices(src: Checkpoint, module: str, q: QuantizedTensor) -> list[str]:
     if zeros:
         notices.append(f"{module}: {zeros} scales are zero")
     if src.is_padded(module):
-        notices.append(f"{module}: is {list(src.true_size(module))}, padded with zeros to {list(q.shape)}")
+        notices.append(
+            f"{module}: is {list(src.true_size(module))}, padded with zeros to {list(q.shape)}"
+        )
     return notices
 
 
@@ -92,12 +111,14 @@ def _changed_by_repacking(
 ) -> list[str]:
     """List the suffixes whose stored bytes differ from the packed record.
 
-    Another program may store the same values in another dtype, or zero points of the other GPTQ version (layouts.md 1).
-    That is a notice, not a difference.
+    Another program may store the same values in another dtype, or zero points of the other GPTQ
+    version (layouts.md 1). That is a notice, not a difference.
     """
     assert src.layout is not None
     packed = LAYOUTS[src.layout.stored_as(tensors, q.scheme)].pack(q)
-    different = [suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))]
+    different = [
+        suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))
+    ]
     for suffix, tensor in tensors.items() if not different else ():
         if tensor.dtype != packed[suffix].dtype:
             theirs, ours = dtype_name(tensor.dtype), dtype_name(packed[suffix].dtype)
@@ -118,7 +139,11 @@ def _same(tensor: Tensor, packed: Tensor | None) -> bool:
         return False
     tensor = tensor.reshape(packed.shape)
     if tensor.dtype != packed.dtype:
-        return tensor.is_floating_point() and packed.is_floating_point() and torch.equal(tensor.float(), packed.float())
+        return (
+            tensor.is_floating_point()
+            and packed.is_floating_point()
+            and torch.equal(tensor.float(), packed.float())
+        )
     return torch.equal(tensor.contiguous().view(torch.uint8), packed.contiguous().view(torch.uint8))
 
 
@@ -135,13 +160,18 @@ def _compare(job: Job, module: str, q: QuantizedTensor, notices: list[str]) -> l
         theirs = other.unpadded(module).to(job.device)
         differences = _differences(mine, theirs)
         if differences and mine.scheme != theirs.scheme and _are_recast(mine, theirs):
-            notices.append(f"weights in {mine.scheme.label} have the values of {theirs.scheme.label} in {other.path}")
+            notices.append(
+                f"weights in {mine.scheme.label} have the values of {theirs.scheme.label} in "
+                f"{other.path}"
+            )
             return []
     return [f"{line} in {other.path}" for line in differences]
 
 
 def _are_recast(q: QuantizedTensor, other: QuantizedTensor) -> bool:
-    """Return True if one of two records is the other in another scheme, value for value (docs/layouts.md 11)."""
+    """Return True if one of two records is the other in another scheme, value for value
+    (docs/layouts.md 11).
+    """
     for source, recorded in ((other, q), (q, other)):
         try:
             if not _differences(recorded, recast(source, recorded.scheme, recorded.shape)):
@@ -155,7 +185,11 @@ def _differences(q: QuantizedTensor, other: QuantizedTensor) -> list[str]:
     """Describe how two records of one weight differ, with counts of elements."""
     if q.shape != other.shape:
         return [f"shape is {list(q.shape)}, it is {list(other.shape)}"]
-    found = [] if q.scheme == other.scheme else [f"scheme is {q.scheme.label}, it is {other.scheme.label}"]
+    found = (
+        []
+        if q.scheme == other.scheme
+        else [f"scheme is {q.scheme.label}, it is {other.scheme.label}"]
+    )
     for name in ("codes", "scales", "zeros"):
         a, b = getattr(q, name), getattr(other, name)
         if a is None or b is None or a.shape != b.shape:
@@ -168,8 +202,12 @@ def _differences(q: QuantizedTensor, other: QuantizedTensor) -> list[str]:
     return found
 
 
-def _multiply(src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock) -> proof.Proof:
-    """Multiply with the stored tensors, or with packed copies if the kernel cannot read their dtypes and shapes."""
+def _multiply(
+    src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock
+) -> proof.Proof:
+    """Multiply with the stored tensors, or with packed copies if the kernel cannot read their
+    dtypes and shapes.
+    """
     assert src.layout is not None
     usual = src.layout.stored(q.scheme, *q.shape)
     if {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in tensors.items()} != usual:

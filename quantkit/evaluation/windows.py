@@ -1,6 +1,7 @@
 """Evaluation windows: equal pieces of a tokenized text, and the logits of a model on each.
 
-The text is tokenized as one string without special tokens. A remainder shorter than a window is dropped.
+The text is tokenized as one string without special tokens. A remainder shorter than a window is
+dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from quantkit.text.tokenizer import adds_bos, check_tokens, token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Published perplexities have windows of 2048 tokens, or the model's longest context if that is shorter.
+#: Published perplexities have windows of 2048 tokens, or the model's longest context if that is
+#: shorter.
 LONGEST_WINDOW = 2048
 #: Logits that are processed at a time; bounds the memory for a large vocabulary.
 CHUNK = 2**24
@@ -28,7 +30,8 @@ CHUNK = 2**24
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a text: int64 `parts` `[n, window]`, one every `stride` of the `text_tokens` that are read.
+    """The windows of a text: int64 `parts` `[n, window]`, one every `stride` of the `text_tokens`
+    that are read.
 
     `prefix` is what stands in front of each: the BOS token or nothing. `bos_rule` says why.
     """
@@ -58,17 +61,22 @@ class Windows:
 
     def each(self, progress: Progress | None, label: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the number and the tokens `[window]` of each window."""
-        yield from enumerate((progress or Progress(quiet=True)).bar(self.parts, label, len(self.parts)))
+        yield from enumerate(
+            (progress or Progress(quiet=True)).bar(self.parts, label, len(self.parts))
+        )
 
     def logits(self, model: PreTrainedModel, number: int) -> Tensor:
-        """Compute the logits `[window, v]` after each token of a window; with BOS, the first ones follow BOS alone.
+        """Compute the logits `[window, v]` after each token of a window; with BOS, the first ones
+        follow BOS alone.
 
         NumericError, naming the window, for logits that are not finite.
         """
         tokens = self.parts[number]
         with torch.inference_mode():
             ids = torch.cat([self.prefix, tokens])[None].to(model.device)
-            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, : len(tokens) if self.bos else None]
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits[
+                0, : len(tokens) if self.bos else None
+            ]
         return require_finite(logits, f"window {number}")
 
     def targets(self, number: int) -> Tensor:
@@ -88,17 +96,21 @@ def cut(
 ) -> Windows:
     """Tokenize a text and cut it into windows that all models can take.
 
-    By default a window is the longest context, at most 2048 tokens and no longer than the text, the stride is the
-    window, and BOS is in front if the tokenizer adds it to a text by itself. Only the first `tokens` tokens are read.
-    CheckpointError if the text is shorter than a window or the tokenizer is not the models'; RecipeError for a window
-    that a model cannot take, and for `bos` without a BOS token.
+    By default a window is the longest context, at most 2048 tokens and no longer than the text, the
+    stride is the window, and BOS is in front if the tokenizer adds it to a text by itself. Only the
+    first `tokens` tokens are read. CheckpointError if the text is shorter than a window or the
+    tokenizer is not the models'; RecipeError for a window that a model cannot take, and for `bos`
+    without a BOS token.
     """
     first: int | None = getattr(tokenizer, "bos_token_id", None)
     if bos and first is None:
         raise RecipeError("the tokenizer has no BOS token", "leave the BOS option out")
     rule = "as asked" if bos is not None else "the tokenizer's rule"
     bos = adds_bos(tokenizer) if bos is None else bos
-    positions = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf for m in models)
+    positions = min(
+        getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        for m in models
+    )
     ids = token_ids(tokenizer, text, special=False)
     read = ids[:tokens]
     if window is None:
@@ -113,7 +125,8 @@ def cut(
     if len(read) < window:
         smaller = Words("use", Option("window", len(read)), "or") if len(read) > 1 else "use"
         raise CheckpointError(
-            f"the text has {len(read)} tokens, less than one window of {window}", Words(smaller, "a longer text")
+            f"the text has {len(read)} tokens, less than one window of {window}",
+            Words(smaller, "a longer text"),
         )
     for model in models:
         rows = model.get_input_embeddings().get_parameter("weight").shape[0]
@@ -125,7 +138,8 @@ def cut(
 def _require_fit(window: int, stride: int, positions: float, bos: bool) -> None:
     if window < 2 or not 1 <= stride <= window:
         raise RecipeError(
-            f"window {window}, stride {stride}", "use a window of 2 or more and a stride of 1 to the window"
+            f"window {window}, stride {stride}",
+            "use a window of 2 or more and a stride of 1 to the window",
         )
     if window + bos > positions:
         what = f"window {window}{' and BOS' if bos else ''}"

@@ -1,1 +1,3 @@
-"""Packed weights inside a transformers model: loaded, multiplied, fused, and written with. Begin with `load`."""
+"""Packed weights inside a transformers model: loaded, multiplied, fused, and written with. Begin
+with `load`.
+"""

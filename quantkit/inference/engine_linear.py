@@ -1,8 +1,9 @@
-"""The product with a packed weight: everything that is known before the first token is looked up by a number.
+"""The product with a packed weight: everything that is known before the first token is looked up by
+a number.
 
-`prepare` checks a packed weight, compiles its kernels, and returns the number. `torch.ops.quantkit.engine_linear`
-multiplies with it, for inference engines: torch.compile and CUDA graphs see one operator. `packed_linear` uses the same
-product.
+`prepare` checks a packed weight, compiles its kernels, and returns the number.
+`torch.ops.quantkit.engine_linear` multiplies with it, for inference engines: torch.compile and CUDA
+graphs see one operator. `packed_linear` uses the same product.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from quantkit.progress import Progress
 
 @dataclass(eq=False)
 class Prepared:
-    """One kind of product: with weights `[n, k]` of a scheme in a layout, for activations of one dtype.
+    """One kind of product: with weights `[n, k]` of a scheme in a layout, for activations of one
+    dtype.
 
-    `names` are the suffixes of the tensors that a call gives; `order` sorts these as `weight.tensors`, None if they are
-    sorted. The first `out` of n are returned. `checked` has the addresses of weights that were compared with `weight`.
+    `names` are the suffixes of the tensors that a call gives; `order` sorts these as
+    `weight.tensors`, None if they are sorted. The first `out` of n are returned. `checked` has the
+    addresses of weights that were compared with `weight`.
     """
 
     layout: str
@@ -56,14 +59,21 @@ _LOCK = Lock()
 
 
 def prepare(
-    layout: str, label: str, n: int, k: int, out: int, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    layout: str,
+    label: str,
+    n: int,
+    k: int,
+    out: int,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
 ) -> int:
-    """Check a packed weight `[n, k]`, of which `out` rows are no padding, and return the handle of its products.
+    """Check a packed weight `[n, k]`, of which `out` rows are no padding, and return the handle of
+    its products.
 
-    `label` is its scheme, `tensors` are by suffix in the order of later calls, `dtype` is that of activations. On a GPU
-    all kernels that its products may need are compiled and loaded, with a note if that takes time. Handles count
-    from 0 in order of preparation; weights of one kind share one. KernelError for a weight or dtype that the layout's
-    kernels do not take.
+    `label` is its scheme, `tensors` are by suffix in the order of later calls, `dtype` is that of
+    activations. On a GPU all kernels that its products may need are compiled and loaded, with a
+    note if that takes time. Handles count from 0 in order of preparation; weights of one kind share
+    one. KernelError for a weight or dtype that the layout's kernels do not take.
     """
     handle = handle_of(layout, label, n, k, out, tuple(tensors), dtype)
     one, device = PREPARED[handle], next(iter(tensors.values())).device
@@ -74,8 +84,12 @@ def prepare(
 
 
 @functools.cache
-def handle_of(layout: str, label: str, n: int, k: int, out: int, names: tuple[str, ...], dtype: torch.dtype) -> int:
-    """Return the handle for a kind of product, see `prepare`, without looking at a weight or a GPU."""
+def handle_of(
+    layout: str, label: str, n: int, k: int, out: int, names: tuple[str, ...], dtype: torch.dtype
+) -> int:
+    """Return the handle for a kind of product, see `prepare`, without looking at a
+    weight or a GPU.
+    """
     if layout not in kernels.LAUNCHERS:
         raise KernelError(kernels.none_for(layout))
     if dtype not in ACTIVATIONS:
@@ -86,7 +100,9 @@ def handle_of(layout: str, label: str, n: int, k: int, out: int, names: tuple[st
     named = [launcher.aliases.get(name, name) for name in names]
     if sorted(named) != sorted(weight.tensors) or not 1 <= out <= n:
         wanted = ", ".join(weight.tensors)
-        raise KernelError(f"the {layout} kernel takes {wanted} for {n} rows, not {', '.join(names)} for {out}")
+        raise KernelError(
+            f"the {layout} kernel takes {wanted} for {n} rows, not {', '.join(names)} for {out}"
+        )
     order = [named.index(name) for name in weight.tensors]
     with _LOCK:
         kept = None if order == sorted(order) else tuple(order)
@@ -95,16 +111,19 @@ def handle_of(layout: str, label: str, n: int, k: int, out: int, names: tuple[st
 
 
 def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """Multiply activations `[..., k]` on a GPU by a kernel, and add `bias` `[out]`: `[..., out]`, contiguous.
+    """Multiply activations `[..., k]` on a GPU by a kernel, and add `bias` `[out]`: `[..., out]`,
+    contiguous.
 
-    `x` may have no padding, no rows, any strides and any address. KernelError for a weight that was not prepared and is
-    of another kind, and for a dtype that was not.
+    `x` may have no padding, no rows, any strides and any address. KernelError for a weight that was
+    not prepared and is of another kind, and for a dtype that was not.
     """
     weight, shape, device = one.weight, x.shape, x.device
     n, k = weight.n, weight.k
     if x.dtype is not one.dtype:
         asked, ready = dtype_name(x.dtype), dtype_name(one.dtype)
-        raise KernelError(f"a weight prepared for {ready} got {asked} activations", f"prepare it for {asked}")
+        raise KernelError(
+            f"a weight prepared for {ready} got {asked} activations", f"prepare it for {asked}"
+        )
     packed = one.ordered(tensors)
     if tuple([tensor.data_ptr() for tensor in packed]) not in one.checked:
         _check(one, tensors, device)
@@ -119,15 +138,24 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
 
 
 def decode(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: str, scheme: Scheme, out: int
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    bias: Tensor | None,
+    layout: str,
+    scheme: Scheme,
+    out: int,
 ) -> Tensor:
-    """Multiply as `multiply` does, on any device and in any dtype, with the weight decoded to the dtype of `x`."""
+    """Multiply as `multiply` does, on any device and in any dtype, with the weight decoded to the
+    dtype of `x`.
+    """
     weight = LAYOUTS[layout].unpack(tensors, scheme).dequantize(x.dtype)
     return functional.linear(x, weight[:out, : x.shape[-1]].contiguous(), bias)
 
 
 def as_matrix(x: Tensor, k: int) -> Tensor:
-    """Reshape activations for a kernel: `[m, k]` with the padding, contiguous, at an aligned address."""
+    """Reshape activations for a kernel: `[m, k]` with the padding, contiguous, at an aligned
+    address.
+    """
     x = functional.pad(x, (0, k - x.shape[-1])) if x.shape[-1] != k else x
     rows = x.view(-1, k) if x.is_contiguous() and x.numel() else x.reshape(-1, k).contiguous()
     return rows.clone() if rows.data_ptr() % ALIGNMENT else rows
@@ -150,12 +178,17 @@ def _kernel(one: Prepared, device: torch.device) -> HopperKernel | PortableKerne
 
 
 @functools.cache
-def load_kernel(kernel: HopperKernel | PortableInstances, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load the instances of a kernel, with a note if they are not in the cache on the disk."""
+def load_kernel(
+    kernel: HopperKernel | PortableInstances, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compile and load the instances of a kernel, with a note if they are not in the cache on the
+    disk.
+    """
     anew = loader.uncompiled(kernel.source, kernel.instances_by_dtype[dtype], device)
     if anew:
         Progress().note(
-            f"{len(anew)} kernels of {kernel.source}.cu are compiled for {device}, once on this machine: "
+            f"{len(anew)} kernels of {kernel.source}.cu are compiled for {device}, once on this "
+            "machine: "
             "this may take a minute"
         )
     kernel.load(dtype, device)
@@ -183,7 +216,10 @@ def _fake(x: Tensor, tensors: list[Tensor], bias: Tensor | None, handle: int, ou
 
 def _looked_up(handle: int, out: int) -> Prepared:
     if handle >= len(PREPARED) or PREPARED[handle].out != out:
-        raise KernelError(f"no weight of {out} rows was prepared as {handle}", "prepare the weights in the same order")
+        raise KernelError(
+            f"no weight of {out} rows was prepared as {handle}",
+            "prepare the weights in the same order",
+        )
     return PREPARED[handle]
 
 

@@ -1,7 +1,7 @@
 """Fused linears: query, key and value projections, or gate and up, in one product.
 
-For a small weight a kernel launch costs as much as the product. So sibling linears, found by their names, are stacked
-into one packed weight if their layout allows it.
+For a small weight a kernel launch costs as much as the product. So sibling linears, found by their
+names, are stacked into one packed weight if their layout allows it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.engines.joined import SIBLINGS
-from quantkit.inference.packed_linear import PackedLinear, has_kernel_on, multiply_packed, without_casts
+from quantkit.inference.packed_linear import (
+    PackedLinear,
+    has_kernel_on,
+    multiply_packed,
+    without_casts,
+)
 from quantkit.layouts import LAYOUTS
 from quantkit.models.families import CROSS_ATTENTION
 from quantkit.models.shared_product import SharedProduct
 
 
 class FusedLinear(SharedProduct, nn.Module):
-    """Sibling linears whose packed weights can be stacked into one; each sibling has it as a submodule.
+    """Sibling linears whose packed weights can be stacked into one; each sibling has it as a
+    submodule.
 
-    Once `is_fused`, it owns the stacked tensors as frozen parameters under the layout's names, and `n` is the sum over
-    the parts. The model's state dict still has each part under its own name.
+    Once `is_fused`, it owns the stacked tensors as frozen parameters under the layout's names, and
+    `n` is the sum over the parts. The model's state dict still has each part under its own name.
     """
 
     def __init__(self, parts: Sequence[PackedLinear]) -> None:
@@ -35,19 +41,33 @@ class FusedLinear(SharedProduct, nn.Module):
             part.fused, part.index = self, index
 
     def fuse_on_gpu(self) -> bool:
-        """Fuse the parts if a kernel multiplies with each of them; returns True if they are fused."""
-        ready = all(has_kernel_on(part.layout, part.device) and part.has_kernel() for part in self.parts)
+        """Fuse the parts if a kernel multiplies with each of them; returns True if they
+        are fused.
+        """
+        ready = all(
+            has_kernel_on(part.layout, part.device) and part.has_kernel() for part in self.parts
+        )
         if not self.is_fused and ready and self.fuse():
-            # The freed blocks are too small for the next siblings, so torch would keep all weights twice.
+            # The freed blocks are too small for the next siblings, so torch would keep all weights
+            # twice.
             torch.cuda.empty_cache()
         return self.is_fused
 
     def fuse(self) -> bool:
-        """Stack the packed weights and free the parts' own; returns False if the parts differ in more than n."""
+        """Stack the packed weights and free the parts' own; returns False if the parts differ in
+        more than n.
+        """
         first, unit = self.parts[0], LAYOUTS[self.parts[0].layout].STACKING_UNIT
-        if unit is None or any(part.n % unit or _fusion_key(part) != _fusion_key(first) for part in self.parts):
+        if unit is None or any(
+            part.n % unit or _fusion_key(part) != _fusion_key(first) for part in self.parts
+        ):
             return False
-        self.layout, self.scheme, self.label, self.k = first.layout, first.scheme, first.label, first.k
+        self.layout, self.scheme, self.label, self.k = (
+            first.layout,
+            first.scheme,
+            first.label,
+            first.k,
+        )
         self.suffixes, self.names = first.suffixes, first.names
         self.n = sum(part.n for part in self.parts)
         ends = [sum(part.n for part in self.parts[: i + 1]) for i in range(len(self.parts))]
@@ -82,10 +102,14 @@ class FusedLinear(SharedProduct, nn.Module):
     def bias_part(self, index: int) -> Tensor | None:
         """Cut the bias of one part, `[out_features]`, None without a bias."""
         start = self.starts[index]
-        return None if self.bias is None else self.bias.detach()[start : start + self.sizes[index][1]]
+        return (
+            None if self.bias is None else self.bias.detach()[start : start + self.sizes[index][1]]
+        )
 
     def multiply(self, x: Tensor, index: int) -> Tensor:
-        """Multiply activations with one part: `[..., out_features]`, a view of the product with all parts."""
+        """Multiply activations with one part: `[..., out_features]`, a view of the product with all
+        parts.
+        """
         y = self.product(x, index)
         start = self.starts[index]
         return y[..., start : start + self.sizes[index][1]]
@@ -113,18 +137,27 @@ def fuse_linears(model: nn.Module) -> None:
 def sibling_linears(model: nn.Module) -> Iterator[list[PackedLinear]]:
     """Yield groups of two or more packed linears that, by their names, share an input tensor.
 
-    Cross attention is left out, because its queries come from another tensor than its keys and values.
+    Cross attention is left out, because its queries come from another tensor than its keys and
+    values.
     """
     for path, module in list(model.named_modules()):
-        if "cross" in f"{path} {type(module).__name__}".lower() or CROSS_ATTENTION.search(f"{path}."):
+        if "cross" in f"{path} {type(module).__name__}".lower() or CROSS_ATTENTION.search(
+            f"{path}."
+        ):
             continue
         for names in SIBLINGS:
             children = [getattr(module, name, None) for name in names]
-            found = [child for child in children if isinstance(child, PackedLinear) and not child.is_fused]
+            found = [
+                child
+                for child in children
+                if isinstance(child, PackedLinear) and not child.is_fused
+            ]
             while len(found) > 1:  # an override may give some of them another scheme
                 alike = [part for part in found if _fusion_key(part) == _fusion_key(found[0])]
                 found = [part for part in found if not any(part is other for other in alike)]
-                if len(alike) > 1 and not any(part.device.type == "meta" for part in alike):  # meta means offloaded
+                if len(alike) > 1 and not any(
+                    part.device.type == "meta" for part in alike
+                ):  # meta means offloaded
                     yield alike
 
 

@@ -16,7 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
-from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, is_out_of_memory, reason
+from quantkit.errors import (
+    CheckpointError,
+    Option,
+    QuantkitError,
+    RecipeError,
+    Words,
+    is_out_of_memory,
+    reason,
+)
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.meta_model import config_of, positions_of, require_text
@@ -29,13 +37,15 @@ if TYPE_CHECKING:
 Listener = Callable[[str], None]
 #: Stands at the end of a text whose last character is not complete.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-#: cuDNN's kernel is left out: after some 128 tokens it sums over the keys of a single query in no fixed order.
+#: cuDNN's kernel is left out: after some 128 tokens it sums over the keys of a single query in no
+#: fixed order.
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The `text` that follows `prompt`: `tokens` new ones in `seconds`, the compilation of kernels included.
+    """The `text` that follows `prompt`: `tokens` new ones in `seconds`, the compilation of kernels
+    included.
 
     `weights` says how the model's weights were multiplied.
     """
@@ -51,8 +61,8 @@ class Generated:
 class Sampling:
     """How tokens are chosen: the likeliest, or drawn if `temperature` or `top_p` is given.
 
-    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens on one device.
-    RecipeError for a value out of range, and for a seed without a draw.
+    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens
+    on one device. RecipeError for a value out of range, and for a seed without a draw.
     """
 
     temperature: float | None = None
@@ -61,7 +71,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise RecipeError(f"temperature is {self.temperature}", "use 0 for the likeliest token, or about 0.7")
+            raise RecipeError(
+                f"temperature is {self.temperature}", "use 0 for the likeliest token, or about 0.7"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise RecipeError(f"top_p {self.top_p} is not in (0, 1]", "use 0.9")
         if self.seed is not None and not 0 <= self.seed < 2**63:
@@ -78,16 +90,34 @@ class Sampling:
         return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
 
     def options(self) -> dict[str, Any]:
-        """Return the keywords of transformers' `generate`, with nothing left to the model's own configuration."""
+        """Return the keywords of transformers' `generate`, with nothing left to the model's own
+        configuration.
+        """
         if not self.draws:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
+            return {
+                "do_sample": False,
+                "temperature": None,
+                "top_p": None,
+                "top_k": None,
+                "num_beams": 1,
+            }
         temperature = 1.0 if self.temperature is None else self.temperature
-        return {"do_sample": True, "temperature": temperature, "top_p": self.top_p or 1.0, "top_k": 0, "num_beams": 1}
+        return {
+            "do_sample": True,
+            "temperature": temperature,
+            "top_p": self.top_p or 1.0,
+            "top_k": 0,
+            "num_beams": 1,
+        }
 
     def of_batch(self, number: int) -> Sampling:
-        """Return the same choice with a seed of its own for a batch, so that batches can be written in any order."""
+        """Return the same choice with a seed of its own for a batch, so that batches can be written
+        in any order.
+        """
         digest = sha256(f"{self.seed or 0} {number}".encode()).digest()
-        return replace(self, seed=int.from_bytes(digest[:4], "big")) if self.draws else self  # torch reads 32 bits
+        return (
+            replace(self, seed=int.from_bytes(digest[:4], "big")) if self.draws else self
+        )  # torch reads 32 bits
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
@@ -113,27 +143,35 @@ def generate(
     progress: Progress | None = None,
     listener: Listener | None = None,
 ) -> Generated:
-    """Continue a prompt with at most `max_new_tokens` tokens; `listener` gets the text in pieces as it is made.
+    """Continue a prompt with at most `max_new_tokens` tokens; `listener` gets the text in pieces as
+    it is made.
 
-    With `chat` the prompt is a message, which the model answers through its chat template. An encoder-decoder reads the
-    prompt and writes a text of its own, in front of which `listener` gets a line end. The likeliest token is taken each
-    time, unless `temperature` or `top_p` asks for a draw from `seed`. The last piece comes when the text is complete,
-    and may be empty. `check` is as for `load`. RecipeError if the prompt has no tokens and the tokenizer no BOS token,
-    if there is no template for `chat`, or if the model has too few positions.
+    With `chat` the prompt is a message, which the model answers through its chat template. An
+    encoder-decoder reads the prompt and writes a text of its own, in front of which `listener` gets
+    a line end. The likeliest token is taken each time, unless `temperature` or `top_p` asks for a
+    draw from `seed`. The last piece comes when the text is complete, and may be empty. `check` is
+    as for `load`. RecipeError if the prompt has no tokens and the tokenizer no BOS token, if there
+    is no template for `chat`, or if the model has too few positions.
     """
     sampling = Sampling(temperature, top_p, seed)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     require_text(src, config_of(src, trust_remote_code), trust_remote_code)
     tokenizer = load_tokenizer(src.path)
-    ids = _message_tokens(tokenizer, prompt, src.path) if chat else _prompt_tokens(tokenizer, prompt)
-    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
+    ids = (
+        _message_tokens(tokenizer, prompt, src.path) if chat else _prompt_tokens(tokenizer, prompt)
+    )
+    model = load_for_evaluation(
+        src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress
+    )
     with sampling.seeded():
         return _write(model, tokenizer, prompt, ids, max_new_tokens, sampling, listener)
 
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Let a model write text without gradients, in attention kernels that repeat their results on a GPU."""
+    """Let a model write text without gradients, in attention kernels that repeat their results on a
+    GPU.
+    """
     with torch.inference_mode(), sdpa_kernel(_REPEATABLE):
         yield
 
@@ -146,10 +184,12 @@ def write_rows(
     is_done: Callable[..., Tensor],
     instead: str,
 ) -> None:
-    """Continue rows of equal length, int64 `[rows, t]`, up to `tokens` tokens each, with a cache of keys and values.
+    """Continue rows of equal length, int64 `[rows, t]`, up to `tokens` tokens each, with a cache of
+    keys and values.
 
-    `choose` gets the rows and the logits `[rows, v]` of their next tokens; it returns logits whose largest counts. Rows
-    end where `is_done` says so. CheckpointError, with the way out `instead`, for a model whose code fails.
+    `choose` gets the rows and the logits `[rows, v]` of their next tokens; it returns logits whose
+    largest counts. Rows end where `is_done` says so. CheckpointError, with the way out `instead`,
+    for a model whose code fails.
     """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -170,8 +210,12 @@ def write_rows(
         raise
     except Exception as error:  # a model's own code can raise anything
         if is_out_of_memory(error):
-            raise QuantkitError("there is not enough memory for the text that the model writes", instead) from error
-        raise CheckpointError(f"{type(model).__name__} cannot write text ({reason(error)})", instead) from error
+            raise QuantkitError(
+                "there is not enough memory for the text that the model writes", instead
+            ) from error
+        raise CheckpointError(
+            f"{type(model).__name__} cannot write text ({reason(error)})", instead
+        ) from error
 
 
 def _write(
@@ -188,10 +232,17 @@ def _write(
     room = written if apart or written is None else written - len(ids)
     is_long = read is not None and len(ids) > read
     if is_long or (room is not None and max_new_tokens > room):
-        each = f"{read} positions in the encoder and {written} in the decoder" if apart else f"{read} positions"
+        each = (
+            f"{read} positions in the encoder and {written} in the decoder"
+            if apart
+            else f"{read} positions"
+        )
         raise RecipeError(
-            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's {each}",
-            "use a shorter prompt" if is_long or not room else Words("use", Option("max_new_tokens", room), "or less"),
+            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the "
+            f"model's {each}",
+            "use a shorter prompt"
+            if is_long or not room
+            else Words("use", Option("max_new_tokens", room), "or less"),
         )
     embeddings: Any = model.get_input_embeddings()
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
@@ -205,7 +256,9 @@ def _write(
         output: Any = model.generate(  # type: ignore[operator]
             batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
         )
-    new = output[0, 1 if apart else len(ids) :].tolist()  # the decoder begins with a token of its own
+    new = output[
+        0, 1 if apart else len(ids) :
+    ].tolist()  # the decoder begins with a token of its own
     text = str(tokenizer.decode(new, skip_special_tokens=True))
     return Generated(prompt, text, len(new), time.perf_counter() - start, describe_weights(model))
 
@@ -213,7 +266,8 @@ def _write(
 def _streamer(tokenizer: PreTrainedTokenizerBase, listener: Listener) -> Any:
     """Make a streamer that hands on each piece of text as soon as later tokens cannot change it.
 
-    transformers' own waits for the end of a word, and forgets at each new line which tokens came before.
+    transformers' own waits for the end of a word, and forgets at each new line which tokens came
+    before.
     """
     from transformers.generation.streamers import BaseStreamer
 
@@ -244,11 +298,18 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, listener: Listener) -> Any:
 
 def _prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
     """Tokenize a prompt to int64 `[t]`, which is the BOS token if there is no other."""
-    ids = token_ids(tokenizer, prompt, special=True) if prompt else torch.tensor([], dtype=torch.int64)
+    ids = (
+        token_ids(tokenizer, prompt, special=True)
+        if prompt
+        else torch.tensor([], dtype=torch.int64)
+    )
     if len(ids):
         return ids
     if tokenizer.bos_token_id is None:
-        raise RecipeError("the prompt has no tokens, and the tokenizer no BOS token to begin with", "give a prompt")
+        raise RecipeError(
+            "the prompt has no tokens, and the tokenizer no BOS token to begin with",
+            "give a prompt",
+        )
     return torch.tensor([tokenizer.bos_token_id])
 
 
@@ -259,7 +320,13 @@ def _message_tokens(tokenizer: PreTrainedTokenizerBase, message: str, path: Path
         raise RecipeError("the model has no chat template", instead, subject=path)
     messages = [{"role": "user", "content": message}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program of the model's author, which raises what it likes
-        raise RecipeError(f"the model's chat template refuses the message ({reason(error)})", instead) from error
+        text = str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        )
+    except (
+        Exception
+    ) as error:  # a template is a program of the model's author, which raises what it likes
+        raise RecipeError(
+            f"the model's chat template refuses the message ({reason(error)})", instead
+        ) from error
     return token_ids(tokenizer, text, special=False)

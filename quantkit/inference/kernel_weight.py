@@ -1,4 +1,6 @@
-"""A weight packed for a kernel: the layouts with a kernel that can hold it, and the best of them for its data."""
+"""A weight packed for a kernel: the layouts with a kernel that can hold it, and the best of them
+for its data.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from quantkit.layouts.recast import Target, recast, target
 
 
 class KernelWeight(NamedTuple):
-    """The packed tensors of a weight, by suffix, in a layout with a kernel; `shape` is `[n, k]` with its padding."""
+    """The packed tensors of a weight, by suffix, in a layout with a kernel; `shape` is `[n, k]`
+    with its padding.
+    """
 
     layout: str
     scheme: Scheme
@@ -26,7 +30,9 @@ class KernelWeight(NamedTuple):
 
 
 def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, Target]]:
-    """Yield the layouts with a kernel that may hold an `[n, k]` weight: its own first, then the best first."""
+    """Yield the layouts with a kernel that may hold an `[n, k]` weight: its own first, then the
+    best first.
+    """
     own = (layout,) if layout in kernels.MATMULS else ()
     for name in dict.fromkeys((*own, *kernels.preferred())):
         if (place := target(LAYOUTS[name], scheme, n, k, pad=True)) is not None:
@@ -44,10 +50,11 @@ def places_of_experts(layout: str, scheme: Scheme, n: int, k: int) -> list[tuple
 
 
 def pack_for_kernel(q: QuantizedTensor, layout: str, is_expert: bool = False) -> KernelWeight:
-    """Pack a record of a weight in `layout` for the first of its `places` that its data allow; values stay the same.
+    """Pack a record of a weight in `layout` for the first of its `places` that its data allow;
+    values stay the same.
 
-    Experts of one scheme and shape get the same place, whatever their data. LayoutError, with the reason, if no kernel
-    takes the weight.
+    Experts of one scheme and shape get the same place, whatever their data. LayoutError, with the
+    reason, if no kernel takes the weight.
     """
     why = f"no kernel takes {q.scheme.label}"
     for name, place in (places_of_experts if is_expert else places)(layout, q.scheme, *q.shape):

@@ -37,20 +37,21 @@ def load(
 ) -> PreTrainedModel:
     """Load a folder or hub id as a transformers model whose packed linears are `PackedLinear`s.
 
-    It reads every layout, whoever wrote the folder; a dense folder loads as transformers loads it. On a GPU, a weight
-    without a kernel is repacked losslessly for one that has a kernel. If its values forbid that, it is decoded at each
-    call, and a warning says so. On a CPU, weights keep their layout and are decoded one at a time.
+    It reads every layout, whoever wrote the folder; a dense folder loads as transformers loads it.
+    On a GPU, a weight without a kernel is repacked losslessly for one that has a kernel. If its
+    values forbid that, it is decoded at each call, and a warning says so. On a CPU, weights keep
+    their layout and are decoded one at a time.
 
-    `device` "auto" takes a GPU even if it cannot run kernels; "cuda" refuses such a GPU. `device_map` is the option of
-    transformers and overrides `device`. `dtype` defaults to float32 on a CPU and to the model's own on a GPU. The call
-    runs `quantkit.register()`.
+    `device` "auto" takes a GPU even if it cannot run kernels; "cuda" refuses such a GPU.
+    `device_map` is the option of transformers and overrides `device`. `dtype` defaults to float32
+    on a CPU and to the model's own on a GPU. The call runs `quantkit.register()`.
 
-    With `check`, every file is compared with its recorded hash while the model is loaded, and weight files of quantkit
-    without one with the digests that they state.
+    With `check`, every file is compared with its recorded hash while the model is loaded, and
+    weight files of quantkit without one with the digests that they state.
 
-    CheckpointError for a file that was changed. Raises a QuantkitError, before any weight is read, for an unknown
-    layout or version, for FP8 and MXFP4 sources, for missing or unexpected tensors, and for a GPU that is too old or
-    too small.
+    CheckpointError for a file that was changed. Raises a QuantkitError, before any weight is read,
+    for an unknown layout or version, for FP8 and MXFP4 sources, for missing or unexpected tensors,
+    and for a GPU that is too old or too small.
 
     Example:
 
@@ -67,8 +68,8 @@ def load(
     with torch.inference_mode():
         difference = packed(**prompt).logits - dense(**prompt).logits
     print("largest difference of a logit:", difference.abs().max().item())
-    print(packed.model.layers[1].self_attn.q_proj)  # PackedLinear: its parameters are the stored tensors
-    ```
+    print(packed.model.layers[1].self_attn.q_proj)  # PackedLinear: its parameters are the stored
+    tensors ```
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     with checked(src, check):
@@ -76,7 +77,11 @@ def load(
 
 
 def _load(
-    src: Checkpoint, device: str, device_map: Any, dtype: torch.dtype | None, trust_remote_code: bool
+    src: Checkpoint,
+    device: str,
+    device_map: Any,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     if src.low_bit is not None:
         raise CheckpointError(
@@ -91,13 +96,21 @@ def _load(
     if dtype is None:
         gpu = torch.cuda.is_available() and (device_map is not None or place.type == "cuda")
         dtype = compute_dtype(src.dtype_of_model, torch.device("cuda" if gpu else "cpu"))
-    return _from_pretrained(src, device_map or {"": place}, dtype, trust_remote_code, device == "auto")
+    return _from_pretrained(
+        src, device_map or {"": place}, dtype, trust_remote_code, device == "auto"
+    )
 
 
 def load_for_evaluation(
-    src: Checkpoint, *, device: str, trust_remote_code: bool, check: bool = True, progress: Progress | None = None
+    src: Checkpoint,
+    *,
+    device: str,
+    trust_remote_code: bool,
+    check: bool = True,
+    progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Load a packed model, or a dense one in float32; warnings about slow weights become notes of `progress`.
+    """Load a packed model, or a dense one in float32; warnings about slow weights become notes of
+    `progress`.
 
     `check` is as for `load`.
     """
@@ -125,14 +138,20 @@ def _with_its_scales(src: Checkpoint, trust_remote_code: bool) -> Checkpoint:
 
 
 def _from_pretrained(
-    src: Checkpoint, device_map: Any, dtype: torch.dtype, trust_remote_code: bool, decodes_without_kernels: bool
+    src: Checkpoint,
+    device_map: Any,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    decodes_without_kernels: bool,
 ) -> PreTrainedModel:
     config = config_of(src, trust_remote_code)
     if src.stated is not None:
         from quantkit.inference import transformers_plugin
 
         transformers_plugin.register()
-        config.quantization_config = transformers_plugin.as_ours(src.stated, decodes_without_kernels, src.config)
+        config.quantization_config = transformers_plugin.as_ours(
+            src.stated, decodes_without_kernels, src.config
+        )
     names = [path.name for path in src.files()]
     if len(names) == 1:
         config.transformers_weights = names[0]  # whatever its name is
@@ -142,7 +161,9 @@ def _from_pretrained(
         options: Any = {"device_map": device_map, "dtype": dtype, "trust_remote_code": remote}
         auto = auto_class(src, config, trust_remote_code)
         with building(), silent_transformers():
-            loaded: Any = auto.from_pretrained(src.path, config=config, output_loading_info=True, **options)
+            loaded: Any = auto.from_pretrained(
+                src.path, config=config, output_loading_info=True, **options
+            )
         model, loading = loaded
     except (QuantkitError, torch.OutOfMemoryError):
         raise
@@ -150,16 +171,24 @@ def _from_pretrained(
         raise unbuildable(src, error) from error
     if hasattr(model.config, "transformers_weights"):
         del model.config.transformers_weights
-    missing = {state for state in map(str, loading["missing_keys"]) if computed(model, state) is None}
+    missing = {
+        state for state in map(str, loading["missing_keys"]) if computed(model, state) is None
+    }
     wrong = sorted({*missing, *map(str, loading["mismatched_keys"])})
     if wrong:
-        raise CheckpointError(f"{wrong[0]} is not there as config.json asks for it", "fetch it again", subject=src.path)
+        raise CheckpointError(
+            f"{wrong[0]} is not there as config.json asks for it",
+            "fetch it again",
+            subject=src.path,
+        )
     return model
 
 
 @contextmanager
 def silent_transformers() -> Iterator[None]:
-    """Run without transformers' progress bars and reports: our own checks find and report what is wrong."""
+    """Run without transformers' progress bars and reports: our own checks find and report what is
+    wrong.
+    """
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

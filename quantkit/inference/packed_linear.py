@@ -1,10 +1,12 @@
-"""A linear layer with a packed weight: a kernel multiplies with it, or torch decodes it at each call.
+"""A linear layer with a packed weight: a kernel multiplies with it, or torch decodes it at each
+call.
 
-Both cases go through one torch operator with a known output shape, so torch.compile sees a single node and no Python.
-The operator also accepts input that kernels refuse: leading dimensions, zero tokens, activations that are strided or
-unaligned, and padded weights.
+Both cases go through one torch operator with a known output shape, so torch.compile sees a single
+node and no Python. The operator also accepts input that kernels refuse: leading dimensions, zero
+tokens, activations that are strided or unaligned, and padded weights.
 
-Packed tensors are frozen parameters, because accelerate does not offload buffers to the CPU or the disk.
+Packed tensors are frozen parameters, because accelerate does not offload buffers to the CPU or the
+disk.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from quantkit.layouts.recast import recast
 
 
 class DecodedWeight(Tensor):
-    """A tensor `[n, k]` of a dtype on a device, whose values `decode` computes for each operation on it.
+    """A tensor `[n, k]` of a dtype on a device, whose values `decode` computes for each operation
+    on it.
 
     Shape, dtype and device cost nothing: T5 asks for the dtype before every product.
     """
@@ -41,7 +44,11 @@ class DecodedWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, decode: Callable[[], Tensor]
+        cls,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        decode: Callable[[], Tensor],
     ) -> DecodedWeight:
         made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made._decode = decode
@@ -63,11 +70,12 @@ class DecodedWeight(Tensor):
 class PackedLinear(nn.Module):
     """An `nn.Linear` whose packed tensors are frozen parameters under the layout's own names.
 
-    `n` and `k` are the stored sizes, padding included; `out_features` and `in_features` are the true ones. Casts such
-    as `.half()` change only the bias; `weight` decodes to `dense_dtype`, unless a packed tensor has that name and no
-    code of the model `reads_weight`. A move from a CPU to a GPU repacks the weight for a kernel. It has no gradient. A
-    layer that is fused with its siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors. Then
-    `packed` makes copies, and the state dict holds copies on the CPU.
+    `n` and `k` are the stored sizes, padding included; `out_features` and `in_features` are the
+    true ones. Casts such as `.half()` change only the bias; `weight` decodes to `dense_dtype`,
+    unless a packed tensor has that name and no code of the model `reads_weight`. A move from a CPU
+    to a GPU repacks the weight for a kernel. It has no gradient. A layer that is fused with its
+    siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors. Then `packed`
+    makes copies, and the state dict holds copies on the CPU.
     """
 
     def __init__(
@@ -90,7 +98,11 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def set_packed(
-        self, layout: str, scheme: Scheme, stored_size: tuple[int, int], tensors: Mapping[str, Tensor]
+        self,
+        layout: str,
+        scheme: Scheme,
+        stored_size: tuple[int, int],
+        tensors: Mapping[str, Tensor],
     ) -> None:
         """Replace the packed tensors, and with them layout, scheme and stored size `[n, k]`."""
         for suffix in self.suffixes:
@@ -118,12 +130,16 @@ class PackedLinear(nn.Module):
         self.bias = None
 
     def record(self) -> QuantizedTensor:
-        """Unpack the weight without its padding, except for the columns that complete the last group."""
+        """Unpack the weight without its padding, except for the columns that complete the last
+        group.
+        """
         q = LAYOUTS[self.layout].unpack(self.packed(), self.scheme)
         return recast(q, q.scheme, (self.out_features, q.scheme.padded_k(self.in_features)))
 
     def is_multiplied_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return True if a kernel multiplies activations of this dtype on this device, False if torch decodes."""
+        """Return True if a kernel multiplies activations of this dtype on this device, False if
+        torch decodes.
+        """
         return has_kernel_on(self.layout, device) and dtype in ACTIVATIONS and self.has_kernel()
 
     def has_kernel(self) -> bool:
@@ -133,18 +149,24 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Decode the weight, for models that use the weight of a linear itself, or ask for its dtype or device."""
+        """Decode the weight, for models that use the weight of a linear itself, or ask for its
+        dtype or device.
+        """
         suffixes = self.__dict__.get("suffixes", ())
         stored = self._parameters.get("weight")
         if not suffixes or (stored is None and "weight" in suffixes):
             raise AttributeError("weight")
         if stored is not None and not self.reads_weight:
             return stored
-        return DecodedWeight((self.out_features, self.in_features), self.dense_dtype, self.device, self._decoded)
+        return DecodedWeight(
+            (self.out_features, self.in_features), self.dense_dtype, self.device, self._decoded
+        )
 
     def _decoded(self) -> Tensor:
         if self.device.type == "meta":
-            return torch.empty(self.out_features, self.in_features, dtype=self.dense_dtype, device="meta")
+            return torch.empty(
+                self.out_features, self.in_features, dtype=self.dense_dtype, device="meta"
+            )
         return self.record().dequantize(self.dense_dtype)[:, : self.in_features]
 
     def get_parameter(self, target: str) -> nn.Parameter:
@@ -159,15 +181,19 @@ class PackedLinear(nn.Module):
         return owner.get_parameter(self.suffixes[0]).device
 
     def prepare_kernel(self) -> str | None:
-        """Repack the weight for a kernel if it is on a GPU; returns the reason if no kernel can multiply there."""
+        """Repack the weight for a kernel if it is on a GPU; returns the reason if no kernel can
+        multiply there.
+        """
         if self.device.type != "cuda":
             return None
         return kernels.unusable(self.device) or self.repack()
 
     def repack(self) -> str | None:
-        """Recast the weight, on its device, to the best layout with a kernel; its values stay the same.
+        """Recast the weight, on its device, to the best layout with a kernel; its values stay the
+        same.
 
-        Returns None if a kernel accepts the result. Otherwise it returns the reason, and the weight is unchanged.
+        Returns None if a kernel accepts the result. Otherwise it returns the reason, and the weight
+        is unchanged.
         """
         if self.has_kernel():
             return None
@@ -180,10 +206,13 @@ class PackedLinear(nn.Module):
         return None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute `input [..., k] @ weight.T + bias`, `[..., n]`, in the floating dtype of `input`."""
+        """Compute `input [..., k] @ weight.T + bias`, `[..., n]`, in the floating dtype
+        of `input`.
+        """
         if input.shape[-1] != self.in_features or not input.is_floating_point():
             raise KernelError(
-                f"a packed linear of {self.in_features} inputs got {dtype_name(input.dtype)} {list(input.shape)}",
+                f"a packed linear of {self.in_features} inputs got {dtype_name(input.dtype)} "
+                f"{list(input.shape)}",
                 f"give it floating activations [..., {self.in_features}]",
             )
         if self.is_fused:
@@ -192,7 +221,11 @@ class PackedLinear(nn.Module):
         return multiply_packed(self, input, self.out_features)
 
     def extra_repr(self) -> str:
-        padded = f", stored as {[self.n, self.k]}" if (self.n, self.k) != (self.out_features, self.in_features) else ""
+        padded = (
+            f", stored as {[self.n, self.k]}"
+            if (self.n, self.k) != (self.out_features, self.in_features)
+            else ""
+        )
         biased = (self.fused if self.is_fused else self).bias is not None
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={biased}"
         return f"{sizes}, {self.layout}, {self.label}{padded}"
@@ -207,16 +240,24 @@ class PackedLinear(nn.Module):
                 self.fused.fuse_on_gpu()
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_fused:
             # On the CPU, because a GPU may be too small for a second model.
-            states = self.packed() | ({} if self.fused.bias is None else {"bias": self.fused.bias_part(self.index)})
-            destination |= {prefix + name: tensor.to("cpu", copy=True) for name, tensor in states.items()}
+            states = self.packed() | (
+                {} if self.fused.bias is None else {"bias": self.fused.bias_part(self.index)}
+            )
+            destination |= {
+                prefix + name: tensor.to("cpu", copy=True) for name, tensor in states.items()
+            }
 
 
 def multiply_packed(layer: Any, x: Tensor, out: int) -> Tensor:
-    """Multiply activations with the weight of a `PackedLinear` or a `FusedLinear`: `[..., out]`, bias included."""
+    """Multiply activations with the weight of a `PackedLinear` or a `FusedLinear`: `[..., out]`,
+    bias included.
+    """
     tensors = [layer._parameters[suffix] for suffix in layer.suffixes]
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     product: Tensor = torch.ops.quantkit.packed_linear(
@@ -228,13 +269,19 @@ def multiply_packed(layer: Any, x: Tensor, out: int) -> Tensor:
 def without_casts(
     fn: Callable[[Tensor], Tensor], names: Collection[str], module: nn.Module
 ) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn`, which moves or casts tensors, so that it only moves the packed tensors `names` of a module."""
+    """Wrap `fn`, which moves or casts tensors, so that it only moves the packed tensors `names` of
+    a module.
+    """
     packed = {id(module.get_parameter(name)) for name in names}
 
     def move(tensor: Tensor) -> Tensor:
         # A cast of scales would change the weight, and a cast of float8 codes would destroy it.
         result = fn(tensor)
-        return result if id(tensor) not in packed or result.dtype == tensor.dtype else tensor.to(result.device)
+        return (
+            result
+            if id(tensor) not in packed or result.dtype == tensor.dtype
+            else tensor.to(result.device)
+        )
 
     return move
 
@@ -251,11 +298,13 @@ def packed_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """Multiply activations with a packed weight and add `bias` `[out]`, of the same dtype: `[..., out]`.
+    """Multiply activations with a packed weight and add `bias` `[out]`, of the same dtype: `[...,
+    out]`.
 
-    `names` has the suffixes of `tensors`, joined by commas; the weight is `[n, k]` with its padding. A kernel of the
-    layout multiplies if it accepts these operands on this device. Otherwise torch multiplies with the weight decoded to
-    the dtype of `x`. LayoutError for tensors that hold no weight.
+    `names` has the suffixes of `tensors`, joined by commas; the weight is `[n, k]` with its
+    padding. A kernel of the layout multiplies if it accepts these operands on this device.
+    Otherwise torch multiplies with the weight decoded to the dtype of `x`. LayoutError for tensors
+    that hold no weight.
     """
     parts = dict(zip(names.split(","), tensors, strict=True))
     if has_kernel_on(layout, x.device) and _kernel_accepts(layout, scheme, n, k, parts):
@@ -288,7 +337,9 @@ def has_kernel_on(layout: str, device: torch.device) -> bool:
 
 
 def _kernel_accepts(layout: str, scheme: str, n: int, k: int, parts: Mapping[str, Tensor]) -> bool:
-    """Return True if the layout has a kernel and the tensors have the dtypes and shapes that it reads."""
+    """Return True if the layout has a kernel and the tensors have the dtypes and shapes that it
+    reads.
+    """
     if layout not in kernels.MATMULS:
         return False
     found = {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in parts.items()}
@@ -308,14 +359,20 @@ def _scheme(label: str) -> Scheme:
 @functools.cache
 def _warn_decoded(why: str) -> None:
     reason = in_python(why)
-    warnings.warn(f"packed weights are decoded at each call, which is slow: {reason}", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"packed weights are decoded at each call, which is slow: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache
 def _warn_dtype(dtype: torch.dtype) -> None:
     warnings.warn(
-        f"the kernels take float16 and bfloat16: with {dtype_name(dtype)} activations packed weights are decoded at "
-        "each call, which is exact and slow; load the model with dtype=torch.bfloat16 or torch.float16",
+        f"the kernels take float16 and bfloat16: with {dtype_name(dtype)} activations packed "
+        "weights are decoded at "
+        "each call, which is exact and slow; load the model with dtype=torch.bfloat16 or "
+        "torch.float16",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,8 +1,9 @@
 """Replaces the dense linears of a transformers model by packed ones.
 
-Everything in the headers is checked before any weight is read: each packed tensor has a place, each place has a tensor,
-and the GPUs have enough memory. What depends on the data comes after loading: a weight whose layout has no kernel is
-recast for one (layouts.md 11) on its own device, one weight at a time.
+Everything in the headers is checked before any weight is read: each packed tensor has a place, each
+place has a tensor, and the GPUs have enough memory. What depends on the data comes after loading: a
+weight whose layout has no kernel is recast for one (layouts.md 11) on its own device, one weight at
+a time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
 from quantkit.engines.output_config import quantization_config
-from quantkit.errors import CheckpointError, Command, KernelError, LayoutError, Option, Setting, Words, about
+from quantkit.errors import (
+    CheckpointError,
+    Command,
+    KernelError,
+    LayoutError,
+    Option,
+    Setting,
+    Words,
+    about,
+)
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS, validation
 from quantkit.layouts.base import Layout
@@ -45,9 +55,10 @@ Linears = dict[str, PackedLinear]
 def swap(model: PreTrainedModel, src: Checkpoint) -> tuple[Linears, list[str]]:
     """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
 
-    Experts that the checkpoint stores one by one are unfused first, and linears stacked or split as they are stored.
-    Also returns the names of stored tensors that the model does not have. CheckpointError if a packed weight has no
-    linear of its shape, if one of its tensors is missing, and if model and folder differ in their tensors or shapes.
+    Experts that the checkpoint stores one by one are unfused first, and linears stacked or split as
+    they are stored. Also returns the names of stored tensors that the model does not have.
+    CheckpointError if a packed weight has no linear of its shape, if one of its tensors is missing,
+    and if model and folder differ in their tensors or shapes.
     """
     unfuse_experts(model, src, spellings(model), slices=False)
     stored = follow_storage(model, src, match(model, src).merged)
@@ -63,7 +74,8 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> tuple[Linears, list[str]]:
             continue  # a packed draft layer
         if dense is None or not is_linear(dense):
             raise CheckpointError(
-                f"{module} is packed, and {type(model).__name__} in this transformers has no linear of that name",
+                f"{module} is packed, and {type(model).__name__} in this transformers has no "
+                "linear of that name",
                 Words("quantize the model again, with", Setting("skip"), "for such weights"),
                 subject=src.path,
             )
@@ -84,19 +96,27 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
     assert src.layout is not None
     parts, scheme = src.parts(module), src.scheme(module)
     asked, true, stored = size_of(dense), src.true_size(module), src.size(module)
-    if asked != true and not src.is_padded(module) and _are_stored_alike(src.layout, scheme, asked, stored):
+    if (
+        asked != true
+        and not src.is_padded(module)
+        and _are_stored_alike(src.layout, scheme, asked, stored)
+    ):
         true = stored = asked  # headers may know k only roughly
     if asked != true:
         raise CheckpointError(
-            f"{module} is packed from {list(true)}, config.json asks for {list(asked)}", subject=src.path
+            f"{module} is packed from {list(true)}, config.json asks for {list(asked)}",
+            subject=src.path,
         )
     for suffix in src.layout.stored(scheme, *stored):
         if suffix not in parts and suffix not in src.layout.OPTIONAL:
             raise CheckpointError(
-                f"{module}.{suffix} is missing from the checkpoint", "fetch it again", subject=src.path
+                f"{module}.{suffix} is missing from the checkpoint",
+                "fetch it again",
+                subject=src.path,
             )
     tensors = {
-        suffix: torch.empty(src.shape(name), dtype=src.dtype(name), device="meta") for suffix, name in parts.items()
+        suffix: torch.empty(src.shape(name), dtype=src.dtype(name), device="meta")
+        for suffix, name in parts.items()
     }
     bias: Any = dense.bias
     if bias is None and f"{module}.bias" in src.names():  # some programs always write one, of zeros
@@ -106,17 +126,21 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
     return packed
 
 
-def _are_stored_alike(layout: Layout, scheme: Scheme, one: tuple[int, int], other: tuple[int, int]) -> bool:
+def _are_stored_alike(
+    layout: Layout, scheme: Scheme, one: tuple[int, int], other: tuple[int, int]
+) -> bool:
     with suppress(LayoutError):
         return layout.stored(scheme, *one) == layout.stored(scheme, *other)
     return False
 
 
 def check_states(model: PreTrainedModel, src: Checkpoint) -> list[str]:
-    """Raise CheckpointError unless the checkpoint has exactly the tensors that the model loads, in their shapes.
+    """Raise CheckpointError unless the checkpoint has exactly the tensors that the model loads, in
+    their shapes.
 
-    Returns the names of tensors that the model does not have, and that its class or config.json declares. Packed
-    weights were swapped before. The shapes of tensors that transformers merges or splits are not compared.
+    Returns the names of tensors that the model does not have, and that its class or config.json
+    declares. Packed weights were swapped before. The shapes of tensors that transformers merges or
+    splits are not compared.
     """
     states, place = model.state_dict(), places(model)
     found: set[str] = set()
@@ -138,14 +162,18 @@ def check_states(model: PreTrainedModel, src: Checkpoint) -> list[str]:
     for a, b in model.all_tied_weights_keys.items():
         found |= {a, b} if found & {a, b} else set()
     absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    lacking = [state for state in states if state not in found and not any(p.search(state) for p in absent)]
+    lacking = [
+        state for state in states if state not in found and not any(p.search(state) for p in absent)
+    ]
     missing = [state for state in lacking if computed(model, state) is None]
     require_complete(model, src, missing, outside)
     return outside
 
 
 def show_weights(model: nn.Module) -> None:
-    """Let code of a loaded model that reads the weight of a packed linear get it decoded, in every layout."""
+    """Let code of a loaded model that reads the weight of a packed linear get it decoded, in every
+    layout.
+    """
     for owner in model.modules():
         for leaf, linear in owner.named_children():
             if isinstance(linear, PackedLinear):
@@ -159,13 +187,16 @@ def require_kernels(device: torch.device) -> None:
         raise KernelError(f"packed weights cannot be multiplied on {device}", problem)
 
 
-def require_memory(needs: Mapping[torch.device, int], free: Callable[[torch.device], int], folder: Path) -> None:
+def require_memory(
+    needs: Mapping[torch.device, int], free: Callable[[torch.device], int], folder: Path
+) -> None:
     """Raise CheckpointError if `needs`, in bytes, exceeds the `free` bytes of a device."""
     for device, needed in needs.items():
         available = free(device)
         if needed > available:
             raise CheckpointError(
-                f"its weights take {format_bytes(needed)} on {device}, which has {format_bytes(available)} free, "
+                f"its weights take {format_bytes(needed)} on {device}, which has "
+                f"{format_bytes(available)} free, "
                 f"{format_bytes(needed - available)} too little",
                 Words("use another GPU,", Option("device", "cpu"), ", or device_map='auto'"),
                 subject=folder,
@@ -177,7 +208,9 @@ def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torc
     total: Counter[torch.device] = Counter()
     for state, place in placed.items():
         device = (
-            torch.device("cuda", place) if type(place) is int else torch.device(place if place != "disk" else "cpu")
+            torch.device("cuda", place)
+            if type(place) is int
+            else torch.device(place if place != "disk" else "cpu")
         )
         if device.type == "cuda" and state not in model.all_tied_weights_keys:
             tensor = model.get_parameter_or_buffer(state)
@@ -186,10 +219,11 @@ def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torc
 
 
 def repack_for_kernels(linears: Linears) -> list[str]:
-    """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some cannot be repacked.
+    """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some
+    cannot be repacked.
 
-    CheckpointError or LayoutError names a damaged weight, scales that float16 does not hold, or FP8 values that are not
-    of the format. Weights on a CPU are not changed.
+    CheckpointError or LayoutError names a damaged weight, scales that float16 does not hold, or FP8
+    values that are not of the format. Weights on a CPU are not changed.
     """
     decoded: dict[str, list[str]] = {}
     for name, linear in linears.items():
@@ -200,8 +234,15 @@ def repack_for_kernels(linears: Linears) -> list[str]:
                     validation.half(tensor)
                 elif tensor.dtype == torch.float8_e4m3fn:  # has more values than FP6 and FP5
                     linear.record()
-        if linear.device.type == "meta" and torch.cuda.is_available() and linear.layout not in kernels.MATMULS:
-            why = f"offloaded weights stay in the layout of the file, and {kernels.none_for(linear.layout)}"
+        if (
+            linear.device.type == "meta"
+            and torch.cuda.is_available()
+            and linear.layout not in kernels.MATMULS
+        ):
+            why = (
+                "offloaded weights stay in the layout of the file, and "
+                f"{kernels.none_for(linear.layout)}"
+            )
         if why is not None:
             decoded.setdefault(why, []).append(name)
     return [
@@ -211,13 +252,20 @@ def repack_for_kernels(linears: Linears) -> list[str]:
 
 
 def describe_weights(model: PreTrainedModel) -> str:
-    """Describe how the weights of a model are multiplied on its device, to print beside a result."""
+    """Describe how the weights of a model are multiplied on its device, to print beside
+    a result.
+    """
     kinds = Counter(
-        f"by the {linear.layout} kernel" if linear.is_multiplied_on(model.device, model.dtype) else "decoded"
+        f"by the {linear.layout} kernel"
+        if linear.is_multiplied_on(model.device, model.dtype)
+        else "decoded"
         for linear in model.modules()
         if isinstance(linear, PackedLinear)
     )
-    words = [f"{count} weights {kind}" if len(kinds) > 1 else f"weights {kind}" for kind, count in kinds.items()]
+    words = [
+        f"{count} weights {kind}" if len(kinds) > 1 else f"weights {kind}"
+        for kind, count in kinds.items()
+    ]
     return f"{' and '.join(words) or 'weights dense'}, {dtype_name(model.dtype)}"
 
 
@@ -229,13 +277,18 @@ def config_in_memory(linears: Linears, src: Checkpoint) -> dict[str, Any]:
     layouts = list(dict.fromkeys(linear.layout for linear in linears.values()))
     if len(layouts) > 1:
         raise CheckpointError(
-            f"its weights are packed in the layouts {' and '.join(layouts)} in memory, and a folder holds one",
+            f"its weights are packed in the layouts {' and '.join(layouts)} in memory, and a "
+            "folder holds one",
             "load it on a CPU and save that",
             Words("use", Command("pack")),
             subject=src.path,
         )
     (default, _), *_ = Counter(linear.scheme for linear in linears.values()).most_common(1)
-    others = tuple((re.escape(name), linear.scheme) for name, linear in linears.items() if linear.scheme != default)
+    others = tuple(
+        (re.escape(name), linear.scheme)
+        for name, linear in linears.items()
+        if linear.scheme != default
+    )
     padded = tuple(
         (name, (linear.out_features, linear.in_features))
         for name, linear in linears.items()

@@ -1,4 +1,6 @@
-"""Open stored tensors with transformers' own quantizer, from their dtypes and shapes, on the meta device."""
+"""Open stored tensors with transformers' own quantizer, from their dtypes and shapes, on the meta
+device.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from quantkit.models.outside import undeclared
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Names of the lists of tensors that `from_pretrained` reports -> how it treats such tensors, without an error.
+#: Names of the lists of tensors that `from_pretrained` reports -> how it treats such tensors,
+#: without an error.
 WRONG = {
     "missing_keys": "fill with random values",
     "mismatched_keys": "fill with random values",
@@ -38,12 +41,17 @@ class NotTried(Exception):
 
 
 def refusal_by_transformers(
-    model: PreTrainedModel, src: Checkpoint, stated: dict[str, Any] | None, forms: Forms, trust_remote_code: bool
+    model: PreTrainedModel,
+    src: Checkpoint,
+    stated: dict[str, Any] | None,
+    forms: Forms,
+    trust_remote_code: bool,
 ) -> str | None:
-    """Open tensors with transformers' own quantizer; return the reason why it refuses, None if it opens them.
+    """Open tensors with transformers' own quantizer; return the reason why it refuses, None if it
+    opens them.
 
-    `stated` is the `quantization_config`, None for a dense folder. CheckpointError if transformers would initialise
-    missing weights, NotTried if its quantizer cannot run here.
+    `stated` is the `quantization_config`, None for a dense folder. CheckpointError if transformers
+    would initialise missing weights, NotTried if its quantizer cannot run here.
     """
     from transformers import __version__
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -52,12 +60,18 @@ def refusal_by_transformers(
     if stated is not None:
         method = stated["quant_method"]
         if method not in AUTO_QUANTIZER_MAPPING:
-            raise NotTried(f"it has no quantizer for {method!r} until quantkit.register() is called")
+            raise NotTried(
+                f"it has no quantizer for {method!r} until quantkit.register() is called"
+            )
         if method != METHOD:
             raise NotTried(f"its quantizer for {method!r} needs compiled packages")
         config.quantization_config = stated
     tensors = sorted(forms.items())
-    found = _opened(_Question(type(model), repr((src.config, stated, tensors)), src.dtype_of_model, config, forms))
+    found = _opened(
+        _Question(
+            type(model), repr((src.config, stated, tensors)), src.dtype_of_model, config, forms
+        )
+    )
     if isinstance(found, str):
         return found
     lacking = [name for name in found["missing_keys"] if computed(model, name) is None]
@@ -65,7 +79,8 @@ def refusal_by_transformers(
         names = lacking if key == "missing_keys" else found[key]
         for name in sorted(undeclared(model, src, names) if key == "unexpected_keys" else names):
             raise CheckpointError(
-                f"transformers {__version__} would open the output and {what} {name} ({len(names)} in all), "
+                f"transformers {__version__} would open the output and {what} {name} ({len(names)} "
+                "in all), "
                 "without an error",
                 Words("use", Setting("layout", "humming"), "or another"),
                 subject=src.path,
@@ -75,7 +90,9 @@ def refusal_by_transformers(
 
 @dataclass(frozen=True)
 class _Question:
-    """A model's class and dtype, its config and the tensors to open, with a text that tells both from others."""
+    """A model's class and dtype, its config and the tensors to open, with a text that tells both
+    from others.
+    """
 
     cls: type[PreTrainedModel]
     asked: str
@@ -87,13 +104,22 @@ class _Question:
 @lru_cache(maxsize=1)  # a run asks twice: of its plan, and of the files that it wrote
 def _opened(question: _Question) -> dict[str, list[str]] | str:
     """Return the names that `from_pretrained` reports, or the reason why it refuses."""
-    states = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in question.forms.items()}
-    options: Any = {"dtype": question.dtype, "device_map": {"": "meta"}, "output_loading_info": True}
+    states = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (dtype, shape) in question.forms.items()
+    }
+    options: Any = {
+        "dtype": question.dtype,
+        "device_map": {"": "meta"},
+        "output_loading_info": True,
+    }
     cls: Any = question.cls
     try:
         # compressed-tensors has bars of its own.
         with building(), silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
-            _, found = cls.from_pretrained(None, config=question.config, state_dict=states, **options)
+            _, found = cls.from_pretrained(
+                None, config=question.config, state_dict=states, **options
+            )
     except ImportError as error:
         raise NotTried(reason(error)) from error
     except Exception as error:  # each quantizer has its own
@@ -102,7 +128,9 @@ def _opened(question: _Question) -> dict[str, list[str]] | str:
 
 
 def _in_this_process() -> AbstractContextManager[None]:
-    """Keep compressed-tensors from waiting for other processes of a process group: they do not call it."""
+    """Keep compressed-tensors from waiting for other processes of a process group: they do not call
+    it.
+    """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

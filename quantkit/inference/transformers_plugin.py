@@ -25,7 +25,8 @@ from quantkit.layouts import LAYOUTS, read_config
 from quantkit.models.devices import free_gpu_memory
 from quantkit.models.state_names import patterns_in_use
 
-#: The name of our quantizer in transformers, and the `quant_method` of a config that `quantkit.load` made.
+#: The name of our quantizer in transformers, and the `quant_method` of a config that
+#: `quantkit.load` made.
 METHOD = "quantkit"
 #: Entries of such a config besides the method.
 ENTRIES = ("stated", "decodes_without_kernels", "config")
@@ -34,12 +35,15 @@ ENTRIES = ("stated", "decodes_without_kernels", "config")
 class QuantkitConfig(QuantizationConfigMixin):
     """The `quantization_config` that a folder states.
 
-    If a GPU lacks kernels, `decodes_without_kernels` lets it decode each weight; otherwise the model is refused.
-    `config` takes the place of the folder's config.json.
+    If a GPU lacks kernels, `decodes_without_kernels` lets it decode each weight; otherwise the
+    model is refused. `config` takes the place of the folder's config.json.
     """
 
     def __init__(
-        self, stated: Mapping[str, Any], decodes_without_kernels: bool = False, config: Mapping[str, Any] | None = None
+        self,
+        stated: Mapping[str, Any],
+        decodes_without_kernels: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.quant_method: Any = METHOD
         self.stated = dict(stated)
@@ -48,7 +52,9 @@ class QuantkitConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Read the dictionary of a folder, or one that `as_ours` made; CheckpointError for an unknown layout."""
+        """Read the dictionary of a folder, or one that `as_ours` made; CheckpointError for an
+        unknown layout.
+        """
         ours = config_dict.get("quant_method") == METHOD
         config = cls(**{key: config_dict[key] for key in ENTRIES}) if ours else cls(config_dict)
         read_config(config.stated, "config.json")
@@ -59,19 +65,24 @@ class QuantkitConfig(QuantizationConfigMixin):
         return copy.deepcopy(self.stated)
 
 
-def as_ours(stated: Mapping[str, Any], decodes_without_kernels: bool, config: Mapping[str, Any]) -> dict[str, Any]:
+def as_ours(
+    stated: Mapping[str, Any], decodes_without_kernels: bool, config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Wrap a `quantization_config` of any method so that transformers gives it to our quantizer."""
     values = dict(stated), decodes_without_kernels, dict(config)
     return {"quant_method": METHOD, **dict(zip(ENTRIES, values, strict=True))}
 
 
 class QuantkitQuantizer(HfQuantizer):
-    """Puts `PackedLinear`s into a model before transformers reads the weights, and repacks them for kernels after.
+    """Puts `PackedLinear`s into a model before transformers reads the weights, and repacks them for
+    kernels after.
 
     `notices` name the weights that are decoded at each call, and why. They are warnings too.
     """
 
-    requires_calibration = True  # transformers sets this for quantizers that only load pre-quantized checkpoints
+    requires_calibration = (
+        True  # transformers sets this for quantizers that only load pre-quantized checkpoints
+    )
     quantization_config: QuantkitConfig
 
     def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
@@ -84,19 +95,24 @@ class QuantkitQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise CheckpointError(
-                "packed weights are read from a folder's safetensors", "give from_pretrained a folder"
+                "packed weights are read from a folder's safetensors",
+                "give from_pretrained a folder",
             )
         with torch.device("cpu"):  # transformers makes tensors without data here
             # The model's own code has run already, so trusting it adds no risk.
             config = copy.deepcopy(self.quantization_config.config)
-            src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True, config=config)
+            src = Checkpoint(
+                Path(checkpoint_files[0]).parent, trust_remote_code=True, config=config
+            )
             self.linears, _ = swap_linears.swap(model, src)
             self._patterns = patterns_in_use(model, src)
         self._src, self._saved_forms = src, self._forms()
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         gpus: list[torch.device] = []
         if isinstance(device_map, dict):
-            needs = swap_linears.memory_needs(model, expand_device_map(device_map, list(model.state_dict())))
+            needs = swap_linears.memory_needs(
+                model, expand_device_map(device_map, list(model.state_dict()))
+            )
             swap_linears.require_memory(needs, free_gpu_memory, src.path)
             gpus = list(needs)
         elif device_map is not None:
@@ -116,15 +132,20 @@ class QuantkitQuantizer(HfQuantizer):
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
-        """Drop transformers' rules that merge or split what this model has as it is stored, such as unfused experts."""
+        """Drop transformers' rules that merge or split what this model has as it is stored, such as
+        unfused experts.
+        """
         return [
             rule
             for rule in super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
-            if not isinstance(rule, WeightConverter) or self._patterns.intersection(rule.source_patterns)
+            if not isinstance(rule, WeightConverter)
+            or self._patterns.intersection(rule.source_patterns)
         ]
 
     def is_serializable(self) -> bool:
-        """Return True, after the config was updated to the layout in memory; CheckpointError for several layouts."""
+        """Return True, after the config was updated to the layout in memory; CheckpointError for
+        several layouts.
+        """
         if self._forms() != self._saved_forms:
             self.quantization_config.stated = swap_linears.config_in_memory(self.linears, self._src)
             self._saved_forms = self._forms()
@@ -139,18 +160,22 @@ class QuantkitQuantizer(HfQuantizer):
         return True
 
     def _forms(self) -> list[tuple[Any, ...]]:
-        return [(linear.layout, linear.scheme, linear.n, linear.k) for linear in self.linears.values()]
+        return [
+            (linear.layout, linear.scheme, linear.n, linear.k) for linear in self.linears.values()
+        ]
 
 
 def register() -> None:
-    """Register quantkit's quantizer with transformers for the methods of its layouts that have no owner there yet.
+    """Register quantkit's quantizer with transformers for the methods of its layouts that have no
+    owner there yet.
 
     A second call changes nothing.
 
-    `AutoModelForCausalLM.from_pretrained` then opens folders in the layouts `tcfpx` and `humming`, and MARLIN folders
-    whose `quant_method` is `marlin` or `gptq_marlin_24`. All other layouts state `gptq`, `awq` or `compressed-tensors`,
-    which have an owner in transformers: there `from_pretrained` does the same as without quantkit, and `quantkit.load`
-    opens the folder packed.
+    `AutoModelForCausalLM.from_pretrained` then opens folders in the layouts `tcfpx` and `humming`,
+    and MARLIN folders whose `quant_method` is `marlin` or `gptq_marlin_24`. All other layouts state
+    `gptq`, `awq` or `compressed-tensors`, which have an owner in transformers: there
+    `from_pretrained` does the same as without quantkit, and `quantkit.load` opens the folder
+    packed.
 
     Example:
 
@@ -166,6 +191,9 @@ def register() -> None:
     """
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantizer(METHOD)(QuantkitQuantizer)
-    for method in (METHOD, *(method for layout in LAYOUTS.values() for method in layout.QUANT_METHODS)):
+    for method in (
+        METHOD,
+        *(method for layout in LAYOUTS.values() for method in layout.QUANT_METHODS),
+    ):
         if method not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
             auto.register_quantization_config(method)(QuantkitConfig)

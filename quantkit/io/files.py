@@ -1,7 +1,7 @@
 """Every write to the disk: atomic, durable, and with one-line errors (RELIABILITY 1).
 
-Only this module and its neighbours `journal` and `staging` write. Every operation first calls `FAULT`, through which
-tests stop a run or fill the disk at any point.
+Only this module and its neighbours `journal` and `staging` write. Every operation first calls
+`FAULT`, through which tests stop a run or fill the disk at any point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.errors import CheckpointError, Option, Words
 #: What to do once a disk that was full has space.
 AGAIN = Words("run again, with", Option("resume", True), "if a .partial- folder was left")
 FAULT: Callable[[str, Path], None] | None = None
-"""Called with "open", "write", "fsync", "rename", "mkdir" or "unlink" and a path, before each such operation."""
+"""Called with "open", "write", "fsync", "rename", "mkdir" or "unlink" and a path, before each."""
 
 CHUNK = 64 * 2**20
 #: Error numbers of system calls that a file system, such as some network mounts, does not support.
@@ -35,7 +35,9 @@ UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errn
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new one, never a part."""
+    """Write a file so that a reader, or a crash, sees the old content or the new one,
+    never a part.
+    """
     with _replacing(path, needed=len(data)) as file:
         write(file, memoryview(data), path)
 
@@ -46,16 +48,23 @@ def is_writable(folder: Path) -> bool:
 
 
 def copy_atomic(src: Path, dst: Path) -> None:
-    """Copy the bytes of a regular file as `write_atomic` does, making the folder of `dst` if it is missing."""
+    """Copy the bytes of a regular file as `write_atomic` does, making the folder of `dst` if it is
+    missing.
+    """
     if not dst.parent.exists():
         make_folder(dst.parent)
-    with open_regular(src) as source, _replacing(dst, needed=os.fstat(source.fileno()).st_size) as file:
+    with (
+        open_regular(src) as source,
+        _replacing(dst, needed=os.fstat(source.fileno()).st_size) as file,
+    ):
         while chunk := source.read(CHUNK):
             write(file, memoryview(chunk), dst)
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a folder; CheckpointError if it exists or its parent does not, unless `parents` allows both."""
+    """Make a folder; CheckpointError if it exists or its parent does not, unless `parents` allows
+    both.
+    """
     with guarded(path):
         fault("mkdir", path)
         path.mkdir(parents=parents, exist_ok=parents)
@@ -63,10 +72,11 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def save_tensor(path: Path, *tensors: Tensor, durable: bool = True) -> str:
-    """Write the raw bytes of tensors as `write_atomic` does; returns their BLAKE3, which `load_tensor` asks for.
+    """Write the raw bytes of tensors as `write_atomic` does; returns their BLAKE3, which
+    `load_tensor` asks for.
 
-    A tensor on a GPU is contiguous, and is copied in chunks. Without `durable` no disk is waited for, and a power cut
-    may damage the file.
+    A tensor on a GPU is contiguous, and is copied in chunks. Without `durable` no disk is waited
+    for, and a power cut may damage the file.
     """
     seen = blake3()
     with _replacing(path, sum(tensor.nbytes for tensor in tensors), durable) as file:
@@ -90,19 +100,27 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def load_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype, digest: object) -> Tensor:
-    """Read back what `save_tensor` wrote; CheckpointError if the file is missing, short, long or changed."""
+    """Read back what `save_tensor` wrote; CheckpointError if the file is missing, short, long or
+    changed.
+    """
     size = prod(shape) * dtype.itemsize
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size != size:
-            raise CheckpointError(f"not the {size} bytes that were written", "recompute it", subject=path)
+            raise CheckpointError(
+                f"not the {size} bytes that were written", "recompute it", subject=path
+            )
         data = read_exactly(file, 0, size, path)
     if blake3(data.numpy().data).hexdigest() != digest:
-        raise CheckpointError("its bytes changed since they were written", "recompute it", subject=path)
+        raise CheckpointError(
+            "its bytes changed since they were written", "recompute it", subject=path
+        )
     return data.view(dtype).reshape(shape)
 
 
 def mapped_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a new tensor whose memory is the file `path`, for data past a budget of RAM; its content is undefined."""
+    """Return a new tensor whose memory is the file `path`, for data past a budget of RAM; its
+    content is undefined.
+    """
     size = prod(shape) * dtype.itemsize
     with guarded(path, needed=size), create(path) as file:
         fault("write", path)
@@ -114,7 +132,9 @@ def mapped_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading; CheckpointError for links, folders, FIFOs, devices and unreadable files."""
+    """Open a regular file for reading; CheckpointError for links, folders, FIFOs, devices and
+    unreadable files.
+    """
     with guarded(path):
         # Looked at before it is opened: opening a FIFO or a device can block or have effects.
         file: FileIO | None = None
@@ -127,27 +147,35 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
-    """Return `size` bytes from offset `start` as a uint8 tensor `[size]`; CheckpointError if the file is shorter."""
+    """Return `size` bytes from offset `start` as a uint8 tensor `[size]`; CheckpointError if the
+    file is shorter.
+    """
     view = (data := torch.empty([size], dtype=torch.uint8)).numpy().data
     with guarded(path):
         file.seek(start)
         while view:
             got = file.readinto(view[:CHUNK])
             if not got:
-                raise CheckpointError(f"ends {len(view)} bytes too early", "download it again", subject=path)
+                raise CheckpointError(
+                    f"ends {len(view)} bytes too early", "download it again", subject=path
+                )
             view = view[got:]
     return data
 
 
 @contextmanager
 def guarded(path: Path, needed: int = 0) -> Iterator[None]:
-    """Turn an OSError inside into a CheckpointError that names the path, and for a full disk the bytes."""
+    """Turn an OSError inside into a CheckpointError that names the path, and for a full disk the
+    bytes.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                (error.strerror or str(error)).lower(), "check the path and its permissions", subject=path
+                (error.strerror or str(error)).lower(),
+                "check the path and its permissions",
+                subject=path,
             ) from error
         folder = path.absolute().parent
         free = shutil.disk_usage(folder).free
@@ -158,7 +186,9 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
                 subject=path,
             ) from error
         raise CheckpointError(
-            f"no space left ({needed:,} more bytes needed, {free:,} free)", Words("free some and", AGAIN), subject=path
+            f"no space left ({needed:,} more bytes needed, {free:,} free)",
+            Words("free some and", AGAIN),
+            subject=path,
         ) from error
 
 
@@ -169,16 +199,22 @@ def _lacks_inodes(folder: Path) -> bool:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file, or an emptied one, for writing and reading, never through a link; raises OSError."""
+    """Open a new file, or an emptied one, for writing and reading, never through a link; raises
+    OSError.
+    """
     fault("open", path)
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
 
 
 def open_for_update(path: Path) -> BinaryIO:
-    """Open a file for reading and writing, or make an empty one, never through a link; raises OSError."""
+    """Open a file for reading and writing, or make an empty one, never through a link; raises
+    OSError.
+    """
     fault("open", path)
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
+    return os.fdopen(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0
+    )
 
 
 def write(file: BinaryIO, data: memoryview, path: Path) -> None:
@@ -197,7 +233,9 @@ def sync(file: BinaryIO, path: Path) -> None:
 
 
 def sync_folder(path: Path) -> bool:
-    """Make the names of the files in a folder durable; False if the file system has no such call."""
+    """Make the names of the files in a folder durable; False if the file system has no
+    such call.
+    """
     with guarded(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -227,7 +265,9 @@ def remove_empty(folder: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path, needed: int, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of `path`, durably or soon, when the block ends well."""
+    """Yield a new file that takes the place of `path`, durably or soon, when the block
+    ends well.
+    """
     temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with guarded(path, needed):
         try:
@@ -246,7 +286,9 @@ def _replacing(path: Path, needed: int, durable: bool = True) -> Iterator[Binary
 
 @contextmanager
 def _where_supported() -> Iterator[list[OSError]]:
-    """Drop, into the list that is yielded, the error of a call that the file system does not have."""
+    """Drop, into the list that is yielded, the error of a call that the file system
+    does not have.
+    """
     dropped: list[OSError] = []
     try:
         yield dropped

@@ -1,7 +1,8 @@
 """Headers of GGUF files: metadata and tensors, checked before a library reads the file.
 
-The readers of other libraries trust the numbers of a header, and can fill the memory. A file passes here only if each
-length, count, size and offset fits in the file. Source: the GGUF specification, versions 2 and 3 (ggml, docs/gguf.md).
+The readers of other libraries trust the numbers of a header, and can fill the memory. A file passes
+here only if each length, count, size and offset fits in the file. Source: the GGUF specification,
+versions 2 and 3 (ggml, docs/gguf.md).
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from quantkit.io import files
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.safetensors_header import NAME_LIMIT
 
-#: Type of a value -> its form in `struct`. A text is a length and its bytes; a list is a type, a count and its values.
+#: Type of a value -> its form in `struct`. A text is a length and its bytes; a list is a type, a
+#: count and its values.
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
-#: The most bytes of all texts, values of all lists (readers keep an object for each), tensors, and dimensions. A
-#: vocabulary of 262,144 tokens has 1.3 million values with its merges.
+#: The most bytes of all texts, values of all lists (readers keep an object for each), tensors, and
+#: dimensions. A vocabulary of 262,144 tokens has 1.3 million values with its merges.
 TEXT_LIMIT, VALUES_LIMIT, TENSORS_LIMIT, RANK_LIMIT = 2**26, 2**21, 10**5, 4
 #: The longest list whose values are kept.
 KEPT = 2**10
 
 
 class GgufTensor(NamedTuple):
-    """Hold a tensor's entry: its number format, its shape in the order of torch, and where its bytes are."""
+    """Hold a tensor's entry: its number format, its shape in the order of torch, and where its
+    bytes are.
+    """
 
     kind: int
     shape: tuple[int, ...]
@@ -39,16 +43,20 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """Hold the metadata of a GGUF file, with None for a long list, and its tensors in the order of the file."""
+    """Hold the metadata of a GGUF file, with None for a long list, and its tensors in the order of
+    the file.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
 
 def read_gguf_header(path: Path, blocks: dict[int, tuple[int, int]]) -> GgufHeader:
-    """Read the header of a GGUF file; `blocks` maps each number format to (values, bytes) of a block.
+    """Read the header of a GGUF file; `blocks` maps each number format to (values, bytes) of a
+    block.
 
-    CheckpointError for a file that is cut, of another kind or version, or whose header has a number that does not fit.
+    CheckpointError for a file that is cut, of another kind or version, or whose header has a number
+    that does not fit.
     """
     with files.open_regular(path) as file, files.guarded(path):
         return _Header(path, BufferedReader(file), os.fstat(file.fileno()).st_size).read(blocks)
@@ -84,8 +92,13 @@ class _Header:
         if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
             self.damaged(f"has general.alignment {shown(alignment)}")
         first = -(-self.file.tell() // alignment) * alignment
-        placed = {name: self.tensor(name, first, alignment, blocks, *entry) for name, entry in listed.items()}
-        for (_, before), (name, after) in pairwise(sorted(placed.items(), key=lambda item: item[1].start)):
+        placed = {
+            name: self.tensor(name, first, alignment, blocks, *entry)
+            for name, entry in listed.items()
+        }
+        for (_, before), (name, after) in pairwise(
+            sorted(placed.items(), key=lambda item: item[1].start)
+        ):
             if before.start + before.nbytes > after.start:
                 self.damaged(f"has bytes of {shown(name)} inside another tensor")
         return GgufHeader(metadata, placed)
@@ -106,7 +119,10 @@ class _Header:
             self.damaged(f"gives {shown(name)} the shape {list(shape)}")
         nbytes = count // values * size
         if offset % alignment or first + offset + nbytes > self.size:
-            self.damaged(f"should have {nbytes} bytes of {shown(name)} at {first + offset} and ends at {self.size}")
+            self.damaged(
+                f"should have {nbytes} bytes of {shown(name)} at {first + offset} and ends at "
+                f"{self.size}"
+            )
         return GgufTensor(kind, shape, first + offset, nbytes)
 
     def value(self, kind: int, key: str) -> Any:
@@ -120,7 +136,10 @@ class _Header:
         kind, count = self.numbers("IQ")
         self.values += count
         if kind not in (*FORMS, TEXT) or self.values > VALUES_LIMIT:
-            self.damaged(f"lists {count} values of type {kind} under {shown(key)}, the limit is {VALUES_LIMIT} in all")
+            self.damaged(
+                f"lists {count} values of type {kind} under {shown(key)}, the limit is "
+                f"{VALUES_LIMIT} in all"
+            )
         if count <= KEPT:
             return [self.value(kind, key) for _ in range(count)]
         for _ in range(count if kind == TEXT else 0):
@@ -131,7 +150,9 @@ class _Header:
     def name(self, what: str, known: dict[str, Any]) -> str:
         name = self.text(what)
         if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
-            self.damaged(f"has a {what} whose name is empty, too long or not printable: {shown(name)}")
+            self.damaged(
+                f"has a {what} whose name is empty, too long or not printable: {shown(name)}"
+            )
         if name in known:
             self.damaged(f"has the {what} {shown(name)} twice")
         return name
@@ -147,7 +168,10 @@ class _Header:
         length: int = self.numbers("Q")[0]
         self.texts += length
         if self.texts > TEXT_LIMIT:
-            self.damaged(f"states a text of {length} bytes under {shown(key)}, the limit is {TEXT_LIMIT} in all")
+            self.damaged(
+                f"states a text of {length} bytes under {shown(key)}, the limit is {TEXT_LIMIT} in "
+                "all"
+            )
         return length
 
     def numbers(self, form: str) -> tuple[Any, ...]:

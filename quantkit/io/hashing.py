@@ -1,7 +1,7 @@
 """Hashes of whole files, as reports and journals list them.
 
-A hash is text that names its kind: `blake3:<hex>`. BLAKE3 has 256 bits like SHA-256 and is several times as fast. Older
-reports list SHA-256 without a prefix.
+A hash is text that names its kind: `blake3:<hex>`. BLAKE3 has 256 bits like SHA-256 and is several
+times as fast. Older reports list SHA-256 without a prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from blake3 import blake3
 from quantkit.io.files import guarded, open_regular
 
 KIND = "blake3"
-#: Bytes that are hashed at a time: small enough to stay in a core's cache between reading and hashing.
+#: Bytes that are hashed at a time: small enough to stay in a core's cache between reading and
+#: hashing.
 PIECE = 2**20
 
 
@@ -28,7 +29,9 @@ def hash_of(data: bytes) -> str:
 
 
 def begin_tensor(name: str, dtype: str, shape: Sequence[int]) -> blake3:
-    """Begin the BLAKE3 of a tensor: of a line of JSON, `[name, dtype of safetensors, shape]`, and of its bytes."""
+    """Begin the BLAKE3 of a tensor: of a line of JSON, `[name, dtype of safetensors, shape]`, and
+    of its bytes.
+    """
     entry = json.dumps([name, dtype, list(shape)], ensure_ascii=False, separators=(",", ":"))
     return blake3(f"{entry}\n".encode())
 
@@ -41,8 +44,8 @@ def hash_of_file(
 ) -> str:
     """Hash a regular file, with SHA-256 if `like`, a recorded hash, is one, and else with BLAKE3.
 
-    `see` is given every piece that was read and where it starts. No piece goes over one of the ascending `borders`.
-    CheckpointError if the file cannot be read.
+    `see` is given every piece that was read and where it starts. No piece goes over one of the
+    ascending `borders`. CheckpointError if the file cannot be read.
     """
     older = isinstance(like, str) and re.fullmatch("[0-9a-f]{64}", like)
     seen: Any = hashlib.sha256() if older else blake3()

@@ -15,7 +15,9 @@ JOURNAL = "journal.jsonl"
 
 
 def append_journal(path: Path, line: dict[str, Any]) -> None:
-    """Append one line to a journal and make it durable; first cut off an unfinished line that a crash left."""
+    """Append one line to a journal and make it durable; first cut off an unfinished line that a
+    crash left.
+    """
     text = json.dumps(line)
     data = f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "line": {text}}}\n'.encode()
     with files.guarded(path, needed=len(data)), files.open_for_update(path) as file:
@@ -32,7 +34,9 @@ def append_journal(path: Path, line: dict[str, Any]) -> None:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Read a journal's lines, [] if there is none, without an unfinished last line; CheckpointError if damaged."""
+    """Read a journal's lines, [] if there is none, without an unfinished last line; CheckpointError
+    if damaged.
+    """
     if not os.path.lexists(path):
         return []
     with files.open_regular(path) as file, files.guarded(path):
@@ -41,12 +45,16 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line.decode())
-            good = record["sha256"] == hashlib.sha256(json.dumps(record["line"]).encode()).hexdigest()
+            good = (
+                record["sha256"] == hashlib.sha256(json.dumps(record["line"]).encode()).hexdigest()
+            )
         except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good or not isinstance(record["line"], dict):
             raise CheckpointError(
-                f"line {number} is damaged", Words("start over with", Option("overwrite", True)), subject=path
+                f"line {number} is damaged",
+                Words("start over with", Option("overwrite", True)),
+                subject=path,
             )
         found.append(record["line"])
     return found

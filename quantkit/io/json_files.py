@@ -14,7 +14,8 @@ from quantkit.io import files
 
 DEPTH_LIMIT = 64
 AGAIN = "download it again"
-#: Numbers that JSON lacks. A config.json has them bare, as Python writes them, or as transformers does, behind a tag.
+#: Numbers that JSON lacks. A config.json has them bare, as Python writes them, or as transformers
+#: does, behind a tag.
 SPECIAL_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 FLOAT_TAG = "__float__"
 
@@ -26,27 +27,39 @@ _SHORT.maxother = 100
 
 
 def load_json(path: Path, *, special_floats: bool = False) -> dict[str, Any]:
-    """Read the object of a JSON file; CheckpointError if it is larger than `MOST_BYTES` or ambiguous.
+    """Read the object of a JSON file; CheckpointError if it is larger than `MOST_BYTES` or
+    ambiguous.
 
-    Refused: other encodings than UTF-8, duplicate keys, numbers that are too large, nesting deeper than 64, unpaired
-    surrogates, and the words NaN and Infinity unless `special_floats` allows them.
+    Refused: other encodings than UTF-8, duplicate keys, numbers that are too large, nesting deeper
+    than 64, unpaired surrogates, and the words NaN and Infinity unless `special_floats` allows
+    them.
     """
     with files.guarded(path):
         real = path.resolve(strict=True)
     with files.open_regular(real) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
-            raise CheckpointError(f"{size} bytes of JSON are more than the limit of {MOST_BYTES}", subject=path)
-        return parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats)
+            raise CheckpointError(
+                f"{size} bytes of JSON are more than the limit of {MOST_BYTES}", subject=path
+            )
+        return parse(
+            files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats
+        )
 
 
 def dump_json(value: Mapping[str, Any], *, special_floats: bool = False) -> bytes:
-    """Write JSON to bytes; ValueError for NaN and infinity unless `special_floats` allows them, as `load_json`."""
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=special_floats).encode() + b"\n"
+    """Write JSON to bytes; ValueError for NaN and infinity unless `special_floats` allows them, as
+    `load_json`.
+    """
+    return (
+        json.dumps(value, indent=2, ensure_ascii=False, allow_nan=special_floats).encode() + b"\n"
+    )
 
 
 def without_folders(value: Any, names: Mapping[Path, str]) -> Any:
-    """Copy a JSON value with the names of folders in the place of their paths: it is read on other machines."""
+    """Copy a JSON value with the names of folders in the place of their paths: it is read on other
+    machines.
+    """
     if isinstance(value, str):
         for path, name in names.items():
             value = value.replace(str(path), name) if os.sep in str(path) else value
@@ -57,7 +70,9 @@ def without_folders(value: Any, names: Mapping[Path, str]) -> Any:
 
 
 def decode_floats(value: Any) -> Any:
-    """Copy a JSON value with numbers in the place of transformers' tags, such as `{"__float__": "Infinity"}`."""
+    """Copy a JSON value with numbers in the place of transformers' tags, such as `{"__float__":
+    "Infinity"}`.
+    """
     if isinstance(value, list):
         return list(map(decode_floats, value))
     if not isinstance(value, dict):
@@ -69,7 +84,9 @@ def decode_floats(value: Any) -> Any:
 
 
 def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, Any]:
-    """Parse the bytes of a JSON object; CheckpointError, naming `path`, for what `load_json` refuses."""
+    """Parse the bytes of a JSON object; CheckpointError, naming `path`, for what `load_json`
+    refuses.
+    """
 
     def number(text: str) -> float:
         value = float(text)
@@ -97,27 +114,48 @@ def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, An
 
     try:
         value = json.loads(
-            data.decode(), object_pairs_hook=unique, parse_float=number, parse_int=integer, parse_constant=constant
+            data.decode(),
+            object_pairs_hook=unique,
+            parse_float=number,
+            parse_int=integer,
+            parse_constant=constant,
         )
     except RecursionError:
-        raise CheckpointError(f"JSON nested deeper than {DEPTH_LIMIT}", AGAIN, subject=path) from None
+        raise CheckpointError(
+            f"JSON nested deeper than {DEPTH_LIMIT}", AGAIN, subject=path
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"not the JSON it should be ({error})", AGAIN, subject=path) from None
     if not isinstance(value, dict):
         raise CheckpointError("holds no JSON object", AGAIN, subject=path)
     for key, child in entries(value, path):
         for text in (key, child):
-            # Half of a surrogate pair is legal in JSON, and then cannot be printed or written again.
-            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-                raise CheckpointError(f"has an unpaired surrogate in {shown(text)}", AGAIN, subject=path)
+            # Half of a surrogate pair is legal in JSON, and then cannot be printed or written
+            # again.
+            if (
+                isinstance(text, str)
+                and not text.isascii()
+                and any("\ud800" <= c <= "\udfff" for c in text)
+            ):
+                raise CheckpointError(
+                    f"has an unpaired surrogate in {shown(text)}", AGAIN, subject=path
+                )
     return value
 
 
 def entries(value: Any, path: Path, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for all that a JSON value holds at any depth; list entries have the key ""."""
+    """Yield (key, value) for all that a JSON value holds at any depth; list entries have the key
+    "".
+    """
     if depth > DEPTH_LIMIT:
         raise CheckpointError(f"JSON nested deeper than {DEPTH_LIMIT}", AGAIN, subject=path)
-    children = value.items() if isinstance(value, dict) else (("", v) for v in value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else (("", v) for v in value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, child in children:
         yield key, child
         if isinstance(child, (dict, list)):

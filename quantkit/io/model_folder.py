@@ -28,28 +28,68 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 TEMPLATES = "additional_chat_templates"
 #: Hashes of a source's files, which do not apply to an output.
 SUMS = "SHA256SUMS"
-#: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
+#: Files beside config.json in which early folders state their quantization -> method, and a key
+#: that identifies it.
 SIDE_FILES = {
     "quantize_config.json": ("gptq", None),
     "quant_config.json": ("awq", "w_bit"),
     "hf_quant_config.json": ("modelopt", None),
 }
 #: Files that an output replaces with its own, in lower case.
-REPLACED = ("config.json", "readme.md", "quantkit_report.json", "verify.json", SUMS.lower(), *SIDE_FILES)
+REPLACED = (
+    "config.json",
+    "readme.md",
+    "quantkit_report.json",
+    "verify.json",
+    SUMS.lower(),
+    *SIDE_FILES,
+)
 #: Endings of the files that go along with new weights: data only, never pickles.
 DATA_SUFFIXES = (
-    *("", ".bpe", ".csv", ".jinja", ".json", ".jsonl", ".md", ".model", ".pdf", ".rst", ".spm", ".tiktoken", ".toml"),
-    *(".tsv", ".txt", ".vocab", ".xml", ".yaml", ".yml", ".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp"),
+    *(
+        "",
+        ".bpe",
+        ".csv",
+        ".jinja",
+        ".json",
+        ".jsonl",
+        ".md",
+        ".model",
+        ".pdf",
+        ".rst",
+        ".spm",
+        ".tiktoken",
+        ".toml",
+    ),
+    *(
+        ".tsv",
+        ".txt",
+        ".vocab",
+        ".xml",
+        ".yaml",
+        ".yml",
+        ".gif",
+        ".jpeg",
+        ".jpg",
+        ".png",
+        ".svg",
+        ".webp",
+    ),
 )
 #: The files at the top of a hub repository that are downloaded beside its weights.
 ENDINGS = ("*.json", "*.md", "*.model", "*.tiktoken", "*.txt", "*.yaml")
 DOWNLOADED = (
     *(*ENDINGS, "*.jinja", "tokenizer.model.v*"),
-    *(case(name) for name in ("license*", "notice*", "use_policy*") for case in (str.lower, str.upper, str.title)),
+    *(
+        case(name)
+        for name in ("license*", "notice*", "use_policy*")
+        for case in (str.lower, str.upper, str.title)
+    ),
 )
 #: Tokenizers of Mistral's own format have a version after their ending, like `tokenizer.model.v3`.
 VERSIONED = re.compile(r"tokenizer\.model\.v\w+")
-#: Describes an adapter. With PEFT, transformers opens the base model that it names, not the weights beside it.
+#: Describes an adapter. With PEFT, transformers opens the base model that it names, not the weights
+#: beside it.
 ADAPTER = "adapter_config.json"
 #: Describe weights that are left out too: those of an adapter, and in Mistral's own format.
 FOREIGN = (ADAPTER, "params.json")
@@ -67,12 +107,16 @@ def has_chat_template(folder: Path) -> bool:
     """Return True if the files of a tokenizer hold a chat template."""
     stated = None
     with suppress(OSError, ValueError, RecursionError, AttributeError):
-        stated = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        stated = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(
+            "chat_template"
+        )
     return bool(stated) or (folder / "chat_template.jinja").is_file()
 
 
 class Companions(NamedTuple):
-    """Hold the files that go along with new weights, and the other files and folders of a source, left out."""
+    """Hold the files that go along with new weights, and the other files and folders of a source,
+    left out.
+    """
 
     names: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -81,23 +125,34 @@ class Companions(NamedTuple):
 def inside(folder: Path, name: Any) -> Path:
     """Resolve the file `name` of a model folder; CheckpointError if it is missing or leads outside.
 
-    Inside is the folder itself and, for a snapshot in the hub's cache, the `blobs` folder of the same repository
-    (RELIABILITY 2). `folder` is a real path.
+    Inside is the folder itself and, for a snapshot in the hub's cache, the `blobs` folder of the
+    same repository (RELIABILITY 2). `folder` is a real path.
     """
     plain = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
-    if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable() or "\\" in name:
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= NAME_LIMIT
+        or not name.isprintable()
+        or "\\" in name
+    ):
         raise CheckpointError(f"{shown(name)} is not a file name", subject=folder)
     if plain.is_absolute() or ".." in plain.parts or str(plain) != name:
         raise CheckpointError(
-            f"{shown(name)} names a file outside the model's folder", "download it again", subject=folder
+            f"{shown(name)} names a file outside the model's folder",
+            "download it again",
+            subject=folder,
         )
     try:
         real = (folder / plain).resolve(strict=True)
     except FileNotFoundError:
         raise CheckpointError(f"{shown(name)} is missing", AGAIN, subject=folder) from None
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{shown(name)} cannot be opened ({shown(str(error))})", subject=folder) from None
-    roots = [folder] + ([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])
+        raise CheckpointError(
+            f"{shown(name)} cannot be opened ({shown(str(error))})", subject=folder
+        ) from None
+    roots = [folder] + (
+        [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    )
     if not any(root in real.parents for root in roots):
         raise CheckpointError(
             f"{shown(name)} is a link out of the model's folder, which is not followed",
@@ -110,12 +165,15 @@ def inside(folder: Path, name: Any) -> Path:
 def require_inside(folder: Path, listing: Iterable[str]) -> None:
     """Raise CheckpointError if a file in a model folder leads outside, or is a pipe or a device.
 
-    Libraries open files by names of their own: tokenizers, chat templates, generation_config.json. So every name in the
-    folder is checked before they get it. `folder` is a real path, `listing` has its names; hidden ones are not read.
+    Libraries open files by names of their own: tokenizers, chat templates, generation_config.json.
+    So every name in the folder is checked before they get it. `folder` is a real path, `listing`
+    has its names; hidden ones are not read.
     """
     for name in _with_templates(folder, listing):
         path = folder / name
-        data = PurePosixPath(name.lower()).suffix in DATA_SUFFIXES and (name == TEMPLATES or not path.is_dir())
+        data = PurePosixPath(name.lower()).suffix in DATA_SUFFIXES and (
+            name == TEMPLATES or not path.is_dir()
+        )
         if name.startswith(".") or not data or not path.exists():  # a link to nothing gives nothing
             continue
         real = inside(folder, name) if path.is_symlink() or TEMPLATES in path.parts else path
@@ -124,7 +182,9 @@ def require_inside(folder: Path, listing: Iterable[str]) -> None:
 
 
 def opened(folder: Path) -> list[str]:
-    """List the files beside the weights that libraries open by names of their own; `folder` is a real path."""
+    """List the files beside the weights that libraries open by names of their own; `folder` is a
+    real path.
+    """
     with files.guarded(folder):
         names = _with_templates(folder, sorted(os.listdir(folder)))
         return [name for name in names if _is_opened(name) and (folder / name).is_file()]
@@ -138,22 +198,36 @@ def _with_templates(folder: Path, listing: Iterable[str]) -> list[str]:
 
 
 def _is_opened(name: str) -> bool:
-    return name.endswith((".json", ".jinja")) or any(fnmatch(name.lower(), pattern) for pattern in TOKENIZERS)
+    return name.endswith((".json", ".jinja")) or any(
+        fnmatch(name.lower(), pattern) for pattern in TOKENIZERS
+    )
 
 
-def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[str], dict[str, str] | None]:
-    """List the weight files of a model folder in order, and the index's tensor -> file, None without an index.
+def shards(
+    folder: Path, listing: list[str], notices: list[str]
+) -> tuple[list[str], dict[str, str] | None]:
+    """List the weight files of a model folder in order, and the index's tensor -> file, None
+    without an index.
 
-    `listing` has the folder's file names, sorted; `notices` name files left out. CheckpointError unless there is
-    exactly one reading of the folder: one index, or one file of weights (RELIABILITY 2).
+    `listing` has the folder's file names, sorted; `notices` name files left out. CheckpointError
+    unless there is exactly one reading of the folder: one index, or one file of weights
+    (RELIABILITY 2).
     """
-    found = [n for n in listing if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))]
+    found = [
+        n
+        for n in listing
+        if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))
+    ]
     indexes = [n for n in listing if n.endswith(".safetensors.index.json")]
     pickles = [n for n in listing if n.endswith(PICKLES)]
     if len(indexes) > 1:
-        raise CheckpointError(f"has several indexes ({', '.join(indexes)})", "keep the right one", subject=folder)
+        raise CheckpointError(
+            f"has several indexes ({', '.join(indexes)})", "keep the right one", subject=folder
+        )
     if not found and not indexes:
-        raise CheckpointError(f"has no .safetensors weights{_way_to_weights(listing, pickles)}", subject=folder)
+        raise CheckpointError(
+            f"has no .safetensors weights{_way_to_weights(listing, pickles)}", subject=folder
+        )
     weight_map = None
     names = found
     if indexes:
@@ -161,26 +235,34 @@ def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[s
         names = sorted(set(weight_map.values()))
         if SINGLE in found and names != [SINGLE]:
             raise CheckpointError(
-                f"has both {SINGLE} and {indexes[0]}", "remove the one that is out of date", subject=folder
+                f"has both {SINGLE} and {indexes[0]}",
+                "remove the one that is out of date",
+                subject=folder,
             )
     elif SINGLE in found:
         names = [SINGLE]
-    if weight_map is None and (len(names) > 1 or re.search(r"-of-0*([2-9]|[1-9]\d+)\.safetensors$", names[0])):
+    if weight_map is None and (
+        len(names) > 1 or re.search(r"-of-0*([2-9]|[1-9]\d+)\.safetensors$", names[0])
+    ):
         raise CheckpointError(f"has shards ({names[0]} ...) and no {INDEX}", AGAIN, subject=folder)
     others = (*PICKLES, ".safetensors", ".gguf")
     left = [n for n in (*pickles, *listing) if n.endswith(others) and n not in names]
     if left:
         notices.append(f"ignored: {', '.join(dict.fromkeys(left))}")
     if any(name.lower() == ADAPTER for name in listing):
-        notices.append(f"{ADAPTER}: an adapter that is not merged into the weights is left out; merge it to have it")
+        notices.append(
+            f"{ADAPTER}: an adapter that is not merged into the weights is left out; merge it to "
+            "have it"
+        )
     return names, weight_map
 
 
 def companions(folder: Path, weights: Collection[str] = (), code: bool = False) -> Companions:
-    """Sort the files beside the `weights` that are read; CheckpointError for a link out of the folder.
+    """Sort the files beside the `weights` that are read; CheckpointError for a link out of the
+    folder.
 
-    Every small file of data at the top goes along, and with `code` the Python files. Hidden files belong to the
-    repository, not to the model.
+    Every small file of data at the top goes along, and with `code` the Python files. Hidden files
+    belong to the repository, not to the model.
     """
     suffixes = (*DATA_SUFFIXES, ".py") if code else DATA_SUFFIXES
     with files.guarded(folder):
@@ -192,7 +274,13 @@ def companions(folder: Path, weights: Collection[str] = (), code: bool = False) 
         if lower in REPLACED or lower.endswith(".index.json") or name in (*weights, TEMPLATES):
             continue
         data = PurePosixPath(lower).suffix in suffixes or VERSIONED.fullmatch(lower)
-        if is_folder or not data or lower in FOREIGN or not name.isprintable() or len(name) > NAME_LIMIT:
+        if (
+            is_folder
+            or not data
+            or lower in FOREIGN
+            or not name.isprintable()
+            or len(name) > NAME_LIMIT
+        ):
             left_out.append(f"{name}/" if is_folder else name)
             continue
         real = inside(folder, name)
@@ -207,18 +295,25 @@ def companions(folder: Path, weights: Collection[str] = (), code: bool = False) 
 
 
 def is_local(name: str, folder: Path) -> bool:
-    """Return True unless `name` has the form ORG/NAME of the hub and leads to no folder from above `folder`."""
-    return HUB_ID.fullmatch(name) is None or any((above / name).exists() for above in folder.parents)
+    """Return True unless `name` has the form ORG/NAME of the hub and leads to no folder from above
+    `folder`.
+    """
+    return HUB_ID.fullmatch(name) is None or any(
+        (above / name).exists() for above in folder.parents
+    )
 
 
 def cached_id(folder: Path) -> str | None:
     """Return the hub id of a snapshot in the hub's cache, None for any other folder."""
-    found = CACHED.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
+    found = (
+        CACHED.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
+    )
     return f"{found[1]}/{found[2]}" if found else None
 
 
 def front_matter(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Read the YAML in front of a source's model card, `{}` if it has none, and a notice if it cannot be read.
+    """Read the YAML in front of a source's model card, `{}` if it has none, and a notice if it
+    cannot be read.
 
     CheckpointError for a link out of the folder.
     """
@@ -234,7 +329,11 @@ def front_matter(folder: Path) -> tuple[dict[str, Any], str | None]:
     except (yaml.YAMLError, ValueError, RecursionError):
         stated = None
     if not isinstance(stated, dict):
-        return {}, "the front matter of the source's README.md is not YAML: its licence and tags were not taken over"
+        return (
+            {},
+            "the front matter of the source's README.md is not YAML: its licence and tags were not "
+            "taken over",
+        )
     return stated, None
 
 
@@ -246,7 +345,8 @@ def _weight_map(folder: Path, name: str) -> dict[str, str]:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{shown(tensor)} is in {shown(file)}: only .safetensors are read", subject=folder / name
+                f"{shown(tensor)} is in {shown(file)}: only .safetensors are read",
+                subject=folder / name,
             )
     return weight_map
 
@@ -255,10 +355,13 @@ def _way_to_weights(listing: list[str], pickles: list[str]) -> str:
     if "adapter_model.safetensors" in listing:
         return ", only those of an adapter: merge it into its base model first"
     if any(n.startswith("consolidated") for n in listing):
-        return " in Hugging Face's form, only consolidated ones: convert them with transformers first"
+        return (
+            " in Hugging Face's form, only consolidated ones: convert them with transformers first"
+        )
     if pickles:
         return (
-            f", only {pickles[0]}, a kind that can run code when read: convert it where you trust it, by python -c "
+            f", only {pickles[0]}, a kind that can run code when read: convert it where you trust "
+            "it, by python -c "
             '"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
             "[c.from_pretrained('OLD').save_pretrained('NEW') for c in (M, T)]\""
         )

@@ -1,6 +1,7 @@
 """The reading side of safetensors: headers, checked before anything is allocated (RELIABILITY 1.5).
 
-A file is an 8-byte length, a JSON header and the tensors' bytes; `safetensors_writer` is the writing side.
+A file is an 8-byte length, a JSON header and the tensors' bytes; `safetensors_writer` is the
+writing side.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class TensorInfo:
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Read the tensors of a safetensors file in file order, and its metadata.
 
-    CheckpointError for anything but a regular file whose header is well formed and covers the whole file: known
-    dtypes, ranks up to 8, byte ranges of the right size that follow each other without gaps from the header's end to
-    the file's end, no name twice, no name that is not printable.
+    CheckpointError for anything but a regular file whose header is well formed and covers the whole
+    file: known dtypes, ranks up to 8, byte ranges of the right size that follow each other without
+    gaps from the header's end to the file's end, no name twice, no name that is not printable.
     """
     with files.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -62,13 +63,20 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             damaged(path, f"is {size} bytes long and no safetensors file")
         length = int.from_bytes(files.read_exactly(file, 0, 8, path).numpy().tobytes(), "little")
         if length > HEADER_LIMIT or length > size - 8:
-            damaged(path, f"states a header of {length} bytes, it has {size} and the limit is {HEADER_LIMIT}")
+            damaged(
+                path,
+                f"states a header of {length} bytes, it has {size} and the limit is {HEADER_LIMIT}",
+            )
         header = files.read_exactly(file, 8, length, path).numpy().tobytes()
     return parse_header(header, size - 8 - length, path)
 
 
-def parse_header(header: bytes, data_bytes: int, path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Parse a header's bytes in front of `data_bytes` bytes, as `read_header`; `path` is for the errors."""
+def parse_header(
+    header: bytes, data_bytes: int, path: Path
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Parse a header's bytes in front of `data_bytes` bytes, as `read_header`; `path` is for the
+    errors.
+    """
     entries = parse(header, path)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -96,7 +104,8 @@ def _tensor_info(name: str, entry: Any, first: int, path: Path) -> TensorInfo:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{shown(name)} has dtype {shown(dtype)}: quantkit reads {', '.join(DTYPES)}, convert it first",
+            f"{shown(name)} has dtype {shown(dtype)}: quantkit reads {', '.join(DTYPES)}, convert "
+            "it first",
             subject=path,
         )
     if not _sizes(shape) or len(shape) > RANK_LIMIT:
@@ -107,7 +116,9 @@ def _tensor_info(name: str, entry: Any, first: int, path: Path) -> TensorInfo:
     for n in shape:
         size *= n
     if offsets[1] - offsets[0] != size:
-        damaged(path, f"gives {shown(name)} {offsets[1] - offsets[0]} bytes, {dtype} {shape} has {size}")
+        damaged(
+            path, f"gives {shown(name)} {offsets[1] - offsets[0]} bytes, {dtype} {shape} has {size}"
+        )
     return TensorInfo(DTYPES[dtype], tuple(shape), first + offsets[0], first + offsets[1])
 
 

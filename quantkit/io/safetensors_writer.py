@@ -1,7 +1,7 @@
 """The writing side of safetensors: one file, streamed, one tensor in memory at a time.
 
-The format puts the header first, so space for it is reserved, and filled in when the file is closed. Its metadata holds
-the digest of each tensor.
+The format puts the header first, so space for it is reserved, and filled in when the file is
+closed. Its metadata holds the digest of each tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from quantkit.errors import CheckpointError
 from quantkit.io import digests, files, hashing
 from quantkit.io.safetensors_header import DTYPE_NAMES
 
-#: Bytes that a header with its length takes, padded with spaces, unless a file is made for more tensors.
+#: Bytes that a header with its length takes, padded with spaces, unless a file is made for more
+#: tensors.
 RESERVED = 64 * 2**10
 
 
@@ -28,13 +29,17 @@ def _metadata(stated: str = "") -> dict[str, dict[str, str]]:
 
 
 def header_bytes(names: Iterable[str]) -> int:
-    """Return the bytes to reserve for the header of a file with tensors of these names, a multiple of RESERVED."""
+    """Return the bytes to reserve for the header of a file with tensors of these names, a multiple
+    of RESERVED.
+    """
     needed = 8 + len(json.dumps(_metadata())) + sum(map(_entry_bytes, names))
     return -(-needed // RESERVED) * RESERVED
 
 
 class FileSize:
-    """Count the bytes of one file while tensors are added, and the space left in its header, without writing it."""
+    """Count the bytes of one file while tensors are added, and the space left in its header,
+    without writing it.
+    """
 
     def __init__(self, reserved: int = RESERVED) -> None:
         self.reserved, self.tensors = reserved, 0
@@ -58,8 +63,9 @@ class FileSize:
 class SafetensorsWriter:
     """Streams one safetensors file; `size` is its bytes so far.
 
-    Tensors lie without gaps in the order of `add`. Readers need every tensor aligned to its dtype, so tensors of a size
-    that is not a multiple of 8 bytes come last, by dtype size. They stay in memory until then.
+    Tensors lie without gaps in the order of `add`. Readers need every tensor aligned to its dtype,
+    so tensors of a size that is not a multiple of 8 bytes come last, by dtype size. They stay in
+    memory until then.
     """
 
     def __init__(self, path: Path, reserved: int = RESERVED) -> None:
@@ -79,7 +85,9 @@ class SafetensorsWriter:
         """
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
-                f"safetensors files here do not hold {tensor.dtype}", "convert it first", subject=name
+                f"safetensors files here do not hold {tensor.dtype}",
+                "convert it first",
+                subject=name,
             )
         if name in self._tensors or not self.size.fits(name):
             what = "already has" if name in self._tensors else "has no space in its header for"
@@ -99,7 +107,9 @@ class SafetensorsWriter:
         """Write the header, make the file durable and return its hash."""
         late = sorted(self._last, key=lambda name: -self._tensors[name][0].itemsize)
         with self._file:
-            files.write(self._file, memoryview(b"".join(self._last[name] for name in late)), self.path)
+            files.write(
+                self._file, memoryview(b"".join(self._last[name] for name in late)), self.path
+            )
             self._file.seek(0)
             files.write(self._file, memoryview(self._header(late)), self.path)
             files.sync(self._file, self.path)
@@ -111,7 +121,11 @@ class SafetensorsWriter:
         for name in (*(name for name in self._tensors if name not in self._last), *late):
             dtype, shape = self._tensors[name]
             start, end = end, end + prod(shape) * dtype.itemsize
-            entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            entries[name] = {
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
         stated = _metadata("".join(self._digests[name] for name in entries))
         text = json.dumps(stated | entries, ensure_ascii=False, separators=(",", ":")).encode()
         space = self.size.reserved - 8
@@ -119,5 +133,7 @@ class SafetensorsWriter:
 
 
 def _entry_bytes(name: str) -> int:
-    """Bound a header entry's bytes: the quoted and escaped name, a rank of at most 8, two offsets, and a digest."""
+    """Bound a header entry's bytes: the quoted and escaped name, a rank of at most 8, two offsets,
+    and a digest.
+    """
     return len(json.dumps(name)) + 64 + 10 * 20 + digests.DIGITS

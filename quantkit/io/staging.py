@@ -1,7 +1,8 @@
 """Output folders that appear complete or not at all.
 
-A run works in a sibling of its output folder, `OUT.partial-<8 hex>`: final shard files, a journal with one line for
-each committed unit of work, and activation snapshots. The last step renames it to OUT (RELIABILITY 1 and 2).
+A run works in a sibling of its output folder, `OUT.partial-<8 hex>`: final shard files, a journal
+with one line for each committed unit of work, and activation snapshots. The last step renames it to
+OUT (RELIABILITY 1 and 2).
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ LOCK = "lock"
 WRITTEN = "calibration-self.json"
 #: Takes the place of LOCK's own lock where the file system has none: its existence is the lock.
 SOFT_LOCK = "soft-lock"
-NO_LOCKS = "this file system has no file locks: a lock file takes their place, remove it if a run was killed"
-NO_FOLDER_SYNC = "this file system cannot make file names durable: a power cut just after the end may lose the output"
+NO_LOCKS = (
+    "this file system has no file locks: a lock file takes their place, remove it if a run was "
+    "killed"
+)
+NO_FOLDER_SYNC = (
+    "this file system cannot make file names durable: a power cut just after the end may lose the "
+    "output"
+)
 
 
 @contextmanager
@@ -38,11 +45,12 @@ def staging(
 ) -> Iterator[Path]:
     """Yield the locked partial folder of `out`; `publish` turns it into `out`.
 
-    With `resume` it may hold an earlier run's committed work, otherwise it is empty. However the block ends, the
-    folder stays if it has committed work that can be resumed (None: never), and is removed if not. `notice` is called
-    with a sentence for each thing that the file system cannot do. CheckpointError if `out` may not be written (it
-    exists, is no folder, lies in `source` ...), another run holds it, or an interrupted run left work behind and
-    neither `resume` nor `overwrite` is given.
+    With `resume` it may hold an earlier run's committed work, otherwise it is empty. However the
+    block ends, the folder stays if it has committed work that can be resumed (None: never), and is
+    removed if not. `notice` is called with a sentence for each thing that the file system cannot
+    do. CheckpointError if `out` may not be written (it exists, is no folder, lies in `source` ...),
+    another run holds it, or an interrupted run left work behind and neither `resume` nor
+    `overwrite` is given.
     """
     with files.guarded(out):
         _check_target(out, overwrite, source)
@@ -60,12 +68,17 @@ def staging(
             notice(NO_FOLDER_SYNC)
         kept = _worth_keeping(partial)
         _require_leave(partial, kept, resume, overwrite)
-        # config.json goes first: with it and without a journal, a half emptied folder would look complete.
+        # config.json goes first: with it and without a journal, a half emptied folder would look
+        # complete.
         for path in sorted(partial.iterdir(), key=lambda p: (p.name != "config.json", p.name)):
-            if path.name not in (LOCK, SOFT_LOCK) and (not (kept and resume) or path.suffix == ".tmp"):
+            if path.name not in (LOCK, SOFT_LOCK) and (
+                not (kept and resume) or path.suffix == ".tmp"
+            ):
                 files.remove(path)
                 if path.name == "config.json":
-                    files.sync_folder(partial)  # a power cut must not undo this removal and keep the later ones
+                    files.sync_folder(
+                        partial
+                    )  # a power cut must not undo this removal and keep the later ones
         try:
             yield partial
         except BaseException:
@@ -81,7 +94,8 @@ def check_staging(
 ) -> Path | None:
     """Raise the CheckpointError with which `staging` would refuse `out`, and write nothing.
 
-    Returns the partial folder of an interrupted run, which would be continued or discarded; None without one.
+    Returns the partial folder of an interrupted run, which would be continued or discarded; None
+    without one.
     """
     with files.guarded(out):
         _check_target(out, overwrite, source)
@@ -99,27 +113,38 @@ def check_staging(
 
 
 def is_complete(partial: Path) -> bool:
-    """Say whether a partial folder only waits to be published: `config.json` is there and the journal is gone."""
+    """Say whether a partial folder only waits to be published: `config.json` is there and the
+    journal is gone.
+    """
     return (partial / "config.json").exists() and not (partial / JOURNAL).exists()
 
 
 def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
-    """Turn a finished partial folder into `out`, durably; with `overwrite` in the place of the folder there."""
+    """Turn a finished partial folder into `out`, durably; with `overwrite` in the place of the
+    folder there.
+    """
     if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(f"{out} exists", Words("choose another folder or add", Option("overwrite", True)))
+        raise CheckpointError(
+            f"{out} exists", Words("choose another folder or add", Option("overwrite", True))
+        )
     old = _beside(out, "old")
     with files.guarded(out):
-        for path in sorted([*partial.glob("activations-*"), *partial.glob(WRITTEN), *partial.glob(".*.tmp")]):
+        for path in sorted(
+            [*partial.glob("activations-*"), *partial.glob(WRITTEN), *partial.glob(".*.tmp")]
+        ):
             files.remove(path)
         files.sync_folder(partial)
         files.remove(partial / JOURNAL)
         files.sync_folder(partial)
         files.remove(partial / LOCK)
         files.remove(partial / SOFT_LOCK)
-        files.sync_folder(partial)  # else a power cut could leave the lock file in the renamed folder
+        files.sync_folder(
+            partial
+        )  # else a power cut could leave the lock file in the renamed folder
         if os.path.lexists(out):
-            # No portable call swaps two folders: between these two renames, and only there, OUT does not exist.
-            # A run killed in this gap leaves the old folder beside it, and the next one puts it back.
+            # No portable call swaps two folders: between these two renames, and only there, OUT
+            # does not exist. A run killed in this gap leaves the old folder beside it, and the next
+            # one puts it back.
             files.rename(out, old)
         try:
             files.rename(partial, out)
@@ -132,9 +157,12 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
 
 
 def _beside(out: Path, what: str) -> Path:
-    # The name is a function of OUT: two runs that start together meet at the same folder, and mkdir decides.
+    # The name is a function of OUT: two runs that start together meet at the same folder, and mkdir
+    # decides.
     out = Path(os.path.abspath(out))
-    return out.with_name(f"{out.name}.{what}-{hashlib.sha256(os.fsencode(out.name)).hexdigest()[:8]}")
+    return out.with_name(
+        f"{out.name}.{what}-{hashlib.sha256(os.fsencode(out.name)).hexdigest()[:8]}"
+    )
 
 
 def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
@@ -142,18 +170,27 @@ def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
     if out in (out.parent, Path.cwd()):  # an empty name means the latter
         raise CheckpointError(f"{out} cannot be an output folder", "name a new one")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise CheckpointError(f"{out} is a {'link' if out.is_symlink() else 'file'}", "name a new folder")
+        raise CheckpointError(
+            f"{out} is a {'link' if out.is_symlink() else 'file'}", "name a new folder"
+        )
     if not out.parent.is_dir() or not files.is_writable(out.parent):
-        what, way = ("not writable", "make it so") if out.parent.is_dir() else ("no folder", "make it")
-        raise CheckpointError(f"{out.parent} is {what}", f"{way} first, the output goes inside", "name another")
+        what, way = (
+            ("not writable", "make it so") if out.parent.is_dir() else ("no folder", "make it")
+        )
+        raise CheckpointError(
+            f"{out.parent} is {what}", f"{way} first, the output goes inside", "name another"
+        )
     if source is not None:
         real, from_ = out.resolve(), source.resolve()
         if real == from_ or from_ in real.parents or real in from_.parents:
             raise CheckpointError(
-                f"{out} and the source {source} lie in each other", "name a folder outside the source"
+                f"{out} and the source {source} lie in each other",
+                "name a folder outside the source",
             )
     if out.is_dir() and not overwrite:
-        raise CheckpointError(f"{out} exists", Words("choose another folder or add", Option("overwrite", True)))
+        raise CheckpointError(
+            f"{out} exists", Words("choose another folder or add", Option("overwrite", True))
+        )
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
         raise CheckpointError(
             f"{out} holds other things than a model",
@@ -172,7 +209,9 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator[BinaryIO]:
-    """Make the partial folder if need be and lock it; a dead process holds no lock, so a stale one is taken over."""
+    """Make the partial folder if need be and lock it; a dead process holds no lock, so a stale one
+    is taken over.
+    """
     if partial.is_symlink():
         raise CheckpointError(f"{partial} is a link", "remove it")
     with ExitStack() as stack:
@@ -181,7 +220,9 @@ def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator
             with suppress(FileExistsError):
                 os.mkdir(partial)
             try:
-                with files.guarded(partial / LOCK):  # before the folder is removed, which would free an inode
+                with files.guarded(
+                    partial / LOCK
+                ):  # before the folder is removed, which would free an inode
                     lock = stack.enter_context(files.open_for_update(partial / LOCK))
             except BaseException:
                 with suppress(OSError):
@@ -191,17 +232,23 @@ def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator
             if not _lock(lock, partial, stack, notice):
                 raise _is_being_written(out, partial / LOCK)
         if not _same_file(lock, partial / LOCK):
-            raise CheckpointError(f"{out} has just been written by another run", "look at it", "run again")
+            raise CheckpointError(
+                f"{out} has just been written by another run", "look at it", "run again"
+            )
         yield lock
 
 
 def _is_locked(partial: Path) -> bool:
-    """Return whether another process holds a partial folder, as `_lock` would find; nothing is created."""
+    """Return whether another process holds a partial folder, as `_lock` would find; nothing is
+    created.
+    """
     if not (partial / LOCK).exists():
         return False
     try:
         with files.open_regular(partial / LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two checks do not refuse each other
+            fcntl.flock(
+                file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # shared: two checks do not refuse each other
     except BlockingIOError:
         return True
     except OSError as error:
@@ -248,7 +295,9 @@ def _cleared_up(partial: Path, lock: BinaryIO) -> Iterator[None]:
 
 
 def _require_leave(partial: Path, kept: bool, resume: bool | None, overwrite: bool) -> None:
-    """Raise CheckpointError if `partial` has work worth keeping that nobody asked to continue or to discard."""
+    """Raise CheckpointError if `partial` has work worth keeping that nobody asked to continue or to
+    discard.
+    """
     if kept and not (resume or overwrite):
         raise CheckpointError(
             f"{partial} holds an interrupted run's work",
@@ -258,7 +307,9 @@ def _require_leave(partial: Path, kept: bool, resume: bool | None, overwrite: bo
 
 
 def _worth_keeping(partial: Path) -> bool:
-    """Say whether a partial folder, or one of the folders that a run with a target makes in it, has committed work."""
+    """Say whether a partial folder, or one of the folders that a run with a target makes in it, has
+    committed work.
+    """
     try:
         lines = read_journal(partial / JOURNAL)
         if len(lines) == 1:  # the identity

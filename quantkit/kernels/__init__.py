@@ -1,7 +1,8 @@
-"""Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the folder kernels/.
+"""Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the
+folder kernels/.
 
-One module per layout declares the weights that its kernels take, and their tiles. Begin with `launcher`;
-docs/kernels.md explains the kernels themselves.
+One module per layout declares the weights that its kernels take, and their tiles. Begin with
+`launcher`; docs/kernels.md explains the kernels themselves.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ LAUNCHERS: dict[str, Launcher] = {
     layout: import_module(f"{__name__}.{module}").LAUNCHER for layout, module in KERNELS.items()
 }
 #: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x
-MATMULS: dict[str, Callable[..., Tensor]] = {layout: launcher.matmul for layout, launcher in LAUNCHERS.items()}
+MATMULS: dict[str, Callable[..., Tensor]] = {
+    layout: launcher.matmul for layout, launcher in LAUNCHERS.items()
+}
 #: Like `MATMULS`, with the naive kernel as a reference; `out` may also be float32.
-JUDGES: dict[str, Callable[..., Tensor]] = {layout: launcher.naive for layout, launcher in LAUNCHERS.items()}
+JUDGES: dict[str, Callable[..., Tensor]] = {
+    layout: launcher.naive for layout, launcher in LAUNCHERS.items()
+}
 
 
 def _sources() -> dict[str, tuple[str, ...]]:
@@ -40,7 +45,9 @@ SOURCES = _sources()
 
 
 def preferred() -> list[str]:
-    """List the layouts with a kernel that a weight can be recast to, fewest bits per weight first."""
+    """List the layouts with a kernel that a weight can be recast to, fewest bits per
+    weight first.
+    """
     return sorted(dict.fromkeys(KERNELS.values()), key=lambda layout: LAUNCHERS[layout].bits_read)
 
 
@@ -57,7 +64,11 @@ def missing(layout: str, device: torch.device) -> str | None:
 def unusable(device: torch.device) -> str | None:
     """Explain why no kernel can run on `device`; None if they can."""
     if device.type != "cuda":
-        return "the kernel needs a CUDA GPU" if torch.cuda.is_available() else "torch sees no CUDA GPU here"
+        return (
+            "the kernel needs a CUDA GPU"
+            if torch.cuda.is_available()
+            else "torch sees no CUDA GPU here"
+        )
     problem = toolchain()["problem"]
     if problem is not None:
         return f"CuPy does not load ({problem}): {loader.install()}"

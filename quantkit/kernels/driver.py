@@ -1,7 +1,8 @@
 """Calls to the CUDA driver: the state of torch's current stream, and launches.
 
-Launch configurations and argument buffers are cached, because the time of a launch from Python limits small products
-in eager mode. For the same reason `launch` takes arguments that are written already.
+Launch configurations and argument buffers are cached, because the time of a launch from Python
+limits small products in eager mode. For the same reason `launch` takes arguments that are written
+already.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from quantkit.errors import KernelError, Option, Words
 
-#: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of the driver's header.
+#: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of
+#: the driver's header.
 CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
-#: CU_STREAM_CAPTURE_STATUS_NONE, CU_GRAPH_NODE_TYPE_KERNEL, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+#: CU_STREAM_CAPTURE_STATUS_NONE, CU_GRAPH_NODE_TYPE_KERNEL,
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 NOT_CAPTURING, KERNEL_NODE, MAX_SHARED = 0, 0, 8
 #: Bytes of shared memory that a block may use without a change of the function's attribute.
 DEFAULT_SHARED = 48 * 1024
@@ -52,7 +55,9 @@ class _Config(ctypes.Structure):
 
 @dataclass
 class Function:
-    """A kernel on a device: CuPy's function, which owns the handle, and the shared bytes that a block may use."""
+    """A kernel on a device: CuPy's function, which owns the handle, and the shared bytes that a
+    block may use.
+    """
 
     cupy_function: Any
     shared_limit: int = DEFAULT_SHARED
@@ -64,8 +69,8 @@ class Function:
 class StreamState(NamedTuple):
     """torch's current stream on a device, and the CUDA graph that it is captured into (0: none).
 
-    `early`: the next launch may begin before the work in front of it has ended. In a CUDA graph only a kernel allows
-    that, not a copy or the start of the graph.
+    `early`: the next launch may begin before the work in front of it has ended. In a CUDA graph
+    only a kernel allows that, not a copy or the start of the graph.
     """
 
     stream: int
@@ -79,17 +84,25 @@ def library() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise KernelError(f"the CUDA driver does not load ({error})", Words("use", Option("device", "cpu"))) from error
+        raise KernelError(
+            f"the CUDA driver does not load ({error})", Words("use", Option("device", "cpu"))
+        ) from error
 
 
 def stream_state(device: torch.device) -> StreamState:
     """Ask for torch's current stream on a CUDA device, and whether it is captured."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index)  # the call that torch's compiled code makes
+    stream: int = torch._C._cuda_getCurrentRawStream(
+        device.index
+    )  # the call that torch's compiled code makes
     if not stream:
         return StreamState(0, 0, True)  # the default stream cannot be captured
     status = ctypes.c_int()
     failed = library().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
-    return _capture_state(stream) if failed or status.value != NOT_CAPTURING else StreamState(stream, 0, True)
+    return (
+        _capture_state(stream)
+        if failed or status.value != NOT_CAPTURING
+        else StreamState(stream, 0, True)
+    )
 
 
 def _capture_state(stream: int) -> StreamState:
@@ -100,7 +113,9 @@ def _capture_state(stream: int) -> StreamState:
     if ask is not None:
         failed = ask(ctypes.c_void_p(stream), *asked, ctypes.byref(edges), ctypes.byref(count))
     else:
-        failed = library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *asked, ctypes.byref(count))
+        failed = library().cuStreamGetCaptureInfo_v2(
+            ctypes.c_void_p(stream), *asked, ctypes.byref(count)
+        )
     if failed or status.value == NOT_CAPTURING:
         return StreamState(stream, 0, not failed)
     kind = ctypes.c_int()
@@ -126,9 +141,10 @@ def launch(
 ) -> None:
     """Launch a function on torch's current stream, whose state is `state`; see `loader.launch`.
 
-    `pointers` are those that this thread's last call of `argument_pointers` or `written_arguments` returned. `cluster`
-    is the number of blocks of a cluster (0: no clusters). An `early` launch may begin while the kernel before it still
-    runs, and its kernel must itself wait for that one's memory accesses (Hopper and newer).
+    `pointers` are those that this thread's last call of `argument_pointers` or `written_arguments`
+    returned. `cluster` is the number of blocks of a cluster (0: no clusters). An `early` launch may
+    begin while the kernel before it still runs, and its kernel must itself wait for that one's
+    memory accesses (Hopper and newer).
     """
     config, _ = launch_config(grid, block, shared, state.stream, cluster, early and state.early)
     driver, context, current = library(), _context(device.index), ctypes.c_void_p()
@@ -151,7 +167,9 @@ def _require(failed: int, device: torch.device) -> None:
         message = ctypes.c_char_p()
         library().cuGetErrorString(failed, ctypes.byref(message))
         why = (message.value or b"unknown").decode()
-        raise KernelError(f"a kernel could not be launched on {device}: {why} (error {failed} of the CUDA driver)")
+        raise KernelError(
+            f"a kernel could not be launched on {device}: {why} (error {failed} of the CUDA driver)"
+        )
 
 
 @functools.cache
@@ -166,11 +184,19 @@ def _context(index: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def launch_config(
-    grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, cluster: int, early: bool
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    shared: int,
+    stream: int,
+    cluster: int,
+    early: bool,
 ) -> tuple[Any, _Config]:
     """Build the configuration of a launch; returns a pointer to it, and the structure itself."""
     sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
-    asked = ((CLUSTER_DIMENSION, (cluster, 1, 1), cluster > 0), (PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0), early))
+    asked = (
+        (CLUSTER_DIMENSION, (cluster, 1, 1), cluster > 0),
+        (PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0), early),
+    )
     wanted = [(name, value) for name, value, there in asked if there]
     attributes = (_Attribute * len(wanted))(*[_Attribute(name, 0, value) for name, value in wanted])
     config = _Config((ctypes.c_uint * 6)(*sizes), shared, stream, attributes, len(wanted))
@@ -178,14 +204,19 @@ def launch_config(
 
 
 def argument_pointers(args: Sequence[Tensor | int | float | bytes | None]) -> Any:
-    """Write the arguments of a launch, and return pointers to them; this thread's next launch reuses the memory."""
-    values: list[Any] = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
+    """Write the arguments of a launch, and return pointers to them; this thread's next launch
+    reuses the memory.
+    """
+    values: list[Any] = [
+        arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args
+    ]
     kinds = [len(arg) if type(arg) is bytes else STRUCT_CODES.get(type(arg), "Q") for arg in args]
     return written_arguments(tuple(kinds), values)
 
 
 def written_arguments(kinds: tuple[int | str, ...], values: Sequence[int | float | bytes]) -> Any:
-    """Write `values` as arguments, and return pointers to them; this thread's next launch reuses the memory.
+    """Write `values` as arguments, and return pointers to them; this thread's next launch reuses
+    the memory.
 
     `kinds` are `struct` codes, such as "Q" for a pointer, or lengths of structures in bytes.
     """

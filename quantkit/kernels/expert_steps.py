@@ -1,4 +1,6 @@
-"""The steps of a mixture of experts beside its products: an activation, and the sum over choices (expert_steps.cu)."""
+"""The steps of a mixture of experts beside its products: an activation, and the sum over choices
+(expert_steps.cu).
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ def load(device: torch.device) -> dict[str, Function]:
 
 
 def silu_multiply(h: Tensor, a: Tensor) -> None:
-    """Write silu(gate) * up into `a` `[rows, n]`; `h` is `[rows, 2 n]`, first gate, then up. Rounded once.
+    """Write silu(gate) * up into `a` `[rows, n]`; `h` is `[rows, 2 n]`, first gate, then up.
+    Rounded once.
 
-    KernelError unless both are float16 or bfloat16, contiguous on one GPU, and n is a multiple of eight.
+    KernelError unless both are float16 or bfloat16, contiguous on one GPU, and n is a multiple of
+    eight.
     """
     rows, n = a.shape
     _check("silu_multiply", h, a, (rows, 2 * n))
@@ -40,9 +44,11 @@ def silu_multiply(h: Tensor, a: Tensor) -> None:
 
 
 def sum_choices(z: Tensor, y: Tensor) -> None:
-    """Add up `z` `[m * topk, n]` over the topk rows of each token into `y` `[m, n]`, in float32, rounded once.
+    """Add up `z` `[m * topk, n]` over the topk rows of each token into `y` `[m, n]`, in float32,
+    rounded once.
 
-    KernelError unless both are float16 or bfloat16, contiguous on one GPU, and n is a multiple of eight.
+    KernelError unless both are float16 or bfloat16, contiguous on one GPU, and n is a multiple of
+    eight.
     """
     m, n = y.shape
     choices = z.shape[0] // max(1, m)
@@ -53,11 +59,12 @@ def sum_choices(z: Tensor, y: Tensor) -> None:
 def gather_rows(
     x: Tensor, routing: Routing, choices: int, y: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Put row r // `choices` of `x` `[rows, k]` to the place of row r in the tiles: returns `[max_tiles * tile, k]`.
+    """Put row r // `choices` of `x` `[rows, k]` to the place of row r in the tiles: returns
+    `[max_tiles * tile, k]`.
 
-    If `x` is bfloat16 and `dtype` float16, each row is multiplied by a power of two, and the second tensor has float32
-    factors that undo this. Places without a row are not written. Rows of `y` whose expert is not here become zeros.
-    Operands are not checked.
+    If `x` is bfloat16 and `dtype` float16, each row is multiplied by a power of two, and the second
+    tensor has float32 factors that undo this. Places without a row are not written. Rows of `y`
+    whose expert is not here become zeros. Operands are not checked.
     """
     k, device = x.shape[1], x.device
     places = routing.max_tiles * routing.tile
@@ -66,11 +73,21 @@ def gather_rows(
     sizes = (routing.max_tiles, routing.tile, choices, k // EIGHT, y.shape[1] // EIGHT)
     arguments = driver.written_arguments(
         ("Q",) * 5 + ("i4x",) * 5,
-        (*(0 if one is None else one.data_ptr() for one in (x, routing.list, found, powers, y)), *sizes),
+        (
+            *(0 if one is None else one.data_ptr() for one in (x, routing.list, found, powers, y)),
+            *sizes,
+        ),
     )
-    state, function = driver.stream_state(device), _instance(f"gather_rows<{TYPES[x.dtype]}, {TYPES[dtype]}>", device)
-    grid = (-(-(len(routing.list) - 2 - routing.max_tiles) // (THREADS // 32)),)  # a warp a place or row without expert
-    driver.launch(function, grid, (THREADS,), arguments, 0, device, state, early=starts_early(device))
+    state, function = (
+        driver.stream_state(device),
+        _instance(f"gather_rows<{TYPES[x.dtype]}, {TYPES[dtype]}>", device),
+    )
+    grid = (
+        -(-(len(routing.list) - 2 - routing.max_tiles) // (THREADS // 32)),
+    )  # a warp a place or row without expert
+    driver.launch(
+        function, grid, (THREADS,), arguments, 0, device, state, early=starts_early(device)
+    )
     return found, powers
 
 
@@ -79,7 +96,9 @@ def _launch(name: str, given: Tensor, out: Tensor, sizes: tuple[int, ...]) -> No
     state, kinds = driver.stream_state(device), ("Q", "Q") + ("i4x",) * len(sizes)
     arguments = driver.written_arguments(kinds, (given.data_ptr(), out.data_ptr(), *sizes))
     function = _instance(f"{name}<{TYPES[out.dtype]}>", device)
-    driver.launch(function, grid, (THREADS,), arguments, 0, device, state, early=starts_early(device))
+    driver.launch(
+        function, grid, (THREADS,), arguments, 0, device, state, early=starts_early(device)
+    )
 
 
 @functools.cache

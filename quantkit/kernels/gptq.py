@@ -1,7 +1,7 @@
 """Launches of the kernels that GPTQ uses on a GPU: the sources `kernels/gptq_*.cu`.
 
-`algorithms` has the same steps in torch, for CPUs and for GPUs without a compiler. Sums have another order there, so a
-code or scale may differ where two are equally good up to rounding errors.
+`algorithms` has the same steps in torch, for CPUs and for GPUs without a compiler. Sums have
+another order there, so a code or scale may differ where two are equally good up to rounding errors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COLUMNS, ROWS, THREADS = 128, 32, 256
 SEARCHED = (32, 64, 128)
 #: Groups of columns that a block of threads of a step of tuning has: one for each of its warps.
 TUNED = 8
-#: Threads of a block of the search, blocks that a multiprocessor holds, by registers and shared memory, how often each
-#: is replaced, and threads that try candidates of a row together.
+#: Threads of a block of the search, blocks that a multiprocessor holds, by registers and shared
+#: memory, how often each is replaced, and threads that try candidates of a row together.
 SEARCHERS, RESIDENT, WAVES, TOGETHER = 128, 3, 4, 8
 
 GRIDS = ("Integers", "IntegersWithZero", "Floats")
@@ -40,11 +40,18 @@ SEARCHES = tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SE
 DESCENTS = tuple(f"gptq_descent<{grid}>" for grid in GRIDS)
 TUNES = tuple(f"gptq_tune<{grid}>" for grid in GRIDS)
 #: CUDA source -> its template instances, in the order of their use.
-SOURCES = {"gptq_sweep": SWEEPS, "gptq_search": SEARCHES, "gptq_descent": DESCENTS, "gptq_tune": TUNES}
+SOURCES = {
+    "gptq_sweep": SWEEPS,
+    "gptq_search": SEARCHES,
+    "gptq_descent": DESCENTS,
+    "gptq_tune": TUNES,
+}
 
 
 class Columns(NamedTuple):
-    """Hold scales and, if asymmetric, zeros `[groups, n]` in the dtype of the weight, and each column's group `[b]`."""
+    """Hold scales and, if asymmetric, zeros `[groups, n]` in the dtype of the weight, and each
+    column's group `[b]`.
+    """
 
     scales: Tensor
     zeros: Tensor | None
@@ -64,7 +71,9 @@ def runs_on(device: torch.device) -> bool:
 
 
 def load_beside(device: torch.device) -> None:
-    """Begin to compile and load the kernels in a thread, if they run on a device. A launch waits for it."""
+    """Begin to compile and load the kernels in a thread, if they run on a device. A launch waits
+    for it.
+    """
 
     def work(index: int) -> None:
         with suppress(Exception):  # the launch meets it again, and raises it
@@ -85,28 +94,37 @@ def round_block(
     fmt: Format | None,
     pattern: Sequence[Tensor | None] | None,
 ) -> None:
-    """Round up to `COLUMNS` columns: `t` `[b, n]` becomes values of codes, `d` `[b, n]` their errors.
+    """Round up to `COLUMNS` columns: `t` `[b, n]` becomes values of codes, `d` `[b, n]` their
+    errors.
 
-    All are float32 on a device that `runs_on` accepts, `t`, `d` and `w` contiguous. `v` `[b, b]` is the block of V.
-    Without `columns` and `fmt` nothing is rounded, and a pattern removes entries; see `algorithms.sweep.Pattern`.
+    All are float32 on a device that `runs_on` accepts, `t`, `d` and `w` contiguous. `v` `[b, b]` is
+    the block of V. Without `columns` and `fmt` nothing is rounded, and a pattern removes entries;
+    see `algorithms.sweep.Pattern`.
     """
     b, n = t.shape
     name, grid = grid_of(fmt, columns is not None and columns.zeros is not None)
     v = v if v.stride(1) == 1 else v.contiguous()
     given = (None, None, None) if columns is None else columns
-    mask = (None, None, None) if pattern is None else [x if x is None else x.contiguous() for x in pattern]
+    mask = (
+        (None, None, None)
+        if pattern is None
+        else [x if x is None else x.contiguous() for x in pattern]
+    )
     instance = f"gptq_sweep<{name}, {'false' if pattern is None else 'true'}>"
     function = loader.load("gptq_sweep", SWEEPS, t.device).functions[instance]
     arguments = [t, d, w, v, *given, *mask, grid, n, b, v.stride(0)]
     loader.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
 
 
-def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool) -> None:
-    """Move the values `v` `[b, n]` of up to `COLUMNS` columns by coordinate descent, and update their errors `e`.
+def descend_block(
+    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool
+) -> None:
+    """Move the values `v` `[b, n]` of up to `COLUMNS` columns by coordinate descent, and update
+    their errors `e`.
 
-    All are float32 on a device that `runs_on` accepts, `slope`, `e` and `v` contiguous. `slope` `[b, n]` is `H e` as
-    the block begins, `h` `[b, b]` its block of H. With `frozen` each value of zero stays; see
-    `algorithms.coordinate_descent`.
+    All are float32 on a device that `runs_on` accepts, `slope`, `e` and `v` contiguous. `slope`
+    `[b, n]` is `H e` as the block begins, `h` `[b, b]` its block of H. With `frozen` each value of
+    zero stays; see `algorithms.coordinate_descent`.
     """
     b, n = v.shape
     name, grid = grid_of(fmt, columns.zeros is not None)
@@ -116,12 +134,16 @@ def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Colum
     loader.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
 
 
-def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fmt: Format) -> Tensor:
-    """Return `||(x - nearest(x)) R||^2` `[c, m]` of groups `x` `[m, g]` for candidate `scales` `[c, m]`.
+def search_errors(
+    x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fmt: Format
+) -> Tensor:
+    """Return `||(x - nearest(x)) R||^2` `[c, m]` of groups `x` `[m, g]` for candidate `scales` `[c,
+    m]`.
 
-    It may be infinite where an earlier candidate has a smaller one. A scale that is not a number is no candidate.
-    `zeros` `[c, m]` go with asymmetric scales. `r` `[groups, g, g]` has an upper triangular R for each group of a row:
-    those of `x` take turns. All are float32 on a device that `runs_on` accepts, and `g` is one of `SEARCHED`.
+    It may be infinite where an earlier candidate has a smaller one. A scale that is not a number is
+    no candidate. `zeros` `[c, m]` go with asymmetric scales. `r` `[groups, g, g]` has an upper
+    triangular R for each group of a row: those of `x` take turns. All are float32 on a device that
+    `runs_on` accepts, and `g` is one of `SEARCHED`.
     """
     (m, g), candidates, groups = x.shape, len(scales), len(r)
     name, grid = grid_of(fmt, zeros is not None)
@@ -137,23 +159,41 @@ def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fm
 
 
 def tune(
-    dense: Tensor, gradient: Tensor, moved: Sequence[Tensor], start: Sequence[Tensor | None], fmt: Format, step: bytes
+    dense: Tensor,
+    gradient: Tensor,
+    moved: Sequence[Tensor],
+    start: Sequence[Tensor | None],
+    fmt: Format,
+    step: bytes,
 ) -> None:
-    """Move a weight against its `gradient` and write the new weight to `dense`; both are bfloat16 `[n, k]`.
+    """Move a weight against its `gradient` and write the new weight to `dense`; both are bfloat16
+    `[n, k]`.
 
-    `moved`: latent values `[n, groups, g]`, their mean squares, factors `[n, groups]`, their mean squares. `start`: the
-    scales, the zeros or None, the codes uint8 `[n, k]`, and each code's value and step. `step` is the structure of
-    kernels/gptq_tune.cu. All others are float32 and contiguous, on a device that `runs_on` accepts.
+    `moved`: latent values `[n, groups, g]`, their mean squares, factors `[n, groups]`, their mean
+    squares. `start`: the scales, the zeros or None, the codes uint8 `[n, k]`, and each code's value
+    and step. `step` is the structure of kernels/gptq_tune.cu. All others are float32 and
+    contiguous, on a device that `runs_on` accepts.
     """
     name, grid = grid_of(fmt, start[1] is not None)
     function = loader.load("gptq_tune", TUNES, dense.device).functions[f"gptq_tune<{name}>"]
     groups = moved[2].numel()
-    arguments = [dense, gradient.contiguous(), *moved, *start, grid, step, groups, dense.numel() // groups]
+    arguments = [
+        dense,
+        gradient.contiguous(),
+        *moved,
+        *start,
+        grid,
+        step,
+        groups,
+        dense.numel() // groups,
+    ]
     loader.launch(function, (-(-groups // TUNED),), (32 * TUNED,), arguments)
 
 
 def grid_of(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:
-    """Return the name and the bytes of the structure that rounds to a format (kernels/gptq_grid.cuh)."""
+    """Return the name and the bytes of the structure that rounds to a format
+    (kernels/gptq_grid.cuh).
+    """
     if fmt is None:
         return "Exact", struct.pack("<f", 0)
     if has_zeros:

@@ -1,7 +1,9 @@
-"""Products of rows with the weights of several experts in one launch, in the frame kernels/routed.cuh.
+"""Products of rows with the weights of several experts in one launch, in the frame
+kernels/routed.cuh.
 
-`route` sorts the rows of a mixture of experts. Both products of the experts use its list, and the launches never wait
-for the host. Rows of one expert share tiles, so each weight in use is read once if its rows fit into one.
+`route` sorts the rows of a mixture of experts. Both products of the experts use its list, and the
+launches never wait for the host. Rows of one expert share tiles, so each weight in use is read once
+if its rows fit into one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from quantkit.kernels.driver import Function
 from quantkit.kernels.hopper_routed import ROWS, RoutedHopper
 from quantkit.kernels.portable import PortableInstances, multiprocessors
 from quantkit.kernels.portable_tiles import RESERVED, THREADS
-from quantkit.kernels.routing import MAX_EXPERTS, Routing, load as load_routing, route as route, starts_early
+from quantkit.kernels.routing import (
+    MAX_EXPERTS,
+    Routing,
+    load as load_routing,
+    route as route,
+    starts_early,
+)
 from quantkit.kernels.workspace import workspace
 
 #: Mean rows of an expert, from which on all its tiles but the last are full.
@@ -39,10 +47,11 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupedKernel:
-    """Products with the packed weights `[n, k]` of some experts, stacked: `weight` has their shapes `[experts, ...]`.
+    """Products with the packed weights `[n, k]` of some experts, stacked: `weight` has their shapes
+    `[experts, ...]`.
 
-    On Hopper, tiles of many rows have kernels of their own: `hopper`. `checked` has the addresses of tensors that were
-    compared with `weight`.
+    On Hopper, tiles of many rows have kernels of their own: `hopper`. `checked` has the addresses
+    of tensors that were compared with `weight`.
     """
 
     weight: Weight
@@ -53,9 +62,17 @@ class GroupedKernel:
 
     @classmethod
     def of(
-        cls, layout: str, scheme: Scheme, experts: int, n: int, k: int, device: torch.device | None = None
+        cls,
+        layout: str,
+        scheme: Scheme,
+        experts: int,
+        n: int,
+        k: int,
+        device: torch.device | None = None,
     ) -> GroupedKernel:
-        """Find the kernel of a layout; KernelError in one line if there is none for these weights or on `device`."""
+        """Find the kernel of a layout; KernelError in one line if there is none for these weights
+        or on `device`.
+        """
         if layout not in LAUNCHERS:
             raise KernelError(none_for(layout))
         launcher = LAUNCHERS[layout]
@@ -67,7 +84,9 @@ class GroupedKernel:
         problem = None if device is None else unusable(device)
         if problem is not None:
             raise KernelError(problem)
-        stacked = {name: (dtype, (experts, *shape)) for name, (dtype, shape) in weight.tensors.items()}
+        stacked = {
+            name: (dtype, (experts, *shape)) for name, (dtype, shape) in weight.tensors.items()
+        }
         hopper = kernels.routed_hopper if device is not None and loader.is_hopper(device) else None
         return cls(
             replace(weight, tensors=stacked),
@@ -85,7 +104,9 @@ class GroupedKernel:
         return tuple(found.values())
 
     def load(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile and load all kernels that a layer of experts needs, for a dtype; not in a capture."""
+        """Compile and load all kernels that a layer of experts needs, for a dtype; not in a
+        capture.
+        """
         load_routing(device)
         expert_steps.load(device)
         for kernel in self.kernels:
@@ -109,11 +130,13 @@ class GroupedKernel:
         gather: bool,
         weights: Tensor | None = None,
     ) -> None:
-        """Write `[rows, n]` into `y`: row r of `x`, or if `gather` row r // topk of it, times the weight of r's expert.
+        """Write `[rows, n]` into `y`: row r of `x`, or if `gather` row r // topk of it, times the
+        weight of r's expert.
 
-        `tensors` are those of the layout, stacked. Row r is multiplied by `weights[r]` (float32, one for each row)
-        before it is rounded. Rows without an expert become zeros. Sums are float32, in the same order in every run.
-        KernelError for operands that cannot be multiplied; `workspace` explains the limits on streams and CUDA graphs.
+        `tensors` are those of the layout, stacked. Row r is multiplied by `weights[r]` (float32,
+        one for each row) before it is rounded. Rows without an expert become zeros. Sums are
+        float32, in the same order in every run. KernelError for operands that cannot be multiplied;
+        `workspace` explains the limits on streams and CUDA graphs.
         """
         self._check(tensors, x, routing, y, gather, weights)
         n, k, device = self.weight.n, self.weight.k, x.device
@@ -127,24 +150,50 @@ class GroupedKernel:
         pointers = [tensor.data_ptr() for tensor in (*tensors, x, y, sums, arrived, routing.list)]
         pointers.append(0 if weights is None else weights.data_ptr())
         sizes = (routing.max_tiles, choices, plan.whole, n, k, *self.weight.group_argument)
-        arguments = driver.written_arguments(("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes))
+        arguments = driver.written_arguments(
+            ("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes)
+        )
         driver.launch(
-            plan.function, plan.grid, (THREADS,), arguments, plan.shared, device, state, early=plan.starts_early
+            plan.function,
+            plan.grid,
+            (THREADS,),
+            arguments,
+            plan.shared,
+            device,
+            state,
+            early=plan.starts_early,
         )
 
     def _check(
-        self, tensors: Sequence[Tensor], x: Tensor, routing: Routing, y: Tensor, gather: bool, weights: Tensor | None
+        self,
+        tensors: Sequence[Tensor],
+        x: Tensor,
+        routing: Routing,
+        y: Tensor,
+        gather: bool,
+        weights: Tensor | None,
     ) -> None:
         name, n, k, device = self.weight.layout, self.weight.n, self.weight.k, x.device
         check_operand(name, "x", x, ACTIVATIONS, (routing.m if gather else routing.rows, k), device)
         check_operand(name, "y", y, (x.dtype,), (routing.rows, n), device)
         if weights is not None:
-            check_operand(name, "weights of rows", weights, (torch.float32,), tuple(weights.shape), device, alignment=4)
+            check_operand(
+                name,
+                "weights of rows",
+                weights,
+                (torch.float32,),
+                tuple(weights.shape),
+                device,
+                alignment=4,
+            )
             if weights.numel() != routing.rows:
-                raise KernelError(f"the {name} kernel takes {routing.rows} weights of rows, not {weights.numel()}")
+                raise KernelError(
+                    f"the {name} kernel takes {routing.rows} weights of rows, not {weights.numel()}"
+                )
         if routing.experts != self.experts or routing.list.device != device:
             raise KernelError(
-                f"rows were sorted for {routing.experts} experts on {routing.list.device}, and there are "
+                f"rows were sorted for {routing.experts} experts on {routing.list.device}, and "
+                "there are "
                 f"{self.experts} on {device}"
             )
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
@@ -162,8 +211,8 @@ SHORT = 8
 class _Plan(NamedTuple):
     """The parts of a launch that do not depend on addresses.
 
-    `name` is that of the workspace, and `workspace` counts its sums and counters. `whole` is the least number of tiles
-    that are not shared by blocks.
+    `name` is that of the workspace, and `workspace` counts its sums and counters. `whole` is the
+    least number of tiles that are not shared by blocks.
     """
 
     function: Function
@@ -177,7 +226,13 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _planned(
-    kernel: PortableInstances, device: torch.device, dtype: torch.dtype, rows: int, max_tiles: int, n: int, k: int
+    kernel: PortableInstances,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    max_tiles: int,
+    n: int,
+    k: int,
 ) -> _Plan:
     sms, shared_memory = multiprocessors(device)
     tile = next((tile for tile in kernel.choice.tiles if tile.m == rows), None)
@@ -187,7 +242,8 @@ def _planned(
     units = max_tiles * tile.units(1, n, k)
     if units >= 1 << 31:
         raise KernelError(
-            f"the kernel of experts takes fewer rows than {max_tiles} tiles of {rows}", "split the tokens"
+            f"the kernel of experts takes fewer rows than {max_tiles} tiles of {rows}",
+            "split the tokens",
         )
     shared = kernel.choice.shared_bytes(tile)
     held = shared + RESERVED + 8 * tile.m  # the numbers of rows are in shared memory, too
@@ -210,7 +266,9 @@ def choose(tiles: tuple[Rows, ...], mean: float) -> Rows:
 
 
 def expected_tiles(mean: float, rows: int) -> float:
-    """Compute the mean number of tiles of `rows` rows of an expert, whose number of rows is Poisson distributed."""
+    """Compute the mean number of tiles of `rows` rows of an expert, whose number of rows is Poisson
+    distributed.
+    """
     if mean >= MANY_ROWS:
         return mean / rows + 0.5
     probability, expected = math.exp(-mean), 0.0

@@ -1,4 +1,6 @@
-"""Launch of the kernels for Hopper, in the frame kernels/hopper_matmul.cuh; `hopper_tiles` chooses their tiles."""
+"""Launch of the kernels for Hopper, in the frame kernels/hopper_matmul.cuh; `hopper_tiles` chooses
+their tiles.
+"""
 
 from __future__ import annotations
 
@@ -27,43 +29,59 @@ from quantkit.kernels.portable import Instances, multiprocessors
 from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
 
-#: Most tokens of one launch: its tiles of tokens run side by side, and would otherwise read the activations from memory
-#: for every row of tiles.
+#: Most tokens of one launch: its tiles of tokens run side by side, and would otherwise read the
+#: activations from memory for every row of tiles.
 MAX_TOKENS = 2048
-#: The number of the weight's tensor maps -> kinds of all arguments: maps, pointers, sizes (see `driver`).
-KINDS: dict[int, tuple[int | str, ...]] = {maps: (SIZE,) * (1 + maps) + ("Q",) * 5 + ("i4x",) * 3 for maps in (2, 3)}
+#: The number of the weight's tensor maps -> kinds of all arguments: maps, pointers, sizes (see
+#: `driver`).
+KINDS: dict[int, tuple[int | str, ...]] = {
+    maps: (SIZE,) * (1 + maps) + ("Q",) * 5 + ("i4x",) * 3 for maps in (2, 3)
+}
 
 
 class Reads:
     """The tensors that launches have read, with their states then; it keeps no tensor alive.
 
-    A launch may fetch weights while the work before it in the stream still runs, unless that work may write them.
+    A launch may fetch weights while the work before it in the stream still runs, unless that work
+    may write them.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}  # by id
 
     def valid(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if launches have read these very tensors, and torch has written to none of them since.
+        """Return True if launches have read these very tensors, and torch has written to none of
+        them since.
 
-        torch counts a write in place in the tensor's version. `.data = ` and `module.to` change the address instead. A
-        write through `.data` itself is not seen (docs/kernels.md).
+        torch counts a write in place in the tensor's version. `.data = ` and `module.to` change the
+        address instead. A write through `.data` itself is not seen (docs/kernels.md).
         """
         for tensor in tensors:  # in each launch, so without a call for each tensor
             before = self.seen.get(id(tensor))
-            if before is None or before[0]() is not tensor or before[1] != (tensor._version, tensor.data_ptr()):
+            if (
+                before is None
+                or before[0]() is not tensor
+                or before[1] != (tensor._version, tensor.data_ptr())
+            ):
                 return False
         return True
 
     def remember(self, tensors: Sequence[Tensor]) -> None:
-        """Record that a launch has read these tensors. Inference tensors have no version, so they are left out."""
+        """Record that a launch has read these tensors. Inference tensors have no version, so they
+        are left out.
+        """
         for tensor in tensors:
             if not tensor.is_inference():
-                state, forget = (tensor._version, tensor.data_ptr()), functools.partial(self._forget, id(tensor))
+                state, forget = (
+                    (tensor._version, tensor.data_ptr()),
+                    functools.partial(self._forget, id(tensor)),
+                )
                 self.seen[id(tensor)] = weakref.ref(tensor, forget), state
 
     def _forget(self, key: int, dead: object) -> None:
-        if key in self.seen and self.seen[key][0] is dead:  # else the id already belongs to another tensor
+        if (
+            key in self.seen and self.seen[key][0] is dead
+        ):  # else the id already belongs to another tensor
             del self.seen[key]
 
 
@@ -73,9 +91,11 @@ READS = Reads()
 
 @dataclass(frozen=True, eq=False)
 class HopperKernel(Instances):
-    """The kernels of kernels/`source`.cu for one group size or format, which is the template argument `variant`.
+    """The kernels of kernels/`source`.cu for one group size or format, which is the template
+    argument `variant`.
 
-    `tensor_maps(tile, words, scales, n, k, experts)` makes the descriptors of the packed tensors from addresses.
+    `tensor_maps(tile, words, scales, n, k, experts)` makes the descriptors of the packed tensors
+    from addresses.
     """
 
     source: str
@@ -85,10 +105,15 @@ class HopperKernel(Instances):
     path: ClassVar[str] = "hopper"
 
     def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
-        """Build the C++ name of the instance for activations of a dtype; all clusters above two share one."""
+        """Build the C++ name of the instance for activations of a dtype; all clusters above two
+        share one.
+        """
         sizes = f"{tile.tokens}, {tile.words}, {tile.warpgroups}, {tile.stages}"
         cluster = MAX_CLUSTER if tile.cluster > 2 else tile.cluster
-        return f"{self.source}<{TYPES[dtype]}, {sizes}, {self.variant}, {str(tile.shared).lower()}, {cluster}>"
+        return (
+            f"{self.source}<{TYPES[dtype]}, {sizes}, {self.variant}, {str(tile.shared).lower()}, "
+            f"{cluster}>"
+        )
 
     def launch(
         self,
@@ -99,10 +124,11 @@ class HopperKernel(Instances):
         out: Tensor,
         tile: HopperTile | None = None,
     ) -> None:
-        """Write the product into `out`, for operands that are checked, `packed` in the order of `weight.tensors`.
+        """Write the product into `out`, for operands that are checked, `packed` in the order of
+        `weight.tensors`.
 
-        The launch may fetch weights while the one before it still runs, if they were read before and not written since.
-        Many tokens take several launches, unless a `tile` is given.
+        The launch may fetch weights while the one before it still runs, if they were read before
+        and not written since. Many tokens take several launches, unless a `tile` is given.
         """
         (m, k), n, device = x.shape, weight.n, x.device
         if m > MAX_TOKENS and tile is None:
@@ -127,7 +153,9 @@ class HopperKernel(Instances):
 
 @functools.lru_cache(maxsize=4096)
 def token_parts(m: int) -> tuple[tuple[int, int], ...]:
-    """Divide m tokens into as few launches as `MAX_TOKENS` allows, nearly equal and of whole tiles: first and end."""
+    """Divide m tokens into as few launches as `MAX_TOKENS` allows, nearly equal and of whole tiles:
+    first and end.
+    """
     size = ceil(ceil(m, ceil(m, MAX_TOKENS)), 256) * 256
     return tuple((start, min(start + size, m)) for start in range(0, m, size))
 
@@ -135,8 +163,9 @@ def token_parts(m: int) -> tuple[tuple[int, int], ...]:
 class _Plan(NamedTuple):
     """The parts of a launch that do not depend on addresses.
 
-    `launch` has function, grid, block, shared bytes and cluster; `maps` makes the weight's tensor maps from addresses;
-    `box` is that of the activations' map; `workspace` counts sums and counters.
+    `launch` has function, grid, block, shared bytes and cluster; `maps` makes the weight's tensor
+    maps from addresses; `box` is that of the activations' map; `workspace` counts sums and
+    counters.
     """
 
     launch: tuple[Function, tuple[int], tuple[int], int, int]
@@ -147,7 +176,13 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _planned(
-    kernel: HopperKernel, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, tile: HopperTile | None
+    kernel: HopperKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    tile: HopperTile | None,
 ) -> _Plan:
     sms, _ = multiprocessors(device)
     tile = tile or choose_tile(kernel.choice, dtype, m, n, k, sms)

@@ -1,4 +1,6 @@
-"""Launch of the Hopper kernels for experts with many rows, in the frame kernels/hopper_routed.cuh."""
+"""Launch of the Hopper kernels for experts with many rows, in the frame
+kernels/hopper_routed.cuh.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,20 @@ from quantkit.kernels.routing import Routing
 from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
 
-#: Rows of a tile -> its cost beside `PortableTile.cost`, about the same in all layouts (benchmarks/gpu/experts.csv).
-#: With fewer rows, products are bound by memory, and the portable kernels do as well.
+#: Rows of a tile -> its cost beside `PortableTile.cost`, about the same in all layouts
+#: (benchmarks/gpu/experts.csv). With fewer rows, products are bound by memory, and the portable
+#: kernels do as well.
 ROWS = {64: 36.0, 128: 48.0}
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedHopper(HopperKernel):
-    """The kernels for weights `[n, k]` of several experts: n must be a multiple of `n_unit`, and k of 128.
+    """The kernels for weights `[n, k]` of several experts: n must be a multiple of `n_unit`, and k
+    of 128.
 
-    `stride(n, k)` is from one expert to the next in the tensor maps of their stack (kernels/hopper_matmul.cuh). If
-    `halves`, bfloat16 activations are multiplied as float16 numbers (kernels/hopper_routed.cuh).
+    `stride(n, k)` is from one expert to the next in the tensor maps of their stack
+    (kernels/hopper_matmul.cuh). If `halves`, bfloat16 activations are multiplied as float16 numbers
+    (kernels/hopper_routed.cuh).
     """
 
     stride: Callable[[int, int], int]
@@ -38,7 +43,10 @@ class RoutedHopper(HopperKernel):
 
     @classmethod
     def of(
-        cls, kernel: HopperKernel, stride: Callable[[int, int], int] = lambda n, k: k // K_STEP, n_unit: int = 1
+        cls,
+        kernel: HopperKernel,
+        stride: Callable[[int, int], int] = lambda n, k: k // K_STEP,
+        n_unit: int = 1,
     ) -> RoutedHopper:
         """Select the widest tiles of a layout whose warpgroups share stages."""
         tiles: dict[int, HopperTile] = {}
@@ -47,7 +55,9 @@ class RoutedHopper(HopperKernel):
                 tiles[tile.tokens] = replace(tile, cluster=0)
         choice = replace(kernel.choice, tiles=tuple(tiles.values()), scaled_by_group=False)
         halves = kernel.choice.scaled_by_group
-        return cls(kernel.source, kernel.variant, choice, kernel.tensor_maps, stride, n_unit, halves)
+        return cls(
+            kernel.source, kernel.variant, choice, kernel.tensor_maps, stride, n_unit, halves
+        )
 
     @property
     def function(self) -> str:
@@ -64,7 +74,10 @@ class RoutedHopper(HopperKernel):
     def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
         """Build the C++ name of the instance for activations of a dtype."""
         sizes = f"{tile.tokens}, {tile.words}, {tile.warpgroups}, {tile.stages}"
-        return f"{self.function}<{TYPES[self.operands(dtype)]}, {sizes}, {self.variant}, true, {TYPES[dtype]}>"
+        return (
+            f"{self.function}<{TYPES[self.operands(dtype)]}, {sizes}, {self.variant}, true, "
+            f"{TYPES[dtype]}>"
+        )
 
     def tile(self, rows: int) -> HopperTile:
         """Find the tile of `rows` rows."""
@@ -80,12 +93,18 @@ class RoutedHopper(HopperKernel):
         choices: int,
         weights: Tensor | None,
     ) -> None:
-        """Write row r // `choices` of `x` times the weight of r's expert and `weights[r]` into row r of `y`."""
+        """Write row r // `choices` of `x` times the weight of r's expert and `weights[r]` into row
+        r of `y`.
+        """
         n, k, device = weight.n, weight.k, x.device
         gathered, powers = expert_steps.gather_rows(x, routing, choices, y, self.operands(x.dtype))
         plan = _planned(self, device, x.dtype, routing.tile)
-        maps = weight_maps(self, plan.tile, n, k, routing.experts)(tuple([tensor.data_ptr() for tensor in packed]))
-        x_map = tensor_map(gathered.data_ptr(), tuple(gathered.shape), (plan.tile.tokens, 64), 2, True)
+        maps = weight_maps(self, plan.tile, n, k, routing.experts)(
+            tuple([tensor.data_ptr() for tensor in packed])
+        )
+        x_map = tensor_map(
+            gathered.data_ptr(), tuple(gathered.shape), (plan.tile.tokens, 64), 2, True
+        )
         state = driver.stream_state(device)
         sums, counters = workspace(self.source, device, state, *plan.workspace)
         pointers = [tensor.data_ptr() for tensor in (packed[-1], y, sums, counters, routing.list)]
@@ -93,7 +112,9 @@ class RoutedHopper(HopperKernel):
         sizes = (routing.max_tiles, self.stride(n, k), n, k)
         kinds = (SIZE,) * (1 + len(maps)) + ("Q",) * len(pointers) + ("i4x",) * len(sizes)
         arguments = driver.written_arguments(kinds, (x_map, *maps, *pointers, *sizes))
-        driver.launch(plan.function, plan.grid, plan.block, arguments, plan.shared, device, state, early=True)
+        driver.launch(
+            plan.function, plan.grid, plan.block, arguments, plan.shared, device, state, early=True
+        )
 
 
 @dataclass(frozen=True)
@@ -114,4 +135,11 @@ def _planned(kernel: RoutedHopper, device: torch.device, dtype: torch.dtype, row
     tile = kernel.tile(rows)
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
     block = (WARPGROUP * (tile.warpgroups + 1),)
-    return _Plan(tile, function, (sms * tile.resident,), block, kernel.choice.shared_bytes(tile), workspace_size(sms))
+    return _Plan(
+        tile,
+        function,
+        (sms * tile.resident,),
+        block,
+        kernel.choice.shared_bytes(tile),
+        workspace_size(sms),
+    )

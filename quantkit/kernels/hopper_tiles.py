@@ -1,7 +1,9 @@
-"""Tiles of the Hopper kernels: a model of the device predicts the time of each, and the fastest is chosen.
+"""Tiles of the Hopper kernels: a model of the device predicts the time of each, and the fastest is
+chosen.
 
-A product is cut into tiles of rows of the weight by tokens. Without clusters, every block takes whole tiles in rounds,
-and all share the steps along k of the remaining tiles. With clusters, each tile belongs to one of two to eight blocks.
+A product is cut into tiles of rows of the weight by tokens. Without clusters, every block takes
+whole tiles in rounds, and all share the steps along k of the remaining tiles. With clusters, each
+tile belongs to one of two to eight blocks.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ SUSTAINED_TFLOPS = 700.0
 NOT_HIDDEN = 0.1
 #: Columns of a tile -> GB/s at which weights are read.
 BANDWIDTH = {256: 4200.0, 128: 4100.0, 64: 3000.0}
-#: Clusters of three to eight blocks can use this share of the resident blocks: each must fit one part of the device
-#: (benchmarks/gpu/resident_clusters.csv).
+#: Clusters of three to eight blocks can use this share of the resident blocks: each must fit one
+#: part of the device (benchmarks/gpu/resident_clusters.csv).
 CLUSTERED = 0.84
 
 
@@ -35,10 +37,11 @@ CLUSTERED = 0.84
 class HopperTile:
     """The template arguments of an instance, and its measured times.
 
-    A warpgroup has `words` products side by side, of 64 columns each. The `warpgroups` take stages in turn or, if
-    `shared`, all of them take every stage. `cluster` is the number of blocks that share a tile, 0 without clusters. In
-    lists of tiles MAX_CLUSTER stands for as many as fit. `step_us` is the time of a step along k, and `end_us` of all
-    that follows the last one. `split_us` is added for a tile that several blocks share without a cluster.
+    A warpgroup has `words` products side by side, of 64 columns each. The `warpgroups` take stages
+    in turn or, if `shared`, all of them take every stage. `cluster` is the number of blocks that
+    share a tile, 0 without clusters. In lists of tiles MAX_CLUSTER stands for as many as fit.
+    `step_us` is the time of a step along k, and `end_us` of all that follows the last one.
+    `split_us` is added for a tile that several blocks share without a cluster.
     """
 
     tokens: int
@@ -62,7 +65,9 @@ class HopperTile:
 
     @property
     def holds_group_sums(self) -> bool:
-        """Whether threads have registers for the sums of one group beside the sums of all groups."""
+        """Whether threads have registers for the sums of one group beside the sums of
+        all groups.
+        """
         return self.words * self.tokens <= 128
 
     @property
@@ -72,7 +77,9 @@ class HopperTile:
 
 
 def rare_tiles(tiles: Iterable[HopperTile]) -> tuple[HopperTile, ...]:
-    """Select one plain tile per token count: enough for rarely used formats and group sizes, and quick to compile."""
+    """Select one plain tile per token count: enough for rarely used formats and group sizes, and
+    quick to compile.
+    """
     return tuple(tile for tile in tiles if tile.words == 2 and not tile.cluster and not tile.shared)
 
 
@@ -80,10 +87,11 @@ def rare_tiles(tiles: Iterable[HopperTile]) -> tuple[HopperTile, ...]:
 class HopperTiles:
     """The tiles of one group size or format, and the inputs of the choice of a tile.
 
-    A stage takes `stage_bytes_per_weight` of shared memory for each weight, rounded up to `stage_alignment`. The
-    estimate assumes that `read_bytes_per_weight` come from memory. Tiles of `several_tokens` or more are also tried
-    where m tokens need several of them. `scaled_by_group`: scales change along k. `sparse`: two of each four weights
-    along k are stored. No tile may then reach beyond the weight, because zeros are not valid metadata.
+    A stage takes `stage_bytes_per_weight` of shared memory for each weight, rounded up to
+    `stage_alignment`. The estimate assumes that `read_bytes_per_weight` come from memory. Tiles of
+    `several_tokens` or more are also tried where m tokens need several of them. `scaled_by_group`:
+    scales change along k. `sparse`: two of each four weights along k are stored. No tile may then
+    reach beyond the weight, because zeros are not valid metadata.
     """
 
     tiles: tuple[HopperTile, ...]
@@ -99,8 +107,8 @@ class HopperTiles:
     def tiles_for(self, dtype: torch.dtype) -> tuple[HopperTile, ...]:
         """List the tiles that exist for activations of a dtype.
 
-        Where warpgroups share a stage, float16 scales are multiplied into the weights. bfloat16 would round the
-        product, so there a thread needs registers for the sums of a group.
+        Where warpgroups share a stage, float16 scales are multiplied into the weights. bfloat16
+        would round the product, so there a thread needs registers for the sums of a group.
         """
         if dtype == torch.float16 or not self.scaled_by_group:
             return self.tiles
@@ -112,13 +120,19 @@ class HopperTiles:
         return ceil(needed, self.stage_alignment) * self.stage_alignment
 
     def shared_bytes(self, tile: HopperTile) -> int:
-        """Compute the shared memory of a block, as `Frame` in kernels/hopper_matmul.cuh lays it out."""
+        """Compute the shared memory of a block, as `Frame` in kernels/hopper_matmul.cuh lays it
+        out.
+        """
         sums = tile.words * tile.tokens // 2
-        handed_over = 0 if tile.shared else (tile.warpgroups - 1) * WARPGROUP * tile.words * tile.tokens * 2
+        handed_over = (
+            0 if tile.shared else (tile.warpgroups - 1) * WARPGROUP * tile.words * tile.tokens * 2
+        )
         out = 4 * tile.owners * (16 if tile.words == 1 and tile.tokens > 8 else 8) * tile.words * 32
         unit = 2 * tile.words if self.sparse else 4 if sums >= 32 else 2
         places = max(MAX_CLUSTER if tile.cluster > 2 else 2, 2 * sums // unit)
-        few_sums = tile.cluster > 0 and sums * tile.owners <= 32  # neighbours' sums have memory beside the stages
+        few_sums = (
+            tile.cluster > 0 and sums * tile.owners <= 32
+        )  # neighbours' sums have memory beside the stages
         neighbours = 512 * tile.owners * unit * places if few_sums else 0
         stages = tile.stages * (tile.tokens * 2 * K_STEP + self.stage_bytes(tile) + 16)
         return 1024 + stages + handed_over + out + neighbours + 16
@@ -137,24 +151,40 @@ class HopperTiles:
         return LAUNCH_US + max(steps, bound) + NOT_HIDDEN * min(steps, bound)
 
     def candidates(self, dtype: torch.dtype, m: int, n: int, k: int, sms: int) -> list[HopperTile]:
-        """List the tiles that a product `[m, k] x [k, n]` may be launched on, with their clusters in a size that fits.
+        """List the tiles that a product `[m, k] x [k, n]` may be launched on, with their clusters
+        in a size that fits.
 
-        These are the tiles of the fewest tokens that hold all m, and those of `several_tokens` or more that m fills.
+        These are the tiles of the fewest tokens that hold all m, and those of `several_tokens` or
+        more that m fills.
         """
         tiles = self.tiles_for(dtype)
-        least = min((tile.tokens for tile in tiles if tile.tokens >= m), default=max(tile.tokens for tile in tiles))
-        some = [tile for tile in tiles if tile.tokens == least or self.several_tokens <= tile.tokens < m]
-        return fit_clusters([tile for tile in some if not self.sparse or n % tile.columns == 0], m, n, k, sms)
+        least = min(
+            (tile.tokens for tile in tiles if tile.tokens >= m),
+            default=max(tile.tokens for tile in tiles),
+        )
+        some = [
+            tile for tile in tiles if tile.tokens == least or self.several_tokens <= tile.tokens < m
+        ]
+        return fit_clusters(
+            [tile for tile in some if not self.sparse or n % tile.columns == 0], m, n, k, sms
+        )
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(choice: HopperTiles, dtype: torch.dtype, m: int, n: int, k: int, sms: int) -> HopperTile:
-    """Choose the candidate with the least estimate for a product `[m, k] x [k, n]`; of equals the first."""
-    return min(choice.candidates(dtype, m, n, k, sms), key=lambda tile: choice.estimate(tile, m, n, k, sms))
+def choose_tile(
+    choice: HopperTiles, dtype: torch.dtype, m: int, n: int, k: int, sms: int
+) -> HopperTile:
+    """Choose the candidate with the least estimate for a product `[m, k] x [k, n]`; of equals the
+    first.
+    """
+    return min(
+        choice.candidates(dtype, m, n, k, sms), key=lambda tile: choice.estimate(tile, m, n, k, sms)
+    )
 
 
 def representative(m: int) -> int:
-    """Return a number of tokens with the tile and the grid of m tokens, one for each 64 past the largest tile.
+    """Return a number of tokens with the tile and the grid of m tokens, one for each 64 past the
+    largest tile.
 
     There only the number of tiles counts, and the candidates have 64 tokens or more.
     """
@@ -162,29 +192,39 @@ def representative(m: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def launch_sizes(choice: HopperTiles, tile: HopperTile, m: int, n: int, k: int, sms: int) -> tuple[int, int, int]:
+def launch_sizes(
+    choice: HopperTiles, tile: HopperTile, m: int, n: int, k: int, sms: int
+) -> tuple[int, int, int]:
     """Compute the number of blocks, and the threads and the bytes of shared memory of each.
 
-    KernelError if a block of a cluster has no step along k: it would end while its neighbours still write to it.
+    KernelError if a block of a cluster has no step along k: it would end while its neighbours still
+    write to it.
     """
     if tile.cluster > ceil(k, K_STEP):
         raise KernelError(
             f"a cluster of {tile.cluster} blocks has no {K_STEP} of k for each where k = {k}",
             "use a tile of `fit_clusters`",
         )
-    return grid_size(tile, m, n, k, sms), WARPGROUP * (tile.warpgroups + 1), choice.shared_bytes(tile)
+    return (
+        grid_size(tile, m, n, k, sms),
+        WARPGROUP * (tile.warpgroups + 1),
+        choice.shared_bytes(tile),
+    )
 
 
 def fit_clusters(tiles: Iterable[HopperTile], m: int, n: int, k: int, sms: int) -> list[HopperTile]:
-    """Select the tiles that a product may use, and replace MAX_CLUSTER by the largest size that fits.
+    """Select the tiles that a product may use, and replace MAX_CLUSTER by the largest size that
+    fits.
 
-    Each block of a cluster needs a step along k. Large clusters must all be resident at once. A second wave of clusters
-    about doubles the time.
+    Each block of a cluster needs a step along k. Large clusters must all be resident at once. A
+    second wave of clusters about doubles the time.
     """
     found, steps = [], ceil(k, K_STEP)
     for tile in tiles:
         if tile.cluster == MAX_CLUSTER:
-            blocks_per_tile = CLUSTERED * sms * tile.resident / (ceil(m, tile.tokens) * ceil(n, tile.columns))
+            blocks_per_tile = (
+                CLUSTERED * sms * tile.resident / (ceil(m, tile.tokens) * ceil(n, tile.columns))
+            )
             tile = replace(tile, cluster=min(MAX_CLUSTER, steps, int(blocks_per_tile)))
             if tile.cluster < 3:
                 continue
@@ -194,15 +234,21 @@ def fit_clusters(tiles: Iterable[HopperTile], m: int, n: int, k: int, sms: int) 
 
 
 def grid_size(tile: HopperTile, m: int, n: int, k: int, sms: int) -> int:
-    """Compute the number of blocks: clusters, or as many blocks as there are tiles or resident blocks.
+    """Compute the number of blocks: clusters, or as many blocks as there are tiles or resident
+    blocks.
 
-    Fewer tiles than resident blocks are split among all of these, unless a share would take as long as a tile.
+    Fewer tiles than resident blocks are split among all of these, unless a share would take as long
+    as a tile.
     """
     tiles = ceil(m, tile.tokens) * ceil(n, tile.columns)
     if tile.cluster:
         return tiles * tile.cluster
     most = min(sms * tile.resident, tiles * ceil(k, K_STEP))
-    return most if tiles >= most else min(tiles, most, key=lambda grid: _time_in_rounds(tile, tiles, k, grid))
+    return (
+        most
+        if tiles >= most
+        else min(tiles, most, key=lambda grid: _time_in_rounds(tile, tiles, k, grid))
+    )
 
 
 def ceil(a: int, b: int) -> int:
@@ -210,7 +256,9 @@ def ceil(a: int, b: int) -> int:
 
 
 def _time_in_rounds(tile: HopperTile, tiles: int, k: int, grid: int) -> float:
-    """Predict the microseconds of rounds of whole tiles, then of even shares of the remaining steps."""
+    """Predict the microseconds of rounds of whole tiles, then of even shares of the remaining
+    steps.
+    """
     steps = ceil(k, K_STEP)
     rounds, left = divmod(tiles, grid)
     share = ceil(left * steps, grid) * tile.step_us + tile.end_us + tile.split_us if left else 0.0

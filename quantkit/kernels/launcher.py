@@ -1,4 +1,6 @@
-"""The kernels of a layout behind one signature: `naive` is the reference, `matmul` the fastest for the device."""
+"""The kernels of a layout behind one signature: `naive` is the reference, `matmul` the fastest for
+the device.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from quantkit.kernels.portable import PortableInstances, PortableKernel
 
 
 class Kernels(NamedTuple):
-    """The kernels for a weight; `hopper` is None for shapes or groups that only the portable kernel takes.
+    """The kernels for a weight; `hopper` is None for shapes or groups that only the portable kernel
+    takes.
 
     `routed` and `routed_hopper` multiply with the weights of several experts (see `grouped`).
     """
@@ -35,11 +38,12 @@ class Kernels(NamedTuple):
 class Launcher:
     """The kernels of one layout.
 
-    `weight(scheme, n, k)` describes the packed weight; KernelError for a scheme that the layout's kernels do not take.
-    `kernels(scheme, n, k)` are the kernels for it, and `every` has those for all weights. `schemes` are the usual ones,
-    which `bench` times. `bits_read` counts the bits that are read for a weight, with scales in groups of 128; `load`
-    prefers the layout with the fewest. If `sparse`, half of the weights are multiplied. `aliases` maps other names of
-    packed tensors to those of `weight`.
+    `weight(scheme, n, k)` describes the packed weight; KernelError for a scheme that the layout's
+    kernels do not take. `kernels(scheme, n, k)` are the kernels for it, and `every` has those for
+    all weights. `schemes` are the usual ones, which `bench` times. `bits_read` counts the bits that
+    are read for a weight, with scales in groups of 128; `load` prefers the layout with the fewest.
+    If `sparse`, half of the weights are multiplied. `aliases` maps other names of packed tensors to
+    those of `weight`.
     """
 
     weight: Callable[[Scheme, int, int], Weight]
@@ -60,9 +64,11 @@ class Launcher:
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Multiply activations `[m, k]` with a packed weight `[n, k]` by the naive kernel; returns `[m, n]`.
+        """Multiply activations `[m, k]` with a packed weight `[n, k]` by the naive kernel; returns
+        `[m, n]`.
 
-        The product has the dtype of `out`, which may be float32. KernelError for operands that cannot be multiplied.
+        The product has the dtype of `out`, which may be float32. KernelError for operands that
+        cannot be multiplied.
         """
         weight = self.weight(scheme, n, k)
         return self.kernels(scheme, n, k).naive.multiply(weight, x, self.named(tensors), bias, out)
@@ -80,11 +86,13 @@ class Launcher:
         portable: bool = False,
         tile: Any = None,
     ) -> Tensor:
-        """Multiply activations `[m, k]` with a packed weight `[n, k]`; returns `[m, n]` of the dtype of `x`.
+        """Multiply activations `[m, k]` with a packed weight `[n, k]`; returns `[m, n]` of the
+        dtype of `x`.
 
-        The Hopper kernel is used where it can be, unless `portable`; `tile` overrides the choice of its tile. Sums are
-        float32, in an order that depends only on the shapes and the device. `workspace` explains the limits on streams
-        and CUDA graphs. KernelError for operands that cannot be multiplied.
+        The Hopper kernel is used where it can be, unless `portable`; `tile` overrides the choice of
+        its tile. Sums are float32, in an order that depends only on the shapes and the device.
+        `workspace` explains the limits on streams and CUDA graphs. KernelError for operands that
+        cannot be multiplied.
         """
         weight = self.weight(scheme, n, k)
         kernel, named = self.fastest(scheme, n, k, x.device, portable), self.named(tensors)
@@ -96,9 +104,15 @@ class Launcher:
     def fastest(
         self, scheme: Scheme, n: int, k: int, device: torch.device, portable: bool = False
     ) -> HopperKernel | PortableKernel:
-        """Choose the kernel for a weight `[n, k]` on a CUDA device: Hopper's where it can be, unless `portable`."""
+        """Choose the kernel for a weight `[n, k]` on a CUDA device: Hopper's where it can be,
+        unless `portable`.
+        """
         kernels = self.kernels(scheme, n, k)
-        return kernels.portable if portable or not loader.is_hopper(device) else kernels.hopper or kernels.portable
+        return (
+            kernels.portable
+            if portable or not loader.is_hopper(device)
+            else kernels.hopper or kernels.portable
+        )
 
     def named(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Rename packed tensors to the names that `weight` has."""

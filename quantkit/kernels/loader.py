@@ -1,7 +1,9 @@
-"""Compile CUDA sources with NVRTC when they are first needed, cache the binaries on disk, and load them through CuPy.
+"""Compile CUDA sources with NVRTC when they are first needed, cache the binaries on disk, and load
+them through CuPy.
 
-Only this file imports CuPy, and only inside functions. A source is compiled for the exact architecture of the device;
-the wheel holds only sources. Kernels run on torch's current stream and memory, so CuPy allocates nothing.
+Only this file imports CuPy, and only inside functions. A source is compiled for the exact
+architecture of the device; the wheel holds only sources. Kernels run on torch's current stream and
+memory, so CuPy allocates nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from quantkit.kernels import driver
 from quantkit.kernels.driver import Function
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
-#: Compute capabilities whose special instructions (wgmma, setmaxnreg) NVRTC accepts only under the name with an a.
+#: Compute capabilities whose special instructions (wgmma, setmaxnreg) NVRTC accepts only under the
+#: name with an a.
 SPECIFIC = {(9, 0), (10, 0)}
 
 _LOCK = threading.Lock()
@@ -45,23 +48,30 @@ class Binary:
 
 
 def source_dir() -> Path:
-    """Find the folder of the CUDA sources: inside an installed package, or at the top of a checkout."""
+    """Find the folder of the CUDA sources: inside an installed package, or at the top of a
+    checkout.
+    """
     packaged = Path(__file__).parent / "cuda"
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "kernels"
 
 
 def cache_dir() -> Path:
-    """Find the folder of compiled kernels: `kernels` in QUANTKIT_CACHE, else in the user's cache folder."""
+    """Find the folder of compiled kernels: `kernels` in QUANTKIT_CACHE, else in the user's cache
+    folder.
+    """
     own = os.environ.get("QUANTKIT_CACHE")
     users = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(own or os.path.join(users, "quantkit")) / "kernels"
 
 
 def arch_name(major: int, minor: int) -> str:
-    """Name a compute capability as NVRTC does, such as sm_90a; KernelError for one older than 8.0."""
+    """Name a compute capability as NVRTC does, such as sm_90a; KernelError for one
+    older than 8.0.
+    """
     if (major, minor) < (8, 0):
         raise KernelError(
-            f"this GPU has compute capability {major}.{minor}, quantkit's kernels need 8.0 (Ampere) or newer",
+            f"this GPU has compute capability {major}.{minor}, quantkit's kernels need 8.0 "
+            "(Ampere) or newer",
             "use another GPU",
             Option("device", "cpu"),
         )
@@ -69,7 +79,9 @@ def arch_name(major: int, minor: int) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """Name the architecture that kernels for a CUDA device are compiled for; KernelError for one that is too old."""
+    """Name the architecture that kernels for a CUDA device are compiled for; KernelError for one
+    that is too old.
+    """
     return arch_name(*torch.cuda.get_device_capability(device))
 
 
@@ -85,7 +97,9 @@ def extra() -> str:
 
 
 def toolchain() -> dict[str, str | None]:
-    """Report the versions of CuPy and of its NVRTC, each None if it cannot be used, and the `problem` met."""
+    """Report the versions of CuPy and of its NVRTC, each None if it cannot be used, and the
+    `problem` met.
+    """
     found: dict[str, str | None] = {"cupy": None, "nvrtc": None, "problem": None}
     try:
         import cupy
@@ -98,38 +112,49 @@ def toolchain() -> dict[str, str | None]:
 
 
 def compile(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
-    """Compile `name`.cu of `folder` (None: quantkit's own) for an architecture such as sm_90a; needs no GPU.
+    """Compile `name`.cu of `folder` (None: quantkit's own) for an architecture such as sm_90a;
+    needs no GPU.
 
-    `instances` are C++ name expressions such as `f<half, float>`. KernelError with the compiler's first error, or with
-    the extra to install if CuPy is missing.
+    `instances` are C++ name expressions such as `f<half, float>`. KernelError with the compiler's
+    first error, or with the extra to install if CuPy is missing.
     """
     nvrtc = _usable_nvrtc()
     folder = source_dir() if folder is None else folder
     headers = {header: text.encode() for header, text in _headers(folder).items()}
     program = nvrtc.createProgram(
-        _text(folder / f"{name}.cu"), f"{name}.cu", list(headers.values()), [header.encode() for header in headers]
+        _text(folder / f"{name}.cu"),
+        f"{name}.cu",
+        list(headers.values()),
+        [header.encode() for header in headers],
     )
     try:
         for instance in instances:
             nvrtc.addNameExpression(program, instance)
-        anew = ["--no-cache"] if nvrtc.getVersion() >= (13, 0) else []  # the driver's own cache drops the log
+        anew = (
+            ["--no-cache"] if nvrtc.getVersion() >= (13, 0) else []
+        )  # the driver's own cache drops the log
         nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS, *anew])
         names = {instance: nvrtc.getLoweredName(program, instance) for instance in instances}
         return Binary(nvrtc.getCUBIN(program), names, nvrtc.getProgramLog(program).strip("\0 \n"))
     except nvrtc.NVRTCError as error:
         lines = nvrtc.getProgramLog(program).splitlines()
-        first = next((line for line in lines if "error" in line), "".join(lines[:1]) or reason(error))
+        first = next(
+            (line for line in lines if "error" in line), "".join(lines[:1]) or reason(error)
+        )
         compiler = f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}"
-        raise KernelError(f"{name}.cu does not compile for {arch} with {compiler}: {first.strip()[:300]}") from error
+        raise KernelError(
+            f"{name}.cu does not compile for {arch} with {compiler}: {first.strip()[:300]}"
+        ) from error
     finally:
         nvrtc.destroyProgram(program)
 
 
 def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
-    """As `compile`, but read the binary from the disk cache if it is there, and write it there otherwise.
+    """As `compile`, but read the binary from the disk cache if it is there, and write it there
+    otherwise.
 
-    Several processes may do this at once, because entries are written atomically. A damaged entry is compiled again. If
-    the folder cannot be written, one warning says so.
+    Several processes may do this at once, because entries are written atomically. A damaged entry
+    is compiled again. If the folder cannot be written, one warning says so.
     """
     path = _entry(name, instances, arch, folder)
     try:
@@ -150,14 +175,18 @@ def _entry(name: str, instances: Sequence[str], arch: str, folder: Path | None =
 
 
 def uncompiled(name: str, instances: Sequence[str], device: torch.device) -> list[str]:
-    """List the instances that `load` would compile, because the disk cache has no binary of them."""
+    """List the instances that `load` would compile, because the disk cache has no
+    binary of them.
+    """
     arch = arch_of(device)
     return [instance for instance in instances if not _entry(name, (instance,), arch).exists()]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The kernels of a source on one device: instance -> function, and the seconds that compiling and loading took."""
+    """The kernels of a source on one device: instance -> function, and the seconds that compiling
+    and loading took.
+    """
 
     functions: dict[str, Function]
     seconds: float
@@ -166,8 +195,9 @@ class Loaded:
 def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
     """Load instances of `name`.cu on a CUDA device, once per process and device.
 
-    Each instance is compiled by itself, on all cores. KernelError for a GPU that is too old, without CuPy, for a source
-    that does not compile or load, and while torch's current stream is captured.
+    Each instance is compiled by itself, on all cores. KernelError for a GPU that is too old,
+    without CuPy, for a source that does not compile or load, and while torch's current stream is
+    captured.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:
@@ -178,9 +208,13 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
 def loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
     start, device = time.perf_counter(), torch.device("cuda", index)
     if driver.stream_state(device).graph:
-        raise KernelError(f"{name}.cu is first used on {device} in a capture", "call it once before the capture")
+        raise KernelError(
+            f"{name}.cu is first used on {device} in a capture", "call it once before the capture"
+        )
     arch = arch_of(device)
-    with ThreadPoolExecutor(min(len(instances), os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
+    with ThreadPoolExecutor(
+        min(len(instances), os.cpu_count() or 1)
+    ) as pool:  # NVRTC releases the GIL
         binaries = list(pool.map(lambda instance: cached(name, (instance,), arch), instances))
     import cupy
     from cupy.cuda import function
@@ -194,7 +228,9 @@ def loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
                 for instance, lowered in binary.names.items():
                     functions[instance] = Function(module.get_function(lowered))
     except RuntimeError as error:  # the base class of CuPy's driver errors
-        raise KernelError(f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}") from error
+        raise KernelError(
+            f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}"
+        ) from error
     return Loaded(functions, time.perf_counter() - start)
 
 
@@ -207,9 +243,9 @@ def launch(
 ) -> None:
     """Launch a function on torch's current stream of the device that holds the tensors in `args`.
 
-    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a structure. `shared`
-    is dynamic shared memory in bytes. KernelError for a launch that the driver refuses; later failures appear when
-    torch synchronises.
+    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a
+    structure. `shared` is dynamic shared memory in bytes. KernelError for a launch that the driver
+    refuses; later failures appear when torch synchronises.
     """
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     pointers = driver.argument_pointers(args)
@@ -225,7 +261,9 @@ def _nvrtc() -> Any:
 def _usable_nvrtc() -> Any:
     problem = toolchain()["problem"]
     if problem is not None:
-        raise KernelError(f"kernels are compiled through CuPy, which does not load ({problem}): {install()}")
+        raise KernelError(
+            f"kernels are compiled through CuPy, which does not load ({problem}): {install()}"
+        )
     return _nvrtc()
 
 
@@ -246,12 +284,23 @@ def _text(path: Path) -> str:
 def cache_key(name: str, instances: Sequence[str], arch: str, folder: Path | None) -> str:
     folder = source_dir() if folder is None else folder
     version = list(_usable_nvrtc().getVersion())
-    parts = [_text(folder / f"{name}.cu"), _headers(folder), OPTIONS, list(instances), arch, version]
+    parts = [
+        _text(folder / f"{name}.cu"),
+        _headers(folder),
+        OPTIONS,
+        list(instances),
+        arch,
+        version,
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _encoded(binary: Binary) -> bytes:
-    content = {"cubin": base64.b64encode(binary.cubin).decode(), "names": binary.names, "log": binary.log}
+    content = {
+        "cubin": base64.b64encode(binary.cubin).decode(),
+        "names": binary.names,
+        "log": binary.log,
+    }
     data = json.dumps(content).encode()
     return hashlib.sha256(data).hexdigest().encode() + data
 
@@ -267,7 +316,8 @@ def _decoded(entry: bytes) -> Binary:
 @functools.cache
 def _warn_once(folder: Path) -> None:
     warnings.warn(
-        f"compiled kernels cannot be kept in {folder}, so that every start compiles them again: make it writable, or "
+        f"compiled kernels cannot be kept in {folder}, so that every start compiles them again: "
+        "make it writable, or "
         "set QUANTKIT_CACHE to a folder that is",
         RuntimeWarning,
         stacklevel=2,

@@ -1,4 +1,6 @@
-"""Launch of the naive kernels, kernels/naive.cu: one thread for each output, the reference for every faster kernel."""
+"""Launch of the naive kernels, kernels/naive.cu: one thread for each output, the reference for
+every faster kernel.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class NaiveKernel:
-    """The naive kernel `name` in kernels/naive.cu; `variant` are its template arguments after the dtypes."""
+    """The naive kernel `name` in kernels/naive.cu; `variant` are its template arguments after the
+    dtypes.
+    """
 
     name: str
     variant: str = ""
@@ -35,12 +39,21 @@ class NaiveKernel:
         return tuple(self.instance(x, out) for x in ACTIVATIONS for out in (x, torch.float32))
 
     def multiply(
-        self, weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, out: Tensor | None
+        self,
+        weight: Weight,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        bias: Tensor | None,
+        out: Tensor | None,
     ) -> Tensor:
-        """Check the operands and launch; see `contract.check` for the errors and the result `[m, n]`."""
+        """Check the operands and launch; see `contract.check` for the errors and the result `[m,
+        n]`.
+        """
         out = check(weight, x, tensors, bias, out)
         packed = [tensors[suffix] for suffix in weight.tensors]
         arguments = [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument]
-        function = loader.load(self.source, self.instances, x.device).functions[self.instance(x.dtype, out.dtype)]
+        function = loader.load(self.source, self.instances, x.device).functions[
+            self.instance(x.dtype, out.dtype)
+        ]
         loader.launch(function, (x.shape[0], weight.n // THREADS), (THREADS,), arguments)
         return out

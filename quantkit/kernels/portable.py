@@ -1,7 +1,9 @@
-"""Launch of the kernels for sm_80 and newer: one source per layout in the frame kernels/portable.cuh.
+"""Launch of the kernels for sm_80 and newer: one source per layout in the frame
+kernels/portable.cuh.
 
-`portable_tiles` chooses the tile and splits the work. Blocks that share a tile write float32 partial sums to a
-workspace, and the last of them adds these in order of k. Runs on one device return the same bits.
+`portable_tiles` chooses the tile and splits the work. Blocks that share a tile write float32
+partial sums to a workspace, and the last of them adds these in order of k. Runs on one device
+return the same bits.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Instances:
     def instances_by_dtype(self) -> dict[torch.dtype, tuple[str, ...]]:
         """dtype of the activations -> the instances of all tiles, which are compiled together."""
         return {
-            dtype: tuple(self.instance(dtype, tile) for tile in self.choice.tiles_for(dtype)) for dtype in ACTIVATIONS
+            dtype: tuple(self.instance(dtype, tile) for tile in self.choice.tiles_for(dtype))
+            for dtype in ACTIVATIONS
         }
 
     @property
@@ -46,13 +49,16 @@ class Instances:
         return sum(self.instances_by_dtype.values(), ())
 
     def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Function]:
-        """Compile and load the instances of all tiles for activations of a dtype; returns the functions by instance."""
+        """Compile and load the instances of all tiles for activations of a dtype; returns the
+        functions by instance.
+        """
         return loader.load(self.source, self.instances_by_dtype[dtype], device).functions
 
 
 @dataclass(frozen=True, eq=False)
 class PortableInstances(Instances):
-    """Instances of a function of kernels/`source`.cu (None: it has the source's name), for one format.
+    """Instances of a function of kernels/`source`.cu (None: it has the source's name), for one
+    format.
 
     The format is the template argument `variant`.
     """
@@ -82,7 +88,9 @@ class PortableKernel(PortableInstances):
         out: Tensor,
         tile: PortableTile | None = None,
     ) -> None:
-        """Write the product into `out`, for operands that are checked, `packed` in the order of `weight.tensors`."""
+        """Write the product into `out`, for operands that are checked, `packed` in the order of
+        `weight.tensors`.
+        """
         (m, k), n, device = x.shape, weight.n, x.device
         if m > MAX_TOKENS:
             for start in range(0, m, MAX_TOKENS):
@@ -95,12 +103,16 @@ class PortableKernel(PortableInstances):
         given = [*packed, x, bias, out, sums, arrived]
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         sizes = (m, n, k, plan.units, plan.rounds, *weight.group_argument)
-        arguments = driver.written_arguments(("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes))
+        arguments = driver.written_arguments(
+            ("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes)
+        )
         driver.launch(plan.function, plan.grid, (THREADS,), arguments, plan.shared, device, state)
 
 
 class _Plan(NamedTuple):
-    """The parts of a launch that do not depend on addresses; `workspace` counts sums and counters."""
+    """The parts of a launch that do not depend on addresses; `workspace` counts sums
+    and counters.
+    """
 
     function: Function
     grid: tuple[int]
@@ -112,12 +124,20 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _planned(
-    kernel: PortableKernel, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, tile: PortableTile | None
+    kernel: PortableKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    tile: PortableTile | None,
 ) -> _Plan:
     sms, shared_memory = multiprocessors(device)
     tile = tile or kernel.choice.choose(dtype, m, n, k, sms)
     shared = kernel.choice.shared_bytes(tile)
-    rounds, units, blocks = split(tile, m, n, k, sms * min(tile.blocks, shared_memory // (shared + RESERVED)))
+    rounds, units, blocks = split(
+        tile, m, n, k, sms * min(tile.blocks, shared_memory // (shared + RESERVED))
+    )
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
     return _Plan(function, (blocks,), shared, units, rounds, kernel.choice.workspace_size(sms))
 

@@ -1,8 +1,10 @@
-"""Tiles of the portable kernels: the cheapest for a number of tokens, and the split of a product among blocks.
+"""Tiles of the portable kernels: the cheapest for a number of tokens, and the split of a product
+among blocks.
 
-A product is cut into tiles of outputs, and each tile along k into units. Every block takes the same number of whole
-tiles, then of consecutive units of the rest, so all multiprocessors finish together, whatever the shape. `portable`
-launches the kernels. Not in here: anything that needs a GPU.
+A product is cut into tiles of outputs, and each tile along k into units. Every block takes the same
+number of whole tiles, then of consecutive units of the rest, so all multiprocessors finish
+together, whatever the shape. `portable` launches the kernels. Not in here: anything that needs a
+GPU.
 """
 
 from __future__ import annotations
@@ -16,18 +18,20 @@ THREADS = 256
 FRAGMENTS_AT_ONCE = 4
 #: Bytes of shared memory that CUDA reserves in each block.
 RESERVED = 1024
-#: Fragments of all blocks of a multiprocessor whose sums leave no registers for those of one group beside them.
+#: Fragments of all blocks of a multiprocessor whose sums leave no registers for those of one group
+#: beside them.
 SCALED_WEIGHTS = 8
 
 
 @dataclass(frozen=True)
 class PortableTile:
-    """The template arguments of an instance: eight warps, `wn` by `wm` by `wk` of them along n, m and k.
+    """The template arguments of an instance: eight warps, `wn` by `wm` by `wk` of them along n, m
+    and k.
 
-    A warp multiplies 64 rows of the weight by `fragments` of 8 tokens each, and 64 of k in each stage. `stages` are in
-    shared memory at a time, and a multiprocessor has the registers for `blocks` blocks. Times are fitted to measured
-    ones, in microseconds: of a unit, if all blocks are at work, of the rest of a launch, and of adding the sums of one
-    more block.
+    A warp multiplies 64 rows of the weight by `fragments` of 8 tokens each, and 64 of k in each
+    stage. `stages` are in shared memory at a time, and a multiprocessor has the registers for
+    `blocks` blocks. Times are fitted to measured ones, in microseconds: of a unit, if all blocks
+    are at work, of the rest of a launch, and of adding the sums of one more block.
     """
 
     fragments: int
@@ -62,12 +66,16 @@ class PortableTile:
 
     @property
     def scales_weights(self) -> bool:
-        """Whether scales of groups are multiplied into float16 weights, and not into float32 sums."""
+        """Whether scales of groups are multiplied into float16 weights, and not into
+        float32 sums.
+        """
         return self.fragments * self.blocks == SCALED_WEIGHTS
 
     @property
     def cost(self) -> float:
-        """Predict the microseconds of as many tokens as the tile holds, with a weight of 28672 x 4096 on an H100."""
+        """Predict the microseconds of as many tokens as the tile holds, with a weight of 28672 x
+        4096 on an H100.
+        """
         return self.estimate(self.m, 28672, 4096, 132)
 
     def units(self, m: int, n: int, k: int) -> int:
@@ -78,12 +86,17 @@ class PortableTile:
         """Predict the microseconds of a product `[m, k] x [k, n]` on `sms` multiprocessors."""
         rounds, per_block, _ = split(self, m, n, k, sms * self.blocks)
         depth = -(-k // self.k)
-        return (rounds * depth + per_block) * self.unit_us + self.end_us + depth / per_block * self.part_us
+        return (
+            (rounds * depth + per_block) * self.unit_us
+            + self.end_us
+            + depth / per_block * self.part_us
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class PortableTiles:
-    """The tiles of a layout or format. A stage takes `bytes_per_weight` of shared memory, scales included.
+    """The tiles of a layout or format. A stage takes `bytes_per_weight` of shared memory, scales
+    included.
 
     `grouped`: scales change along k.
     """
@@ -93,7 +106,9 @@ class PortableTiles:
     grouped: bool = True
 
     def tiles_for(self, dtype: torch.dtype) -> tuple[PortableTile, ...]:
-        """List the tiles that exist for activations of a dtype: bfloat16 would round scaled weights."""
+        """List the tiles that exist for activations of a dtype: bfloat16 would round scaled
+        weights.
+        """
         if dtype == torch.float16 or not self.grouped:
             return self.tiles
         return tuple(tile for tile in self.tiles if not tile.scales_weights)
@@ -101,28 +116,37 @@ class PortableTiles:
     def of_experts(self) -> PortableTiles:
         """Select the cheapest tile for each number of rows, of those for all dtypes."""
         by_rows: dict[int, PortableTile] = {}
-        for tile in sorted(self.tiles_for(torch.bfloat16), key=lambda tile: tile.cost, reverse=True):
+        for tile in sorted(
+            self.tiles_for(torch.bfloat16), key=lambda tile: tile.cost, reverse=True
+        ):
             by_rows[tile.m] = tile
         return replace(self, tiles=tuple(by_rows[rows] for rows in sorted(by_rows)))
 
     def shared_bytes(self, tile: PortableTile) -> int:
-        """Compute the shared memory of a block: the stages, reused later for padded sums of some tokens."""
+        """Compute the shared memory of a block: the stages, reused later for padded sums of some
+        tokens.
+        """
         stage = int(tile.n * tile.k * self.bytes_per_weight) + 2 * tile.m * tile.k
         tokens = tile.m * min(tile.fragments, FRAGMENTS_AT_ONCE) // tile.fragments
         return max(tile.stages * stage, 4 * tile.wk * tokens * (tile.n + 4))
 
     def choose(self, dtype: torch.dtype, m: int, n: int, k: int, sms: int) -> PortableTile:
-        """Choose the tile with the least estimate for a product `[m, k] x [k, n]`; of equals the first."""
+        """Choose the tile with the least estimate for a product `[m, k] x [k, n]`; of equals the
+        first.
+        """
         return min(self.tiles_for(dtype), key=lambda tile: tile.estimate(m, n, k, sms))
 
     def workspace_size(self, sms: int) -> tuple[int, int]:
-        """Count the float32 sums and int32 counters of a launch: per block parts of two tiles, and one counter."""
+        """Count the float32 sums and int32 counters of a launch: per block parts of two tiles, and
+        one counter.
+        """
         sums = max(2 * sms * tile.blocks * tile.m * tile.n for tile in self.tiles)
         return sums, sms * max(tile.blocks for tile in self.tiles)
 
 
 def split(tile: PortableTile, m: int, n: int, k: int, resident: int) -> tuple[int, int, int]:
-    """Compute the whole tiles of each block, its units of the others, and the number of blocks, at most `resident`.
+    """Compute the whole tiles of each block, its units of the others, and the number of blocks, at
+    most `resident`.
 
     The others are one to two tiles for each block if any is whole, so few blocks share a tile.
     """

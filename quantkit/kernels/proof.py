@@ -1,8 +1,9 @@
-"""Prove a packed weight on the GPU: compare its products with those of the record that it was unpacked to.
+"""Prove a packed weight on the GPU: compare its products with those of the record that it was
+unpacked to.
 
-Two tests, for the fastest and for the naive kernel. Products of random activations must agree with float32, as in a
-model. Each unit vector must return its column of the weight exactly, which shows every wrong code, scale and metadata
-bit.
+Two tests, for the fastest and for the naive kernel. Products of random activations must agree with
+float32, as in a model. Each unit vector must return its column of the weight exactly, which shows
+every wrong code, scale and metadata bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from quantkit.progress import Clock
 
 #: Upper bound of mean|y - reference| / mean|reference|.
 BOUND = 1e-3
-#: Upper bound of |y - reference| / (|reference| + its root mean square) for each number: a mean would hide one.
+#: Upper bound of |y - reference| / (|reference| + its root mean square) for each number: a mean
+#: would hide one.
 BOUND_OF_ONE = 0.02
 TOKENS = (1, 3, 16)
 #: Most products of unit vectors in memory at a time.
@@ -40,11 +42,15 @@ class Proof:
     problems: tuple[str, ...]
 
 
-def prove(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock | None = None) -> Proof:
-    """Multiply with the packed `tensors` of a layout in MATMULS and compare with the record `q`, both on one GPU.
+def prove(
+    layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock | None = None
+) -> Proof:
+    """Multiply with the packed `tensors` of a layout in MATMULS and compare with the record `q`,
+    both on one GPU.
 
-    Outputs are filled with NaN first. The naive kernel writes float32; the fast one is compared with the reference
-    rounded to its dtype. `clock` records the seconds of each phase. KernelError if a kernel cannot be run.
+    Outputs are filled with NaN first. The naive kernel writes float32; the fast one is compared
+    with the reference rounded to its dtype. `clock` records the seconds of each phase. KernelError
+    if a kernel cannot be run.
     """
     clock = clock or Clock(q.codes.device)
     n, k = q.shape
@@ -63,15 +69,23 @@ def prove(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock:
                 errors.append(relative_error(y, rounded))
                 wrong = mismatch(y, rounded)
                 if wrong is not None:
-                    problems.append(f"the {kind} {layout} kernel with {len(x)} {dtype_name(x.dtype)} tokens {wrong}")
+                    problems.append(
+                        f"the {kind} {layout} kernel with {len(x)} {dtype_name(x.dtype)} tokens "
+                        f"{wrong}"
+                    )
             wrong_weights = sum(_unit_vectors(multiply, weight))
         if wrong_weights:
-            problems.append(f"the {kind} {layout} kernel multiplies {wrong_weights} of {n * k} weights as other values")
+            problems.append(
+                f"the {kind} {layout} kernel multiplies {wrong_weights} of {n * k} weights as "
+                "other values"
+            )
     return Proof(max(errors), tuple(problems))
 
 
 def mismatch(y: Tensor, reference: Tensor) -> str | None:
-    """Describe how a product differs from the reference, on average or in one number; None within the bounds."""
+    """Describe how a product differs from the reference, on average or in one number; None within
+    the bounds.
+    """
     error = relative_error(y, reference)
     if not error < BOUND:
         return f"is off by {error:.2g}, more than {BOUND:g}"
@@ -86,7 +100,9 @@ def mismatch(y: Tensor, reference: Tensor) -> str | None:
 
 
 def relative_error(y: Tensor, reference: Tensor) -> float:
-    """Compute `mean|y - reference| / mean|reference|` in float32; infinite if `y` is not, 0 if they are equal."""
+    """Compute `mean|y - reference| / mean|reference|` in float32; infinite if `y` is not, 0 if they
+    are equal.
+    """
     y, reference = y.float(), reference.float()
     wrong, size = float((y - reference).abs().mean()), float(reference.abs().mean())
     if wrong == 0:
@@ -95,7 +111,9 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply activations `[m, k]` with a float32 weight `[n, k]` in full float32; returns `[m, n]`."""
+    """Multiply activations `[m, k]` with a float32 weight `[n, k]` in full float32; returns `[m,
+    n]`.
+    """
     with _float32():
         return x.float() @ weight.t()
 
@@ -103,8 +121,8 @@ def reference(x: Tensor, weight: Tensor) -> Tensor:
 def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
     """Make signed random activations `[m, k]`, the same in every run, whose products are around 1.
 
-    `weight` is float32 `[n, k]`. Multiplying by a power of two keeps products far from float16's limits, whatever the
-    scales are.
+    `weight` is float32 `[n, k]`. Multiplying by a power of two keeps products far from float16's
+    limits, whatever the scales are.
     """
     k = weight.shape[1]
     random = torch.Generator().manual_seed(m)
@@ -115,7 +133,9 @@ def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).to(weight.device)
 
 
-def _multiply(kernel: Kernel, tensors: Mapping[str, Tensor], q: QuantizedTensor, exact: bool, x: Tensor) -> Tensor:
+def _multiply(
+    kernel: Kernel, tensors: Mapping[str, Tensor], q: QuantizedTensor, exact: bool, x: Tensor
+) -> Tensor:
     """Multiply `x` `[m, k]` into a tensor of NaN: float32 if `exact`, else of the dtype of `x`."""
     n, k = q.shape
     dtype = torch.float32 if exact else x.dtype

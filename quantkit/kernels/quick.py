@@ -24,39 +24,117 @@ from quantkit.kernels.tensormap import tensor_map
 HOPPER_GROUPS = (128, 64, 32)
 #: Times are fitted to a sweep on an H100.
 PORTABLE_TILES = (
-    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=2.903, end_us=6.63, part_us=0),
-    PortableTile(fragments=2, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=3.092, end_us=7.17, part_us=0),
-    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, unit_us=1.402, end_us=11.52, part_us=0),
-    PortableTile(fragments=4, wn=2, wm=2, wk=2, stages=3, blocks=1, unit_us=1.325, end_us=5.7, part_us=0.59),
-    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, unit_us=1.174, end_us=9.98, part_us=0.71),
-    PortableTile(fragments=8, wn=4, wm=1, wk=2, stages=2, blocks=1, unit_us=1.935, end_us=9.42, part_us=0.53),
-    PortableTile(fragments=8, wn=2, wm=2, wk=2, stages=2, blocks=1, unit_us=1.669, end_us=7.21, part_us=1.09),
-    PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, unit_us=1.657, end_us=13.59, part_us=1.16),
+    PortableTile(
+        fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=2.903, end_us=6.63, part_us=0
+    ),
+    PortableTile(
+        fragments=2, wn=2, wm=1, wk=4, stages=3, blocks=2, unit_us=3.092, end_us=7.17, part_us=0
+    ),
+    PortableTile(
+        fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, unit_us=1.402, end_us=11.52, part_us=0
+    ),
+    PortableTile(
+        fragments=4, wn=2, wm=2, wk=2, stages=3, blocks=1, unit_us=1.325, end_us=5.7, part_us=0.59
+    ),
+    PortableTile(
+        fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, unit_us=1.174, end_us=9.98, part_us=0.71
+    ),
+    PortableTile(
+        fragments=8, wn=4, wm=1, wk=2, stages=2, blocks=1, unit_us=1.935, end_us=9.42, part_us=0.53
+    ),
+    PortableTile(
+        fragments=8, wn=2, wm=2, wk=2, stages=2, blocks=1, unit_us=1.669, end_us=7.21, part_us=1.09
+    ),
+    PortableTile(
+        fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, unit_us=1.657, end_us=13.59, part_us=1.16
+    ),
 )
 #: Fitted to the sweep benchmarks/gpu/quick_tiles.csv.
 HOPPER_TILES = (
     HopperTile(tokens=8, words=2, warpgroups=1, stages=6, step_us=0.476, end_us=0.1, split_us=3.9),
-    HopperTile(tokens=8, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.358, end_us=3.8),
-    HopperTile(tokens=8, words=4, warpgroups=1, stages=4, cluster=MAX_CLUSTER, step_us=0.632, end_us=4.2),
+    HopperTile(
+        tokens=8, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.358, end_us=3.8
+    ),
+    HopperTile(
+        tokens=8, words=4, warpgroups=1, stages=4, cluster=MAX_CLUSTER, step_us=0.632, end_us=4.2
+    ),
     HopperTile(tokens=16, words=2, warpgroups=1, stages=6, step_us=0.518, end_us=0.3, split_us=4.3),
-    HopperTile(tokens=16, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.63, end_us=1.8),
+    HopperTile(
+        tokens=16, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.63, end_us=1.8
+    ),
     HopperTile(tokens=16, words=4, warpgroups=1, stages=4, step_us=0.674, end_us=6.8, split_us=1.6),
     HopperTile(tokens=32, words=2, warpgroups=1, stages=5, step_us=0.573, end_us=0.3, split_us=5.6),
     HopperTile(tokens=32, words=2, warpgroups=2, stages=8, cluster=2, step_us=0.474, end_us=0.5),
     HopperTile(tokens=32, words=4, warpgroups=2, stages=6, step_us=0.495, end_us=0.5, split_us=7.2),
-    HopperTile(tokens=64, words=1, warpgroups=2, stages=6, shared=True, cluster=2, step_us=0.575, end_us=0.2),
+    HopperTile(
+        tokens=64,
+        words=1,
+        warpgroups=2,
+        stages=6,
+        shared=True,
+        cluster=2,
+        step_us=0.575,
+        end_us=0.2,
+    ),
     HopperTile(tokens=64, words=2, warpgroups=1, stages=4, step_us=0.757, end_us=0.3, split_us=6.1),
-    HopperTile(tokens=128, words=1, warpgroups=2, stages=5, shared=True, step_us=0.636, end_us=0.1, split_us=4.5),
-    HopperTile(tokens=128, words=1, warpgroups=2, stages=5, shared=True, cluster=2, step_us=0.655, end_us=0.2),
-    HopperTile(tokens=128, words=2, warpgroups=2, stages=4, shared=True, step_us=1.052, end_us=0.9, split_us=9.3),
-    HopperTile(tokens=256, words=1, warpgroups=2, stages=3, shared=True, step_us=0.967, end_us=0.9, split_us=9.1),
-    HopperTile(tokens=256, words=1, warpgroups=2, stages=3, shared=True, cluster=2, step_us=0.917, end_us=8.5),
+    HopperTile(
+        tokens=128,
+        words=1,
+        warpgroups=2,
+        stages=5,
+        shared=True,
+        step_us=0.636,
+        end_us=0.1,
+        split_us=4.5,
+    ),
+    HopperTile(
+        tokens=128,
+        words=1,
+        warpgroups=2,
+        stages=5,
+        shared=True,
+        cluster=2,
+        step_us=0.655,
+        end_us=0.2,
+    ),
+    HopperTile(
+        tokens=128,
+        words=2,
+        warpgroups=2,
+        stages=4,
+        shared=True,
+        step_us=1.052,
+        end_us=0.9,
+        split_us=9.3,
+    ),
+    HopperTile(
+        tokens=256,
+        words=1,
+        warpgroups=2,
+        stages=3,
+        shared=True,
+        step_us=0.967,
+        end_us=0.9,
+        split_us=9.1,
+    ),
+    HopperTile(
+        tokens=256,
+        words=1,
+        warpgroups=2,
+        stages=3,
+        shared=True,
+        cluster=2,
+        step_us=0.917,
+        end_us=8.5,
+    ),
 )
 
 
 def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     if scheme.format != INT4 or scheme.group_size is None or scheme.group_size % 32:
-        raise KernelError(f"the quick kernel takes int4 in groups of a multiple of 32, not {scheme.label}")
+        raise KernelError(
+            f"the quick kernel takes int4 in groups of a multiple of 32, not {scheme.label}"
+        )
     g = scheme.groups(k)
     tensors = {
         "qweight": (torch.int32, (k // 4, n // 2)),
@@ -69,12 +147,15 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
 def _tensor_maps(
     group: int, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int, experts: int
 ) -> list[bytes]:
-    # A row in memory holds a quarter of the columns (docs/layouts.md, 8.2). Codes come in pieces of 128 bytes.
+    # A row in memory holds a quarter of the columns (docs/layouts.md, 8.2). Codes come in pieces of
+    # 128 bytes.
     codes, zeros = words
     k *= experts
     rows, all_rows = 4 * (K_STEP // group), 4 * (k // group)
     return [
-        tensor_map(codes, (k // 8, n // 32, 16), (K_STEP // 8, tile.columns // 32, 16), 8, swizzled=True),
+        tensor_map(
+            codes, (k // 8, n // 32, 16), (K_STEP // 8, tile.columns // 32, 16), 8, swizzled=True
+        ),
         tensor_map(zeros, (all_rows, n // 32), (rows, tile.columns // 32), 8),
         tensor_map(scales, (all_rows, n // 2), (rows, tile.columns // 2), 2),
     ]
@@ -94,8 +175,11 @@ def _hopper(group: int) -> HopperKernel:
 
 
 NAIVE = NaiveKernel("quick_naive")
-#: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held twice.
-PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
+#: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held
+#: twice.
+PORTABLE = PortableKernel(
+    "quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32)
+)
 ROUTED = PortableInstances("quick_portable", PORTABLE.choice.of_experts(), function="quick_routed")
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
 ROUTED_HOPPER = RoutedHopper.of(HOPPER[128])

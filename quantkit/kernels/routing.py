@@ -1,7 +1,8 @@
-"""Sort the rows of a mixture of experts by expert, and list tiles of rows of one expert (kernels/routing.cu).
+"""Sort the rows of a mixture of experts by expert, and list tiles of rows of one expert
+(kernels/routing.cu).
 
-A row is one of the `topk` choices of a token. The list has a fixed shape and stays on the GPU, so the host never waits
-for it, and a CUDA graph can be replayed with other experts.
+A row is one of the `topk` choices of a token. The list has a fixed shape and stays on the GPU, so
+the host never waits for it, and a CUDA graph can be replayed with other experts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ MAX_ROWS = 1 << 24
 
 @dataclass(frozen=True)
 class Routing:
-    """The rows of `m` tokens, `topk` of each, by expert: int32 `[...]`, as kernels/routing.cuh says."""
+    """The rows of `m` tokens, `topk` of each, by expert: int32 `[...]`, as kernels/routing.cuh
+    says.
+    """
 
     list: Tensor
     m: int
@@ -45,13 +48,17 @@ class Routing:
 
 
 def most_tiles(rows: int, experts: int, tile: int) -> int:
-    """Count the tiles if the rows are on as many experts as possible, and one of these has all others."""
+    """Count the tiles if the rows are on as many experts as possible, and one of these has all
+    others.
+    """
     active = min(rows, experts)
     return active + (rows - active) // tile
 
 
 def list_size(rows: int, experts: int, tile: int) -> int:
-    """Count the numbers of a list: two counts, the experts of tiles, the places of rows in tiles that may be padded."""
+    """Count the numbers of a list: two counts, the experts of tiles, the places of rows in tiles
+    that may be padded.
+    """
     return 2 + most_tiles(rows, experts, tile) + rows + min(rows, experts) * (tile - 1)
 
 
@@ -61,10 +68,11 @@ def load(device: torch.device) -> dict[str, Function]:
 
 
 def route(topk_ids: Tensor, experts: int, tile: int) -> Routing:
-    """Sort the rows of `topk_ids` `[m, topk]` (int32 or int64, on a GPU) by expert, in tiles of `tile` rows.
+    """Sort the rows of `topk_ids` `[m, topk]` (int32 or int64, on a GPU) by expert, in tiles of
+    `tile` rows.
 
-    Rows of an expert keep their order. Numbers that are not from 0 to `experts` - 1 mean that the expert is not here.
-    KernelError for other tensors, and for more than 512 experts.
+    Rows of an expert keep their order. Numbers that are not from 0 to `experts` - 1 mean that the
+    expert is not here. KernelError for other tensors, and for more than 512 experts.
     """
     _check(topk_ids, experts)
     (m, topk), device = topk_ids.shape, topk_ids.device
@@ -77,13 +85,17 @@ def route(topk_ids: Tensor, experts: int, tile: int) -> Routing:
         ("Q", "Q", "i4x", "i4x", "i4x", "i4x"), (topk_ids.data_ptr(), found.data_ptr(), *sizes)
     )
     function, shared = _planned(topk_ids.dtype, experts, device)
-    driver.launch(function, (1,), (THREADS,), arguments, shared, device, state, early=starts_early(device))
+    driver.launch(
+        function, (1,), (THREADS,), arguments, shared, device, state, early=starts_early(device)
+    )
     return routing
 
 
 @functools.cache
 def starts_early(device: torch.device) -> bool:
-    """Return True if a launch may begin while the one before it ends, which its kernel then waits for."""
+    """Return True if a launch may begin while the one before it ends, which its kernel then waits
+    for.
+    """
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -97,11 +109,13 @@ def _check(ids: Tensor, experts: int) -> None:
         raise KernelError(f"numbers of experts must be int32 or int64, not {dtype_name(ids.dtype)}")
     if ids.ndim != 2 or not 1 <= ids.numel() <= MAX_ROWS or not ids.is_contiguous():
         raise KernelError(
-            f"numbers of experts must be contiguous [m, topk] with 1 to {MAX_ROWS} in all, not {list(ids.shape)}"
+            f"numbers of experts must be contiguous [m, topk] with 1 to {MAX_ROWS} in all, not "
+            f"{list(ids.shape)}"
         )
     if not 1 <= experts <= MAX_EXPERTS:
         raise KernelError(f"the kernels take 1 to {MAX_EXPERTS} experts, not {experts}")
     if ids.device.type != "cuda":
         raise KernelError(
-            f"numbers of experts must be on a CUDA device, not on {ids.device}", "move them with .to('cuda')"
+            f"numbers of experts must be on a CUDA device, not on {ids.device}",
+            "move them with .to('cuda')",
         )

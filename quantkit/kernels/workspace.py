@@ -1,4 +1,6 @@
-"""Workspaces: memory in which the blocks of a launch exchange sums. Every launch leaves its counters at zero."""
+"""Workspaces: memory in which the blocks of a launch exchange sums. Every launch leaves its
+counters at zero.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ Workspace = tuple[Tensor, Tensor]
 class Workspaces:
     """The workspaces of one source on one device.
 
-    `streams` has one for each stream. In `captures` each stream of a CUDA graph has one of `graphs`, the first the
-    first. So branches of a graph may overlap, and all graphs share the memory.
+    `streams` has one for each stream. In `captures` each stream of a CUDA graph has one of
+    `graphs`, the first the first. So branches of a graph may overlap, and all graphs share the
+    memory.
     """
 
     streams: dict[int, Workspace] = field(default_factory=dict)
@@ -35,12 +38,16 @@ WORKSPACES: dict[tuple[str, torch.device], Workspaces] = {}
 _LOCK = Lock()
 
 
-def workspace(source: str, device: torch.device, state: StreamState, sums: int, counters: int) -> Workspace:
-    """Return float32 `[sums]` and int32 `[counters]` for the current stream of a CUDA device, made on first use.
+def workspace(
+    source: str, device: torch.device, state: StreamState, sums: int, counters: int
+) -> Workspace:
+    """Return float32 `[sums]` and int32 `[counters]` for the current stream of a CUDA device, made
+    on first use.
 
-    Each stream has its own workspace, and so has each stream that is captured into one CUDA graph. So they may overlap.
-    But two graphs must not be replayed at the same time, because graphs share workspaces. None can be made during a
-    capture: KernelError if `source` is captured on more streams at once than it was launched on before.
+    Each stream has its own workspace, and so has each stream that is captured into one CUDA graph.
+    So they may overlap. But two graphs must not be replayed at the same time, because graphs share
+    workspaces. None can be made during a capture: KernelError if `source` is captured on more
+    streams at once than it was launched on before.
     """
     found = WORKSPACES.get((source, device))
     if found is not None:
@@ -55,7 +62,8 @@ def workspace(source: str, device: torch.device, state: StreamState, sums: int, 
         own = found.captures.setdefault(state.graph, {})
         if len(own) == len(found.graphs):
             raise KernelError(
-                f"{source} is captured on {len(own) + 1} streams of {device} at once, and was launched on {len(own)}",
+                f"{source} is captured on {len(own) + 1} streams of {device} at once, and was "
+                f"launched on {len(own)}",
                 "call it once on each stream before the capture",
             )
         if len(found.captures) > CAPTURES:
@@ -66,8 +74,8 @@ def workspace(source: str, device: torch.device, state: StreamState, sums: int, 
 def allocate(device: torch.device, sums: int, counters: int) -> Workspace:
     """Allocate a workspace in another thread.
 
-    In the thread that warms up a compiled model, torch would take the memory from the pool of a CUDA graph, where no
-    allocation may outlive the warm-up.
+    In the thread that warms up a compiled model, torch would take the memory from the pool of a
+    CUDA graph, where no allocation may outlive the warm-up.
     """
 
     def make() -> Workspace:

@@ -1,7 +1,9 @@
-"""`Arrangement`: the order of a matrix in memory as a line of axis names, and its codes packed into 32-bit words.
+"""`Arrangement`: the order of a matrix in memory as a line of axis names, and its codes packed into
+32-bit words.
 
-`Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")` names the axes of the rows, of the columns (slow to
-fast), and their order in memory. The inverse is derived, so both directions come from the one line.
+`Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")` names the axes of the rows, of
+the columns (slow to fast), and their order in memory. The inverse is derived, so both directions
+come from the one line.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import Tensor
 from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
 
-#: Codes that are packed or unpacked at a time on a CPU, so that intermediate tensors stay in its cache.
+#: Codes that are packed or unpacked at a time on a CPU, so that intermediate tensors stay in its
+#: cache.
 BLOCK = 1 << 20
 #: The most words that are copied as one unit.
 RUN = 8
@@ -31,8 +34,8 @@ OnRows = Callable[[int, Tensor], None]
 class Arrangement:
     """A permutation of a matrix given by axis names.
 
-    The first axis of the rows and of the columns has no size: it follows from the other sizes. `reverse` names axes in
-    descending order; for packed codes they must lie within a word.
+    The first axis of the rows and of the columns has no size: it follows from the other sizes.
+    `reverse` names axes in descending order; for packed codes they must lie within a word.
     """
 
     rows: str
@@ -49,28 +52,35 @@ class Arrangement:
         """Copy the entries of `flat`, in memory order, to a matrix of `shape` `[rows, cols]`."""
         sizes = self._sizes(*shape)
         if flat.numel() != prod(sizes):
-            raise LayoutError(f"{flat.numel()} packed entries do not fill a {shape[0]} x {shape[1]} matrix")
+            raise LayoutError(
+                f"{flat.numel()} packed entries do not fill a {shape[0]} x {shape[1]} matrix"
+            )
         arranged = flat.reshape([sizes[axis] for axis in self._permutation])
         return arranged.permute(_inverse(self._permutation)).flip(self._reversed).reshape(shape)
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
-        """Pack uint8 `codes` `[rows, cols]` of `bits` each in memory order into flat int32 words, the first lowest."""
+        """Pack uint8 `codes` `[rows, cols]` of `bits` each in memory order into flat int32 words,
+        the first lowest.
+        """
         words = torch.empty([codes.numel() * bits // 32], dtype=torch.int32, device=codes.device)
         self.packer(words, bits, (len(codes), codes.shape[1]))(0, codes)
         return words
 
     def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
-        """Unpack int32 `words` (any shape) to uint8 codes `[rows, cols]` of `shape`, the inverse of `pack`."""
+        """Unpack int32 `words` (any shape) to uint8 codes `[rows, cols]` of `shape`, the inverse of
+        `pack`.
+        """
         codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
         self.unpacker(words, bits, shape)(0, codes)
         return codes
 
     def packer(self, words: Tensor, bits: int, shape: tuple[int, int]) -> OnRows:
-        """Make a function that packs uint8 rows `[some, cols]` of a matrix of `shape` into its flat int32 `words`.
+        """Make a function that packs uint8 rows `[some, cols]` of a matrix of `shape` into its flat
+        int32 `words`.
 
-        The number of rows and that of the first row must be multiples of the product of the row axes' sizes. The codes
-        of a word are joined pair by pair while all other axes still have their order in the matrix. Then only words are
-        permuted, which are fewer than codes.
+        The number of rows and that of the first row must be multiples of the product of the row
+        axes' sizes. The codes of a word are joined pair by pair while all other axes still have
+        their order in the matrix. Then only words are permuted, which are fewer than codes.
         """
         split = _split_words(self, bits, shape)
         split.check(words)
@@ -86,7 +96,9 @@ class Arrangement:
         return pack_rows
 
     def unpacker(self, words: Tensor, bits: int, shape: tuple[int, int]) -> OnRows:
-        """Make a function that fills contiguous uint8 rows from `words` (any shape): the inverse of `packer`."""
+        """Make a function that fills contiguous uint8 rows from `words` (any shape): the inverse of
+        `packer`.
+        """
         split, words = _split_words(self, bits, shape), aligned(words).view(-1)
         split.check(words)
 
@@ -121,14 +133,17 @@ class Arrangement:
         for line, total in ((self.rows, rows), (self.cols, cols)):
             inner = [int(axis.split(":")[1]) for axis in line.split()[1:]]
             if total % prod(inner):
-                raise LayoutError(f"{total} is not a multiple of {prod(inner)}, as the layout needs")
+                raise LayoutError(
+                    f"{total} is not a multiple of {prod(inner)}, as the layout needs"
+                )
             sizes += [total // prod(inner), *inner]
         return sizes
 
 
 @dataclass(frozen=True, eq=False)
 class _Split:
-    """The axes of a packed matrix, of `sizes`: `inner` lie within a word, fastest first, `outer` are the others.
+    """The axes of a packed matrix, of `sizes`: `inner` lie within a word, fastest first, `outer`
+    are the others.
 
     Axes within a word have size 2.
     """
@@ -147,22 +162,34 @@ class _Split:
             raise LayoutError(f"{words.numel()} packed words do not fill a {n} x {k} matrix")
 
     def blocks(self, first: int, codes: Tensor, words: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks of rows of `codes`, split into axes, with the words of each, split into outer axes."""
+        """Yield blocks of rows of `codes`, split into axes, with the words of each, split into
+        outer axes.
+        """
         split, axis = codes.view(self.order._sizes(*codes.shape)), self.outer.index(0)
         count = split.shape[0]
         start = first * count // len(codes)
         own = words.view([self.sizes[a] for a in self.outer]).narrow(axis, start, count)
-        rows = max(1, BLOCK * count // max(1, codes.numel())) if codes.device.type == "cpu" else max(1, count)
+        rows = (
+            max(1, BLOCK * count // max(1, codes.numel()))
+            if codes.device.type == "cpu"
+            else max(1, count)
+        )
         rows = rows // RUN * RUN or rows  # so that runs divide them
         return zip(split.split(rows), own.split(rows, axis), strict=True)
 
     def in_memory_order(self, words: Tensor, sizes: torch.Size) -> Tensor:
-        """View flat `words` in the order of the matrix as outer axes in memory order; all axes have `sizes`."""
+        """View flat `words` in the order of the matrix as outer axes in memory order; all axes have
+        `sizes`.
+        """
         axes = sorted(self.outer)
-        return words.view([sizes[axis] for axis in axes]).permute([axes.index(axis) for axis in self.outer])
+        return words.view([sizes[axis] for axis in axes]).permute(
+            [axes.index(axis) for axis in self.outer]
+        )
 
     def strides(self, sizes: torch.Size) -> list[tuple[int, bool]]:
-        """Give the stride, in parts, of each axis within a word when it is joined, and if it is reversed."""
+        """Give the stride, in parts, of each axis within a word when it is joined, and if it is
+        reversed.
+        """
         behind = [
             [axis for axis in range(last + 1, len(sizes)) if axis not in self.inner[:i]]
             for i, last in enumerate(self.inner)
@@ -184,7 +211,9 @@ def _split_words(order: Arrangement, bits: int, shape: tuple[int, int]) -> _Spli
 
 @lru_cache
 def _halved(order: Arrangement, bits: int) -> tuple[Arrangement, list[int]]:
-    """Split every axis within a word into axes of size 2; return the same order, and these axes, fastest first."""
+    """Split every axis within a word into axes of size 2; return the same order, and these axes,
+    fastest first.
+    """
     inner: list[int] = []
     sizes = dict(axis.split(":") for axis in f"{order.rows} {order.cols}".split() if ":" in axis)
     for name in reversed(order.order.split()):
@@ -194,13 +223,18 @@ def _halved(order: Arrangement, bits: int) -> tuple[Arrangement, list[int]]:
         if size > 2:
             two = {f"{name}:{size}": f"{name}':{size // 2} {name}:2", name: f"{name}' {name}"}
             lines = (order.rows, order.cols, order.order, order.reverse)
-            return _halved(Arrangement(*(" ".join(two.get(a, a) for a in line.split()) for line in lines)), bits)
+            return _halved(
+                Arrangement(*(" ".join(two.get(a, a) for a in line.split()) for line in lines)),
+                bits,
+            )
         inner.append(order._names.index(name))
     return order, inner
 
 
 def blocks(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of all `matrices` at a time: BLOCK codes of rows of `k` on a CPU, all rows on a GPU."""
+    """Yield the same rows of all `matrices` at a time: BLOCK codes of rows of `k` on a CPU, all
+    rows on a GPU.
+    """
     rows = max(1, BLOCK // max(1, k) if matrices[0].device.type == "cpu" else len(matrices[0]))
     return zip(*(matrix.split(rows) for matrix in matrices), strict=True)
 
@@ -212,8 +246,9 @@ def _inverse(permutation: list[int]) -> list[int]:
 def _copy_words(target: Tensor, source: Tensor) -> None:
     """Copy int32 words between views of one shape; at least one has a contiguous last axis.
 
-    On a CPU the other view's last axis is copied in runs of up to RUN words, through a buffer in its order. Single
-    words, in either order, would miss the cache, and numpy is quicker than torch at copies with strides.
+    On a CPU the other view's last axis is copied in runs of up to RUN words, through a buffer in
+    its order. Single words, in either order, would miss the cache, and numpy is quicker than torch
+    at copies with strides.
     """
     run, packing = gcd(target.shape[-1], RUN), target.stride(-1) == 1
     long_rows = packing and target.dim() == 2  # which torch writes as quickly
@@ -235,7 +270,9 @@ def _copy_words(target: Tensor, source: Tensor) -> None:
 
 
 def _join(parts: Tensor, stride: int, width: int, reverse: bool) -> Tensor:
-    """Join flat `parts` `[..., 2, stride]` as `low | high << width`; `reverse` swaps low and high."""
+    """Join flat `parts` `[..., 2, stride]` as `low | high << width`; `reverse` swaps
+    low and high.
+    """
     if stride == 1 and not reverse:
         if width >= 8:
             return parts.view(_integer(2 * width))
@@ -251,20 +288,29 @@ def _join(parts: Tensor, stride: int, width: int, reverse: bool) -> Tensor:
 
 
 def _separate(parts: Tensor, stride: int, width: int, reverse: bool) -> Tensor:
-    """Separate flat `parts` `[..., stride]` into `[..., 2, stride]` of `width` bits each: the inverse of `_join`."""
+    """Separate flat `parts` `[..., stride]` into `[..., 2, stride]` of `width` bits each: the
+    inverse of `_join`.
+    """
     narrow = _integer(width)
     if stride == 1 and not reverse:
         if width >= 8:
             return parts.view(narrow)
         pairs = parts.to(torch.int16)
-        return (pairs << (8 - width)).bitwise_or_(pairs).bitwise_and_(_mask(width, torch.int16)).view(torch.uint8)
+        return (
+            (pairs << (8 - width))
+            .bitwise_or_(pairs)
+            .bitwise_and_(_mask(width, torch.int16))
+            .view(torch.uint8)
+        )
     if width >= 8:
         pair = parts.to(narrow), (parts >> width).to(narrow)
     else:
         parts = parts.view(_lanes(stride, width))
         pair, stride = (parts, parts >> width), stride // parts.itemsize
     both = torch.stack([half.view(-1, stride) for half in (reversed(pair) if reverse else pair)], 1)
-    return (both if width >= 8 else both.bitwise_and_(_mask(width, both.dtype))).view(-1).view(narrow)
+    return (
+        (both if width >= 8 else both.bitwise_and_(_mask(width, both.dtype))).view(-1).view(narrow)
+    )
 
 
 def _integer(bits: int) -> torch.dtype:
@@ -272,7 +318,9 @@ def _integer(bits: int) -> torch.dtype:
 
 
 def _lanes(stride: int, width: int) -> torch.dtype:
-    """Choose the integer type to join parts in: parts that share bytes are joined eight at a time if possible."""
+    """Choose the integer type to join parts in: parts that share bytes are joined eight at a time
+    if possible.
+    """
     return _integer(width) if width >= 8 or stride % 8 else torch.int64
 
 

@@ -1,7 +1,8 @@
-"""AWQ checkpoints in the GEMM packing: eight neighbouring outputs a word, interleaved (docs/layouts.md 2).
+"""AWQ checkpoints in the GEMM packing: eight neighbouring outputs a word, interleaved
+(docs/layouts.md 2).
 
-Zero points are always stored, without an offset. They are all 8 for a symmetric weight, and its config says
-`zero_point` too. Only vLLM reads one scale per row; AutoAWQ's own packing fails on it.
+Zero points are always stored, without an offset. They are all 8 for a symmetric weight, and its
+config says `zero_point` too. Only vLLM reads one scale per row; AutoAWQ's own packing fails on it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ WORDS = Arrangement("N h:4 o:2", "K", "K N o h")
 
 
 class Awq(Layout):
-    """AWQ in the GEMM packing. The reference writer takes only multiples of 32; `check` has the rule of the readers."""
+    """AWQ in the GEMM packing. The reference writer takes only multiples of 32; `check` has the
+    rule of the readers.
+    """
 
     NAME = "awq"
     QUANT_METHODS = ("awq",)
@@ -48,7 +51,9 @@ class Awq(Layout):
         k, words = validation.matrix(shapes, "qweight")
         return 8 * words, k
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
         words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
@@ -71,31 +76,38 @@ class Awq(Layout):
         return config_of(schemes, "gemm")
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a GEMM config with the newer or the older keys; None for another method or QUICK.
+        """Read the schemes of a GEMM config with the newer or the older keys; None for another
+        method or QUICK.
 
-        CheckpointError for any other version of AWQ, because its words are in another order. `zero_point` false, which
-        no GEMM packer writes, reads as symmetric: `unpack` then refuses zero points other than 8.
+        CheckpointError for any other version of AWQ, because its words are in another order.
+        `zero_point` false, which no GEMM packer writes, reads as symmetric: `unpack` then refuses
+        zero points other than 8.
         """
         version = version_of(config)
         if version in (None, "quick"):
             return None
         if version != "gemm" or config.get("backend") == "llm-awq":
             raise CheckpointError(
-                f"an AWQ checkpoint of version {version!r:.40}, backend {str(config.get('backend'))!r:.40}: "
-                f"quantkit reads the versions gemm and quick, export it in one of them, or {validation.ORIGINAL}"
+                f"an AWQ checkpoint of version {version!r:.40}, backend "
+                f"{str(config.get('backend'))!r:.40}: "
+                "quantkit reads the versions gemm and quick, export it in one of them, or "
+                f"{validation.ORIGINAL}"
             )
         return schemes_of(config)
 
 
 def zeros_of_record(zeros: Tensor, scheme: Scheme) -> Tensor | None:
-    """Return zero points `[n, g]`, None if the scheme is symmetric; raise LayoutError if they are then not all 8."""
+    """Return zero points `[n, g]`, None if the scheme is symmetric; raise LayoutError if they are
+    then not all 8.
+    """
     if not scheme.symmetric:
         return zeros
     other = zeros != INT4.zero_code
     if bool(other.any()):
         row, group = other.nonzero()[0].tolist()
         raise LayoutError(
-            f"the config says symmetric, and the zero point of row {row}, group {group} is {int(zeros[row, group])}, "
+            f"the config says symmetric, and the zero point of row {row}, group {group} is "
+            f"{int(zeros[row, group])}, "
             "not 8: the config or the tensors are wrong, fetch both again"
         )
     return None
@@ -104,9 +116,12 @@ def zeros_of_record(zeros: Tensor, scheme: Scheme) -> Tensor | None:
 def config_of(schemes: Schemes, version: str) -> dict[str, Any]:
     """Make AWQ's config with `version`; dense linears but the head go to `modules_to_not_convert`.
 
-    That is a list of substrings, so only those patterns of `ignore` that match a substring are in it.
+    That is a list of substrings, so only those patterns of `ignore` that match a substring are in
+    it.
     """
-    dense = [_substring(module) for module in schemes.ignore if module != "lm_head"]  # which readers expect dense
+    dense = [
+        _substring(module) for module in schemes.ignore if module != "lm_head"
+    ]  # which readers expect dense
     config: dict[str, Any] = {
         "quant_method": "awq",
         "bits": 4,
@@ -119,21 +134,32 @@ def config_of(schemes: Schemes, version: str) -> dict[str, Any]:
 
 
 def version_of(config: Mapping[str, Any]) -> str | None:
-    """Read the version of an AWQ config in small letters, `gemm` if it states none; None for other methods."""
+    """Read the version of an AWQ config in small letters, `gemm` if it states none; None for other
+    methods.
+    """
     if config.get("quant_method") != "awq":
         return None
-    older, newer = (validation.entry(config, key, str, type(None), default=None) for key in ("version", "format"))
+    older, newer = (
+        validation.entry(config, key, str, type(None), default=None)
+        for key in ("version", "format")
+    )
     return (older or newer or "gemm").lower()
 
 
 def schemes_of(config: Mapping[str, Any]) -> Schemes:
     """Read the schemes of an AWQ config, also with the older keys `w_bit` and `q_group_size`."""
     bits = validation.entry(config, "w_bit" if "w_bit" in config else "bits", int)
-    group = validation.entry(config, "q_group_size" if "q_group_size" in config else "group_size", int)
+    group = validation.entry(
+        config, "q_group_size" if "q_group_size" in config else "group_size", int
+    )
     if bits != 4:
-        raise CheckpointError(f"an AWQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}")
+        raise CheckpointError(
+            f"an AWQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}"
+        )
     group_size = validation.group_size(group, "AWQ")
-    dense = [part for part in validation.strings(config, "modules_to_not_convert") if part != "lm_head"]
+    dense = [
+        part for part in validation.strings(config, "modules_to_not_convert") if part != "lm_head"
+    ]
     ignore = (*validation.dense_head(config), *(f"re:.*{re.escape(part)}.*" for part in dense))
     symmetric = not validation.entry(config, "zero_point", bool, default=True)
     return Schemes(Scheme(INT4, group_size, symmetric=symmetric), ignore=ignore)

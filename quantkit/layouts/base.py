@@ -1,4 +1,6 @@
-"""`Layout`: the interface of a file layout, and `pack` and `unpack` over its `packing` and `unpacking`."""
+"""`Layout`: the interface of a file layout, and `pack` and `unpack` over its `packing` and
+`unpacking`.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,20 @@ TILE = 128
 
 
 class SideFile(NamedTuple):
-    """A file that readers look for beside config.json: its name, and its contents, made from `quantization_config`."""
+    """A file that readers look for beside config.json: its name, and its contents, made from
+    `quantization_config`.
+    """
 
     name: str
     contents: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
 class Packing(NamedTuple):
-    """The tensors of a weight, with scales and zero points filled in, and the function that packs rows of codes.
+    """The tensors of a weight, with scales and zero points filled in, and the function that packs
+    rows of codes.
 
-    `add` takes the number of the first row and uint8 codes `[some, k]`. Both numbers are multiples of TILE, except that
-    the last rows may be fewer.
+    `add` takes the number of the first row and uint8 codes `[some, k]`. Both numbers are multiples
+    of TILE, except that the last rows may be fewer.
     """
 
     tensors: dict[str, Tensor]
@@ -41,7 +46,9 @@ class Packing(NamedTuple):
 
 
 class Unpacking(NamedTuple):
-    """The record of a stored weight without its codes, and the function that unpacks rows of them, as `Packing.add`."""
+    """The record of a stored weight without its codes, and the function that unpacks rows of them,
+    as `Packing.add`.
+    """
 
     scheme: Scheme
     shape: tuple[int, int]
@@ -61,9 +68,11 @@ class Unpacking(NamedTuple):
 
 
 class Layout(ABC):
-    """The place of each code, scale and zero point in a checkpoint's tensors, and the form of its config.json.
+    """The place of each code, scale and zero point in a checkpoint's tensors, and the form of its
+    config.json.
 
-    All that other rooms must know of a layout is declared here, so that none asks for a layout by its name.
+    All that other rooms must know of a layout is declared here, so that none asks for a layout by
+    its name.
     """
 
     NAME: ClassVar[str]
@@ -81,13 +90,16 @@ class Layout(ABC):
     MARKER: ClassVar[str]
     #: The file beside config.json, or None where no reader looks for one.
     SIDE_FILE: ClassVar[SideFile | None] = None
-    #: The layout's name in messages, the multiples that `n` and `k` must be, and the way out if they are not.
+    #: The layout's name in messages, the multiples that `n` and `k` must be, and the way out if
+    #: they are not.
     TITLE: ClassVar[str]
     MULTIPLES: ClassVar[tuple[int, int]]
     WAY_OUT: ClassVar[str] = Words(validation.USUAL, ", or", Setting("skip"), "the weight")
-    #: Weights can be stacked if each `n` is a multiple of this: then no two share a tile. None: not stacked.
+    #: Weights can be stacked if each `n` is a multiple of this: then no two share a tile. None: not
+    #: stacked.
     STACKING_UNIT: ClassVar[int | None] = None
-    #: Conditions under which another layout holds the contents of a file: on integers, and on floats.
+    #: Conditions under which another layout holds the contents of a file: on integers, and on
+    #: floats.
     INTEGERS_IF: ClassVar[str | None] = None
     FLOATS_IF: ClassVar[str | None] = None
     #: The condition under which this layout holds the zero points of another one.
@@ -99,26 +111,36 @@ class Layout(ABC):
 
     @abstractmethod
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
-        """Give the dtype and shape of every tensor that `pack` stores for an `[n, k]` weight, by suffix."""
+        """Give the dtype and shape of every tensor that `pack` stores for an `[n, k]` weight, by
+        suffix.
+        """
 
     @abstractmethod
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
         """Compute `(n, k)` of a packed weight from the shapes of its stored tensors, by suffix."""
 
     def shape_in_words(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-        """Convert the shape of a tensor in a file, which may hold packed words as another dtype, for `size`."""
+        """Convert the shape of a tensor in a file, which may hold packed words as another dtype,
+        for `size`.
+        """
         return shape
 
     @abstractmethod
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
-        """Make a row-wise packer with its output tensors; scales and zero points are already filled in.
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
+        """Make a row-wise packer with its output tensors; scales and zero points are already filled
+        in.
 
-        It raises LayoutError for schemes and shapes that `check` refuses, and for values that cannot be stored.
+        It raises LayoutError for schemes and shapes that `check` refuses, and for values that
+        cannot be stored.
         """
 
     @abstractmethod
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        """Make a row-wise unpacker; raise LayoutError for wrong dtypes, shapes, scales or zero points."""
+        """Make a row-wise unpacker; raise LayoutError for wrong dtypes, shapes, scales or zero
+        points.
+        """
 
     @abstractmethod
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
@@ -143,10 +165,14 @@ class Layout(ABC):
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise LayoutError unless the layout holds the scheme; the message names a way out."""
         if not self.holds(scheme.format):
-            raise LayoutError(f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", validation.USUAL)
+            raise LayoutError(
+                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", validation.USUAL
+            )
 
     def check(self, scheme: Scheme, n: int, k: int) -> None:
-        """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message names a way out."""
+        """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message
+        names a way out.
+        """
         self.check_scheme(scheme)
         validation.check_multiples(self.TITLE, (n, k), self.MULTIPLES, self.WAY_OUT)
         scheme.groups(k)
@@ -157,7 +183,9 @@ class Layout(ABC):
             self.check_scheme(scheme)
 
     def check_tensors(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
-        """Compute `(n, k)` of a stored weight; raise LayoutError unless dtypes and shapes agree with `stored`."""
+        """Compute `(n, k)` of a stored weight; raise LayoutError unless dtypes and shapes agree
+        with `stored`.
+        """
         n, k = self.size({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme)
         self.check(scheme, n, k)
         validation.match(tensors, self.stored(scheme, n, k), self.OPTIONAL)
@@ -170,26 +198,37 @@ class Layout(ABC):
         return packing.tensors
 
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
-        """Unpack tensors, by suffix, to a record; raise LayoutError for wrong dtypes, shapes or contents."""
+        """Unpack tensors, by suffix, to a record; raise LayoutError for wrong dtypes, shapes or
+        contents.
+        """
         return self.unpacking(tensors, scheme).record()
 
     def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the packed tensors, by suffix, of weights of one scheme and `k` to `[n + n', k]`, in new memory.
+        """Stack the packed tensors, by suffix, of weights of one scheme and `k` to `[n + n', k]`,
+        in new memory.
 
         Here `n` lies along the columns of every tensor, so that they are joined side by side.
         """
         return {suffix: torch.cat([part[suffix] for part in parts], 1) for suffix in parts[0]}
 
-    def cut(self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range) -> dict[str, Tensor]:
-        """Copy the packed tensors of some rows of a stacked weight `[n, k]`: the inverse of `stack`."""
+    def cut(
+        self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range
+    ) -> dict[str, Tensor]:
+        """Copy the packed tensors of some rows of a stacked weight `[n, k]`: the inverse of
+        `stack`.
+        """
         found = {}
         for suffix, tensor in tensors.items():
             each = tensor.shape[1] // n
-            found[suffix] = tensor[:, each * rows.start : each * rows.stop].clone(memory_format=torch.contiguous_format)
+            found[suffix] = tensor[:, each * rows.start : each * rows.stop].clone(
+                memory_format=torch.contiguous_format
+            )
         return found
 
     def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
-        """Name the variant of this layout that the data show; it may differ from the label in the config."""
+        """Name the variant of this layout that the data show; it may differ from the label in the
+        config.
+        """
         return self.NAME
 
 

@@ -1,6 +1,8 @@
-"""Rows of codes as little-endian bit streams in int32 words, without gaps (docs/layouts.md 9 and 9b).
+"""Rows of codes as little-endian bit streams in int32 words, without gaps (docs/layouts.md 9 and
+9b).
 
-Code `j` of a row has the bits from `j * bits` on; bit 0 of word 0 comes first. The bits behind the last code are 0.
+Code `j` of a row has the bits from `j * bits` on; bit 0 of word 0 comes first. The bits behind the
+last code are 0.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def words_of(k: int, bits: int) -> int:
 
 
 def packer(words: Tensor, bits: int, k: int) -> OnRows:
-    """Make a function that packs uint8 rows `[some, k]` into contiguous int32 `words` `[n, words_of(k)]`."""
+    """Make a function that packs uint8 rows `[some, k]` into contiguous int32 `words` `[n,
+    words_of(k)]`.
+    """
     whole = _whole(k, bits)
 
     def pack_rows(first: int, codes: Tensor) -> None:
@@ -38,7 +42,8 @@ def packer(words: Tensor, bits: int, k: int) -> OnRows:
 
 
 def unpacker(words: Tensor, bits: int, k: int, name: str) -> OnRows:
-    """Make a function that fills contiguous uint8 rows `[some, k]` from `words`: the inverse of `packer`.
+    """Make a function that fills contiguous uint8 rows `[some, k]` from `words`: the inverse of
+    `packer`.
 
     It raises LayoutError for bits behind the last code of the tensor called `name` that are not 0.
     """
@@ -52,7 +57,9 @@ def unpacker(words: Tensor, bits: int, k: int, name: str) -> OnRows:
         padded = codes.new_empty(len(codes), whole)
         _unpack(pad(some, (0, whole * bits // 32 - some.shape[1])), padded, bits)
         if bool(padded[:, k:].any()):
-            raise LayoutError(f"{name!r} holds codes past its true shape, where it must be 0: the file is damaged")
+            raise LayoutError(
+                f"{name!r} holds codes past its true shape, where it must be 0: the file is damaged"
+            )
         codes.copy_(padded[:, :k])
 
     return unpack_rows

@@ -1,7 +1,8 @@
-"""The table of conversions between layouts, with their conditions: `convert --list` and docs/conversions.md.
+"""The table of conversions between layouts, with their conditions: `convert --list` and
+docs/conversions.md.
 
-It is derived from the layouts: each scheme of one is tried on the other with `recast.target`, and shapes with `check`.
-Only conditions on the contents of a file are stated here (docs/layouts.md 11).
+It is derived from the layouts: each scheme of one is tried on the other with `recast.target`, and
+shapes with `check`. Only conditions on the contents of a file are stated here (docs/layouts.md 11).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SIZES = (32, 64, 128, 256, None)
 SCHEMES = [
     Scheme(FORMATS[name], group_size, symmetric, sparsity)
     for name, sparsity, group_size, symmetric in product(FORMATS, SPARSITIES, SIZES, (True, False))
-    if (symmetric and sparsity is None) or (not FORMATS[name].is_float and (symmetric or sparsity is None))
+    if (symmetric and sparsity is None)
+    or (not FORMATS[name].is_float and (symmetric or sparsity is None))
 ]
 SIZE = 1024
 
@@ -34,8 +36,8 @@ SIZE = 1024
 class Conversion:
     """The conversion of one layout to another.
 
-    `lossless` is True, None under `condition`, or False because of `condition`. `restated` lists the schemes that are
-    recast, and to which ones.
+    `lossless` is True, None under `condition`, or False because of `condition`. `restated` lists
+    the schemes that are recast, and to which ones.
     """
 
     source: str
@@ -57,11 +59,15 @@ def conversions() -> list[Conversion]:
 
 
 def parse(pair: str) -> tuple[str, str]:
-    """Split `A-to-B` into source and target; RecipeError unless both are layouts (`gptq` stands for both versions)."""
+    """Split `A-to-B` into source and target; RecipeError unless both are layouts (`gptq` stands for
+    both versions).
+    """
     source, _, target = pair.partition("-to-")
     sources = {*LAYOUTS, *(layout.family for layout in LAYOUTS.values())}
     if source not in sources or target not in LAYOUTS:
-        raise RecipeError(f"{pair!r} is no conversion", f"write it A-to-B with layouts among {', '.join(LAYOUTS)}")
+        raise RecipeError(
+            f"{pair!r} is no conversion", f"write it A-to-B with layouts among {', '.join(LAYOUTS)}"
+        )
     return source, target
 
 
@@ -76,7 +82,9 @@ def _conversion(a: Layout, b: Layout) -> Conversion:
         *_shape_conditions(a, b, found),
         *_data_conditions(a, b, found),
     ]
-    changes = dict.fromkeys(change for scheme, now in found.items() for change in _changes(scheme, now))
+    changes = dict.fromkeys(
+        change for scheme, now in found.items() for change in _changes(scheme, now)
+    )
     condition, restated = "; ".join(conditions) or None, ", ".join(changes) or None
     return Conversion(a.NAME, b.NAME, None if conditions else True, condition, restated)
 
@@ -86,10 +94,14 @@ def _scheme_conditions(held: list[Scheme], found: list[Scheme]) -> list[str]:
     formats = list(dict.fromkeys(scheme.format.name for scheme in found))
     within = [scheme for scheme in held if scheme.format.name in formats]
     sizes = list(dict.fromkeys(scheme.group_size for scheme in found))
-    assert found == [scheme for scheme in within if scheme.group_size in sizes], "another rule than format and size"
+    assert found == [scheme for scheme in within if scheme.group_size in sizes], (
+        "another rule than format and size"
+    )
     lines = [f"the format is {_either(formats)}"] if len(within) < len(held) else []
     some = len(found) < len(within)
-    return lines + ([f"the group size is {_either(str(size or 'channel') for size in sizes)}"] if some else [])
+    return lines + (
+        [f"the group size is {_either(str(size or 'channel') for size in sizes)}"] if some else []
+    )
 
 
 def _shape_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
@@ -107,12 +119,16 @@ def _shape_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list
 
 def _data_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
     """List the conditions on values, which no header shows."""
-    integers, floats = (any(scheme.format.is_float is kind for scheme in found) for kind in (False, True))
+    integers, floats = (
+        any(scheme.format.is_float is kind for scheme in found) for kind in (False, True)
+    )
     asymmetric = any(not now.symmetric for now in found.values())
     lines = [
         a.INTEGERS_IF if integers else None,
         a.FLOATS_IF if floats else None,
-        RECENTRED if any(scheme.symmetric != now.symmetric for scheme, now in found.items()) else None,
+        RECENTRED
+        if any(scheme.symmetric != now.symmetric for scheme, now in found.items())
+        else None,
         PRUNED if any(scheme.sparsity != now.sparsity for scheme, now in found.items()) else None,
         b.ZEROS_IF if asymmetric and a.ZEROS_IF is None else None,
     ]
@@ -123,7 +139,10 @@ def _changes(scheme: Scheme, now: Scheme) -> list[str]:
     """List the properties that change when one scheme is recast to another."""
     sizes = [str(s.group_size or "channel") for s in (scheme, now)]
     pairs = [(scheme.format.name, now.format.name), (sizes[0], sizes[1])]
-    pairs += [("dense" if s is None else s, "dense" if t is None else t) for s, t in [(scheme.sparsity, now.sparsity)]]
+    pairs += [
+        ("dense" if s is None else s, "dense" if t is None else t)
+        for s, t in [(scheme.sparsity, now.sparsity)]
+    ]
     pairs += [("sym" if scheme.symmetric else "asym", "sym" if now.symmetric else "asym")]
     return [f"{before} as {after}" for before, after in pairs if before != after]
 

@@ -1,8 +1,9 @@
-"""compressed-tensors: INT2 to INT8 as `pack-quantized`, FP6 and FP5 exactly, in FP8 E4M3 as `float-quantized`.
+"""compressed-tensors: INT2 to INT8 as `pack-quantized`, FP6 and FP5 exactly, in FP8 E4M3 as
+`float-quantized`.
 
-Every value of the FP6 and FP5 formats is an E4M3 value (docs/layouts.md 11). The carrier holds values, and the
-`quantkit` key of the config has the format. Integers are a stream of bits along a row, zero points along a column
-(docs/layouts.md 9).
+Every value of the FP6 and FP5 formats is an E4M3 value (docs/layouts.md 11). The carrier holds
+values, and the `quantkit` key of the config has the format. Integers are a stream of bits along a
+row, zero points along a column (docs/layouts.md 9).
 """
 
 from __future__ import annotations
@@ -36,12 +37,21 @@ METHOD, MARLIN24 = "compressed-tensors", "marlin-24"
 
 
 class CompressedTensors(Layout):
-    """compressed-tensors: integers of any group size, FP6 and FP5 with one scale per row, any `n` and `k`."""
+    """compressed-tensors: integers of any group size, FP6 and FP5 with one scale per row, any `n`
+    and `k`.
+    """
 
     NAME = "compressed-tensors"
     QUANT_METHODS = (METHOD,)
     HOLDS = "integers, and floats whose values are FP8 E4M3 values"
-    TENSORS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
+    TENSORS = (
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+        "weight_zero_point",
+        "weight_g_idx",
+        "weight",
+    )
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "compressed-tensors", (1, 1)
     WAY_OUT = Words(Setting("skip"), "the weight")
@@ -54,7 +64,8 @@ class CompressedTensors(Layout):
     def check_scheme(self, scheme: Scheme) -> None:
         if not self.holds(scheme.format):
             raise LayoutError(
-                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", Words("use another", Setting("format"))
+                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}",
+                Words("use another", Setting("format")),
             )
         if scheme.format.is_float and scheme.group_size is not None:
             raise LayoutError(
@@ -73,7 +84,9 @@ class CompressedTensors(Layout):
         return {**packed, **scales, "weight_shape": (torch.int64, (2,)), **zeros}
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        """Compute `(n, k)`; with one scale per row `k` is the most that the words hold, as shapes say no more."""
+        """Compute `(n, k)`; with one scale per row `k` is the most that the words hold, as shapes
+        say no more.
+        """
         if scheme.format.is_float:
             return validation.matrix(shapes, "weight")
         n, words = validation.matrix(shapes, "weight_packed")
@@ -81,16 +94,29 @@ class CompressedTensors(Layout):
             return n, 32 * words // scheme.format.bits
         return n, validation.matrix(shapes, "weight_scale")[1] * scheme.group_size
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         """Make a row-wise packer; places past `n` and `k` in the last words are 0."""
         n, k = shape
         self.check(scheme, n, k)
         if scheme.format.is_float:
-            carrier, table = torch.empty(shape, dtype=torch.uint8, device=scales.device), _carrier(scheme.format)
-            carried = {"weight": carrier.view(torch.float8_e4m3fn), "weight_scale": validation.half(scales)}
-            return Packing(carried, lambda first, codes: _translate(codes, table, carrier[first : first + len(codes)]))
+            carrier, table = (
+                torch.empty(shape, dtype=torch.uint8, device=scales.device),
+                _carrier(scheme.format),
+            )
+            carried = {
+                "weight": carrier.view(torch.float8_e4m3fn),
+                "weight_scale": validation.half(scales),
+            }
+            return Packing(
+                carried,
+                lambda first, codes: _translate(codes, table, carrier[first : first + len(codes)]),
+            )
         bits = scheme.format.bits
-        words = torch.empty((n, bit_streams.words_of(k, bits)), dtype=torch.int32, device=scales.device)
+        words = torch.empty(
+            (n, bit_streams.words_of(k, bits)), dtype=torch.int32, device=scales.device
+        )
         tensors = {
             "weight_packed": words,
             "weight_scale": validation.half(scales),
@@ -101,7 +127,9 @@ class CompressedTensors(Layout):
         return Packing(tensors, bit_streams.packer(words, bits, k))
 
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
-        """Unpack tensors to a record; LayoutError for act-order, or FP8 values that are not of the format."""
+        """Unpack tensors to a record; LayoutError for act-order, or FP8 values that are not of the
+        format.
+        """
         found = self.unpacking(tensors, scheme)
         try:
             return found.record()
@@ -122,20 +150,23 @@ class CompressedTensors(Layout):
         validation.match(tensors, expected)
         if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
             raise LayoutError(
-                "weight_g_idx is not k // group_size, act-order at run time is not read", validation.ORIGINAL
+                "weight_g_idx is not k // group_size, act-order at run time is not read",
+                validation.ORIGINAL,
             )
         zeros, bits = None, scheme.format.bits
         if not scheme.symmetric:
-            zeros = bit_streams.unpack_zeros(tensors["weight_zero_point"], bits, n, "weight_zero_point")
+            zeros = bit_streams.unpack_zeros(
+                tensors["weight_zero_point"], bits, n, "weight_zero_point"
+            )
         fill = bit_streams.unpacker(tensors["weight_packed"], bits, k, "weight_packed")
         return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the config of docs/layouts.md 9, with one config group for each scheme.
 
-        The library takes the target that is a name before one that is a pattern, the first pattern in text order, and a
-        class last. `overrides` has its own order. So each name has the same scheme as in `schemes`: every pattern
-        excludes the patterns before it.
+        The library takes the target that is a name before one that is a pattern, the first pattern
+        in text order, and a class last. `overrides` has its own order. So each name has the same
+        scheme as in `schemes`: every pattern excludes the patterns before it.
         """
         targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
         before = ""
@@ -154,7 +185,10 @@ class CompressedTensors(Layout):
         self.check_all(schemes)
         formats = sorted({_public_format(scheme) for scheme in targets})
         mixed = len(formats) > 1
-        groups = {f"group_{i}": _group(names, scheme, mixed) for i, (scheme, names) in enumerate(targets.items())}
+        groups = {
+            f"group_{i}": _group(names, scheme, mixed)
+            for i, (scheme, names) in enumerate(targets.items())
+        }
         return {
             "quant_method": METHOD,
             "format": "mixed-precision" if mixed else formats[0],
@@ -166,10 +200,11 @@ class CompressedTensors(Layout):
         }
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a compressed-tensors config; None for another method or format `marlin-24`.
+        """Read the schemes of a compressed-tensors config; None for another method or format
+        `marlin-24`.
 
-        CheckpointError for other widths, quantized activations, transforms, and FP8 values that quantkit did not write:
-        the record cannot hold them.
+        CheckpointError for other widths, quantized activations, transforms, and FP8 values that
+        quantkit did not write: the record cannot hold them.
         """
         if config.get("quant_method") != METHOD or config.get("format") == MARLIN24:
             return None
@@ -197,11 +232,14 @@ class CompressedTensors(Layout):
 
 
 def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
-    """Read the schemes of integers of the groups with the format `packed`; CheckpointError as `read_config`."""
+    """Read the schemes of integers of the groups with the format `packed`; CheckpointError as
+    `read_config`.
+    """
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         if validation.entry(config, key, dict, type(None), default=None):
             raise CheckpointError(
-                f"a compressed-tensors checkpoint with {key!r}: only plain weights are read, {validation.ORIGINAL}"
+                f"a compressed-tensors checkpoint with {key!r}: only plain weights are read, "
+                f"{validation.ORIGINAL}"
             )
     groups = validation.entry(config, "config_groups", dict)
     by_target: dict[str, Scheme] = {}
@@ -209,7 +247,8 @@ def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
         group = validation.entry(groups, name, dict)
         if any(group.get(key) is not None for key in ("input_activations", "output_activations")):
             raise CheckpointError(
-                f"config group {name!r:.40} quantizes activations: only weights are read, {validation.ORIGINAL}"
+                f"config group {name!r:.40} quantizes activations: only weights are read, "
+                f"{validation.ORIGINAL}"
             )
         fmt = validation.entry(group, "format", str, type(None), default=None) or validation.entry(
             config, "format", str
@@ -222,13 +261,16 @@ def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
 
 
 def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str, T], ...]]:
-    """Return the value of `Linear`, which is the default, and (regular expression, value) pairs of the other targets.
+    """Return the value of `Linear`, which is the default, and (regular expression, value) pairs of
+    the other targets.
 
-    The first match wins, in the library's order: names, then patterns as text, then classes. CheckpointError for a
-    target that is no pattern.
+    The first match wins, in the library's order: names, then patterns as text, then classes.
+    CheckpointError for a target that is no pattern.
     """
     ordered = sorted(by_target.items(), key=lambda pair: pair[0])
-    exact = [(re.escape(t), value) for t, value in ordered if t != "Linear" and not t.startswith("re:")]
+    exact = [
+        (re.escape(t), value) for t, value in ordered if t != "Linear" and not t.startswith("re:")
+    ]
     check_amount(t[3:] for t in by_target if t.startswith("re:"))
     patterns = [(f"(?:{t[3:]}).*", value) for t, value in ordered if t.startswith("re:")]
     for pattern, _ in patterns:
@@ -290,7 +332,12 @@ def _group(targets: list[str], scheme: Scheme, mixed: bool) -> dict[str, Any]:
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    group = {"targets": targets, "input_activations": None, "output_activations": None, "weights": weights}
+    group = {
+        "targets": targets,
+        "input_activations": None,
+        "output_activations": None,
+        "weights": weights,
+    }
     return group | ({"format": _public_format(scheme)} if mixed else {})
 
 
@@ -301,8 +348,10 @@ def _scheme_of(weights: Mapping[str, Any], fmt: str, packed: str) -> Scheme:
     )
     if fmt != packed or kind != "int" or bits not in ((4,) if packed == MARLIN24 else INTEGERS):
         raise CheckpointError(
-            f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written by quantkit: "
-            f"read are int2 to int6 and int8 in {packed!r}, and fp6 and fp5 in FP8 with the 'quantkit' key; "
+            f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written "
+            "by quantkit: "
+            f"read are int2 to int6 and int8 in {packed!r}, and fp6 and fp5 in FP8 with the "
+            "'quantkit' key; "
             f"{validation.ORIGINAL}"
         )
     strategy = validation.entry(weights, "strategy", str)

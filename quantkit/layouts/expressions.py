@@ -1,8 +1,9 @@
 """Regular expressions of unknown origin, matched against names of modules in bounded time.
 
-Configs and recipes are written by strangers, and `re` has no limit: `(a+)+$` takes hours on one name. The engine here
-is `regex`, which transformers requires too: it has the syntax of `re`, and a limit of time. An engine without
-backtracking would refuse lookahead. Published configs use it, and so do our own compressed-tensors configs.
+Configs and recipes are written by strangers, and `re` has no limit: `(a+)+$` takes hours on one
+name. The engine here is `regex`, which transformers requires too: it has the syntax of `re`, and a
+limit of time. An engine without backtracking would refuse lookahead. Published configs use it, and
+so do our own compressed-tensors configs.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from quantkit.errors import CheckpointError
 
 #: The most seconds of processor time for one match, and for all matches of one config.
 SECONDS, SECONDS_IN_ALL = 1.0, 20.0
-#: The most patterns of a config, and the most characters of one pattern and of all: compiling takes time too.
+#: The most patterns of a config, and the most characters of one pattern and of all: compiling takes
+#: time too.
 MOST, LONGEST, LONGEST_IN_ALL = 10_000, 10_000, 2**20
-#: Parts that `regex` reads as more than `re` does: named classes in a set, and braces that do not count.
+#: Parts that `regex` reads as more than `re` does: named classes in a set, and braces that do not
+#: count.
 _UNLIKE = re.compile(r"\[:\^?\w+:\]|(?<!\\)\{(?!\d*,?\d*\})[^{}]*\}")
 
 
 @lru_cache(maxsize=2**15)
 def compiled(text: str) -> Any:
-    """Compile a regular expression; ValueError if it is none, is too long, or has another meaning elsewhere."""
+    """Compile a regular expression; ValueError if it is none, is too long, or has another meaning
+    elsewhere.
+    """
     if len(text) > LONGEST:
         raise ValueError(f"its {len(text)} characters are more than {LONGEST}")
     try:
@@ -40,7 +45,8 @@ def compiled(text: str) -> Any:
 
 
 def matches(text: str, name: str, seconds: float = SECONDS) -> bool:
-    """Return True if a regular expression matches a whole name; CheckpointError if that takes more than `seconds`.
+    """Return True if a regular expression matches a whole name; CheckpointError if that takes more
+    than `seconds`.
 
     ValueError as for `compiled`.
     """
@@ -55,24 +61,31 @@ def matches(text: str, name: str, seconds: float = SECONDS) -> bool:
 
 
 def check_amount(patterns: Iterable[str]) -> None:
-    """Raise CheckpointError for more patterns than can be compiled in seconds; names in full do not count."""
+    """Raise CheckpointError for more patterns than can be compiled in seconds; names in full do not
+    count.
+    """
     sizes = [len(pattern) for pattern in patterns if literal(pattern) is None]
     if len(sizes) > MOST or sum(sizes) > LONGEST_IN_ALL:
         raise CheckpointError(
-            f"{len(sizes)} patterns of {sum(sizes)} characters in the quantization config, the most are {MOST} "
+            f"{len(sizes)} patterns of {sum(sizes)} characters in the quantization config, the "
+            f"most are {MOST} "
             f"of {LONGEST_IN_ALL}",
             "write fewer that match more, or names in full",
         )
 
 
 def literal(text: str) -> str | None:
-    """Give the only name that the pattern `text` matches, if it is `re.escape` of a name; else None."""
+    """Give the only name that the pattern `text` matches, if it is `re.escape` of a name; else
+    None.
+    """
     name = re.sub(r"\\(.)", r"\1", text)
     return name if re.escape(name) == text else None
 
 
 class Patterns:
-    """Find the first of several patterns that matches a name, within `SECONDS_IN_ALL` for all names together."""
+    """Find the first of several patterns that matches a name, within `SECONDS_IN_ALL` for all names
+    together.
+    """
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._names: dict[str, int] = {}
@@ -86,7 +99,9 @@ class Patterns:
         self._left = SECONDS_IN_ALL
 
     def first(self, name: str) -> int | None:
-        """Return the index of the first pattern that matches a whole name; CheckpointError if that takes too long."""
+        """Return the index of the first pattern that matches a whole name; CheckpointError if that
+        takes too long.
+        """
         if name not in self._found:
             self._found[name] = self._search(name)
         return self._found[name]

@@ -1,7 +1,9 @@
-"""GPTQ checkpoints: plain words without interleaving, eight rows of the transposed weight a word (docs/layouts.md 1).
+"""GPTQ checkpoints: plain words without interleaving, eight rows of the transposed weight a word
+(docs/layouts.md 1).
 
-The two variants differ in zero points: v1, of AutoGPTQ, stores them less one, v2 as they are. Act-order is read only
-where it is static (`g_idx` is `k // g`), because no other layout can hold a shuffled one.
+The two variants differ in zero points: v1, of AutoGPTQ, stores them less one, v2 as they are.
+Act-order is read only where it is static (`g_idx` is `k // g`), because no other layout can hold a
+shuffled one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ ZEROS = Arrangement("N i:8", "G", "G N i")
 
 
 class Gptq(Layout):
-    """GPTQ v1: a stored zero point is one less than the zero point, so 0 cannot be stored (docs/layouts.md 1.4)."""
+    """GPTQ v1: a stored zero point is one less than the zero point, so 0 cannot be stored
+    (docs/layouts.md 1.4).
+    """
 
     NAME = "gptq"
     QUANT_METHODS = ("gptq",)
@@ -37,8 +41,13 @@ class Gptq(Layout):
     TITLE, MULTIPLES = "the GPTQ layout", (32, 32)
     INTEGERS_IF = "g_idx is static (k // group size)"
     ZEROS_IF: ClassVar[str | None] = "no zero point is 0"
-    ZEROS_NOTICE: ClassVar[str | None] = "gptq (v1) cannot store a zero point of 0: use gptq-v2 if the run stops at one"
-    ZEROS_IN_DOUBT = "asymmetric ones do not show whether they are v1 or v2 (LAYOUTS 1.4), so check the perplexity"
+    ZEROS_NOTICE: ClassVar[str | None] = (
+        "gptq (v1) cannot store a zero point of 0: use gptq-v2 if the run stops at one"
+    )
+    ZEROS_IN_DOUBT = (
+        "asymmetric ones do not show whether they are v1 or v2 (LAYOUTS 1.4), so check the "
+        "perplexity"
+    )
     #: Zero point minus stored zero point.
     OFFSET: ClassVar[int] = 1
 
@@ -55,7 +64,9 @@ class Gptq(Layout):
         words, n = validation.matrix(shapes, "qweight")
         return n, 8 * words
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
         points = zero_points(scales, zeros)
@@ -76,13 +87,16 @@ class Gptq(Layout):
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         """Make a row-wise unpacker; a missing `g_idx` counts as `k // g`.
 
-        Symmetric files are read by their data, whatever the label: all zero points 7 is v1 and all 8 is v2
-        (docs/layouts.md 1.4).
+        Symmetric files are read by their data, whatever the label: all zero points 7 is v1 and all
+        8 is v2 (docs/layouts.md 1.4).
         """
         n, k = self.check_tensors(tensors, scheme)
         order = tensors.get("g_idx")
         if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
-            raise LayoutError("g_idx is not k // group_size, act-order at run time is not read", validation.ORIGINAL)
+            raise LayoutError(
+                "g_idx is not k // group_size, act-order at run time is not read",
+                validation.ORIGINAL,
+            )
         zeros = self._zeros(ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
         fill = CODES.unpacker(tensors["qweight"], 4, (n, k))
         return Unpacking(scheme, (n, k), validation.half(tensors["scales"].t()), zeros, fill)
@@ -119,17 +133,20 @@ class Gptq(Layout):
         if config.get("quant_method") != "gptq" or config.get("is_marlin_format") is True:
             return None
         older, newer = (
-            validation.entry(config, key, str, type(None), default=None) for key in ("checkpoint_format", "format")
+            validation.entry(config, key, str, type(None), default=None)
+            for key in ("checkpoint_format", "format")
         )
         if older and newer and older != newer:
             raise CheckpointError(
-                f"checkpoint_format {older!r:.40} contradicts format {newer!r:.40}", "keep the right one"
+                f"checkpoint_format {older!r:.40} contradicts format {newer!r:.40}",
+                "keep the right one",
             )
         if (newer or older or Gptq.NAME) != self.NAME.replace("-", "_"):
             return None
         if validation.entry(config, "pack_dtype", str, default="int32") != "int32":
             raise CheckpointError(
-                f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read, {validation.ORIGINAL}"
+                f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read, "
+                f"{validation.ORIGINAL}"
             )
         head = validation.dense_head(config)
         overrides, ignore = read_dynamic(config, _scheme)
@@ -138,12 +155,16 @@ class Gptq(Layout):
     def _zeros(self, stored: Tensor, scheme: Scheme) -> Tensor | None:
         if scheme.symmetric:
             if not any(bool((stored == zero).all()) for zero in (7, 8)):
-                raise LayoutError("the config says symmetric, but qzeros are neither all 7 (v1) nor all 8 (v2)")
+                raise LayoutError(
+                    "the config says symmetric, but qzeros are neither all 7 (v1) nor all 8 (v2)"
+                )
             return None
         if self.OFFSET and bool((stored == 15).any()):
             raise LayoutError(
-                "a stored zero point of 15 means 16 in GPTQ v1, and readers disagree on it (LAYOUTS 1.4): if these are "
-                "v2's zero points under v1's label, set checkpoint_format and format to gptq_v2 in config.json"
+                "a stored zero point of 15 means 16 in GPTQ v1, and readers disagree on it "
+                "(LAYOUTS 1.4): if these are "
+                "v2's zero points under v1's label, set checkpoint_format and format to gptq_v2 in "
+                "config.json"
             )
         return stored + self.OFFSET
 
@@ -163,12 +184,18 @@ def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 
 def _entries(scheme: Scheme) -> dict[str, Any]:
-    return {"bits": scheme.format.bits, "group_size": scheme.group_size or -1, "sym": scheme.symmetric}
+    return {
+        "bits": scheme.format.bits,
+        "group_size": scheme.group_size or -1,
+        "sym": scheme.symmetric,
+    }
 
 
 def _scheme(config: Mapping[str, Any]) -> Scheme:
     bits, group = validation.entry(config, "bits", int), validation.entry(config, "group_size", int)
     if bits != 4:
-        raise CheckpointError(f"a GPTQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}")
+        raise CheckpointError(
+            f"a GPTQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}"
+        )
     group_size = validation.group_size(group, "GPTQ")
     return Scheme(INT4, group_size, symmetric=validation.entry(config, "sym", bool))

@@ -1,4 +1,6 @@
-"""humming: FP6, FP5 and integers in their true bits, each row one little-endian bit stream (docs/layouts.md 9b)."""
+"""humming: FP6, FP5 and integers in their true bits, each row one little-endian bit stream
+(docs/layouts.md 9b).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
 from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import Schemes, read_dynamic, write_dynamic
 
-#: A config's name for each format. Codes of integers are unsigned there, and half of their number is zero.
+#: A config's name for each format. Codes of integers are unsigned there, and half of their number
+#: is zero.
 DTYPES = {f"float{fmt.bits}{fmt.split}": fmt for fmt in (FP6, FP5)}
 DTYPES |= {f"uint{fmt.bits}": fmt for fmt in FORMATS.values() if not fmt.is_float}
 _NAMES = {fmt: name for name, fmt in DTYPES.items()}
@@ -48,21 +51,31 @@ class Humming(Layout):
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         super().check(scheme, n, k)
         if not scheme.symmetric:  # zero points fill whole words
-            validation.check_multiples(f"{self.TITLE} with zero points", (n, k), (32, 32), self.WAY_OUT)
+            validation.check_multiples(
+                f"{self.TITLE} with zero points", (n, k), (32, 32), self.WAY_OUT
+            )
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         bits, g = scheme.format.bits, scheme.groups(k)
         zeros = {} if scheme.symmetric else {"zero_point": (torch.int32, (n * bits // 32, g))}
-        return {"weight": (torch.int32, (n, k * bits // 32)), "weight_scale": (torch.float16, (n, g)), **zeros}
+        return {
+            "weight": (torch.int32, (n, k * bits // 32)),
+            "weight_scale": (torch.float16, (n, g)),
+            **zeros,
+        }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
         n, words = validation.matrix(shapes, "weight")
         return n, validation.codes_in_words(words, scheme.format)
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
-        words = torch.empty((n, k * scheme.format.bits // 32), dtype=torch.int32, device=scales.device)
+        words = torch.empty(
+            (n, k * scheme.format.bits // 32), dtype=torch.int32, device=scales.device
+        )
         tensors = {"weight": words, "weight_scale": validation.half(scales)}
         if zeros is not None:
             tensors["zero_point"] = bit_streams.pack_zeros(zeros, scheme.format.bits)
@@ -71,30 +84,41 @@ class Humming(Layout):
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         n, k = self.check_tensors(tensors, scheme)
         bits = scheme.format.bits
-        zeros = None if scheme.symmetric else bit_streams.unpack_zeros(tensors["zero_point"], bits, n, "zero_point")
+        zeros = (
+            None
+            if scheme.symmetric
+            else bit_streams.unpack_zeros(tensors["zero_point"], bits, n, "zero_point")
+        )
         fill = bit_streams.unpacker(tensors["weight"], bits, k, "weight")
         return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.
 
-        vLLM takes a plain entry of `ignore` for a part of a name, so an exact name is written as a pattern. A name
-        without dots, such as the head's, stays plain, because wrapper models put a prefix before it.
+        vLLM takes a plain entry of `ignore` for a part of a name, so an exact name is written as a
+        pattern. A name without dots, such as the head's, stays plain, because wrapper models put a
+        prefix before it.
         """
         self.check_all(schemes)
-        ignore = [f"re:^{re.escape(entry)}$" if _is_exact(entry) else entry for entry in schemes.ignore]
+        ignore = [
+            f"re:^{re.escape(entry)}$" if _is_exact(entry) else entry for entry in schemes.ignore
+        ]
         usual = {"has_zero_point": False, **_entries(schemes.default)}
 
         def changes(scheme: Scheme) -> dict[str, Any]:
             own = {"has_zero_point": False, **_entries(scheme)}
-            return {key: value for key, value in own.items() if key == "b_dtype" or value != usual[key]}
+            return {
+                key: value for key, value in own.items() if key == "b_dtype" or value != usual[key]
+            }
 
         dynamic = write_dynamic(schemes.overrides, changes)
         config = {"quant_method": "humming", **_entries(schemes.default), "ignore": ignore}
         return config | ({"dynamic": dynamic} if dynamic else {})
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a humming config, also with the older keys `dtype` and `group_size`."""
+        """Read the schemes of a humming config, also with the older keys `dtype` and
+        `group_size`.
+        """
         if config.get("quant_method") != "humming":
             return None
         overrides, dense = read_dynamic(config, _scheme)
@@ -113,12 +137,14 @@ def _scheme(config: Mapping[str, Any]) -> Scheme:
     group = validation.entry(config, key, int, default=0)
     if dtype not in DTYPES:
         raise CheckpointError(
-            f"a humming checkpoint of {dtype!r:.40}: quantkit reads {', '.join(DTYPES)}, {validation.ORIGINAL}"
+            f"a humming checkpoint of {dtype!r:.40}: quantkit reads {', '.join(DTYPES)}, "
+            f"{validation.ORIGINAL}"
         )
     fmt, zeros = DTYPES[dtype], validation.entry(config, "has_zero_point", bool, default=False)
     if group < 0 or (fmt.is_float and (group or zeros)):
         raise CheckpointError(
-            f"a humming checkpoint of {dtype} with groups of {group}{' and zero points' if zeros else ''}: "
+            f"a humming checkpoint of {dtype} with groups of "
+            f"{group}{' and zero points' if zeros else ''}: "
             f"quantkit reads floats with one scale per row (0), {validation.ORIGINAL}"
         )
     return Scheme(fmt, group or None, symmetric=not zeros)
@@ -129,7 +155,9 @@ def _is_exact(entry: str) -> bool:
 
 
 def _ignored(entry: str) -> str:
-    """Translate an entry of humming's `ignore`: an exact pattern to a name, a part of a name to a pattern."""
+    """Translate an entry of humming's `ignore`: an exact pattern to a name, a part of a name to a
+    pattern.
+    """
     own = re.fullmatch(r"re:\^(.*)\$", entry)
     name = literal(own[1]) if own else None
     return name or (f"re:.*{re.escape(entry)}.*" if _is_exact(entry) else entry)

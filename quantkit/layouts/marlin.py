@@ -49,12 +49,17 @@ class Marlin(Layout):
         rows, columns = validation.matrix(shapes, "B")
         return columns // 2, 16 * rows
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
         g = scales.shape[1]
         words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
-        tensors = {"B": words.view(k // 16, 2 * n), "s": _scale_order(g)(validation.half(scales).t()).view(g, n)}
+        tensors = {
+            "B": words.view(k // 16, 2 * n),
+            "s": _scale_order(g)(validation.half(scales).t()).view(g, n),
+        }
         return Packing(tensors, CODES.packer(words, 4, shape))
 
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
@@ -69,10 +74,16 @@ class Marlin(Layout):
         Overrides and dense linears other than `lm_head` are in the `quantkit` key only.
         """
         self.check_all(schemes)
-        return {**gptq_config(schemes, "marlin"), "is_marlin_format": True, "lm_head": schemes.quantizes_head}
+        return {
+            **gptq_config(schemes, "marlin"),
+            "is_marlin_format": True,
+            "lm_head": schemes.quantizes_head,
+        }
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a MARLIN config in any of its three published forms; None for another layout."""
+        """Read the schemes of a MARLIN config in any of its three published forms; None for another
+        layout.
+        """
         method = config.get("quant_method")
         marked = config.get("is_marlin_format") is True or "marlin" in (
             config.get("checkpoint_format"),
@@ -85,7 +96,9 @@ class Marlin(Layout):
 
 
 def check_group_size(title: str, scheme: Scheme) -> None:
-    """Raise LayoutError unless the group size is 128 or the whole row, as in both MARLIN layouts."""
+    """Raise LayoutError unless the group size is 128 or the whole row, as in both
+    MARLIN layouts.
+    """
     if scheme.group_size not in (128, None):
         raise LayoutError(
             f"{title} has groups of 128 or one scale per row, not groups of {scheme.group_size}",
@@ -107,15 +120,20 @@ def gptq_config(schemes: Schemes, checkpoint_format: str) -> dict[str, Any]:
 
 
 def read_scheme(config: Mapping[str, Any], title: str, rule: str) -> Scheme:
-    """Read the dense scheme of a config of either MARLIN layout; CheckpointError, which ends in `rule`, for others."""
+    """Read the dense scheme of a config of either MARLIN layout; CheckpointError, which ends in
+    `rule`, for others.
+    """
     bits = validation.entry(config, "bits", int, default=4)
     group = validation.entry(config, "group_size", int)
     symmetric = validation.entry(config, "sym", bool, default=True)
     if bits != 4 or group not in (128, -1) or not symmetric:
-        raise CheckpointError(f"a {title} config with bits {bits}, group_size {group}, sym {symmetric}: {rule}")
+        raise CheckpointError(
+            f"a {title} config with bits {bits}, group_size {group}, sym {symmetric}: {rule}"
+        )
     return Scheme(INT4, None if group == -1 else group)
 
 
 def _scale_order(g: int) -> Arrangement:
-    # The kernel goes by the number of scale rows: one group of 128 in k = 128 counts as per row (docs/layouts.md 3.3).
+    # The kernel goes by the number of scale rows: one group of 128 in k = 128 counts as per row
+    # (docs/layouts.md 3.3).
     return GROUPED_SCALES if g > 1 else SINGLE_SCALES

@@ -1,8 +1,9 @@
-"""Sparse-MARLIN: 2:4-sparse symmetric INT4, the two kept codes of each four as MARLIN fragments (docs/layouts.md 5).
+"""Sparse-MARLIN: 2:4-sparse symmetric INT4, the two kept codes of each four as MARLIN fragments
+(docs/layouts.md 5).
 
-The metadata, which say where the kept codes belong, are computed from the codes and stored beside them. Files whose
-metadata came from a pruning mask are read too, with the same values. Written again, they get the metadata of
-docs/layouts.md 4.1, and `verify` reports it.
+The metadata, which say where the kept codes belong, are computed from the codes and stored beside
+them. Files whose metadata came from a pruning mask are read too, with the same values. Written
+again, they get the metadata of docs/layouts.md 4.1, and `verify` reports it.
 
 The variant of compressed-tensors holds the same bytes under other names.
 """
@@ -66,11 +67,16 @@ class Marlin24(Layout):
         rows, columns = validation.matrix(shapes, self.TENSORS[0])
         return columns // 2, 32 * rows
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
         rows = validation.half(scales).t()
-        words, meta = (torch.empty([n * k // size], dtype=torch.int32, device=scales.device) for size in (16, 32))
+        words, meta = (
+            torch.empty([n * k // size], dtype=torch.int32, device=scales.device)
+            for size in (16, 32)
+        )
         pack_kept = KEPT.packer(words, 4, (n, k // 2))
         pack_metadata = sparse24.SPARSE_MARLIN.packer(meta, 4, (n, k // 4))
 
@@ -87,15 +93,19 @@ class Marlin24(Layout):
         return Packing(dict(zip(self.TENSORS, tensors, strict=True)), add)
 
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        """Make a row-wise unpacker, which raises LayoutError for metadata that does not describe two of four.
+        """Make a row-wise unpacker, which raises LayoutError for metadata that does not describe
+        two of four.
 
-        The library of compressed-tensors left the scales of k = 256 in groups of 128 unpermuted, which nothing in the
-        file shows. They are read as the kernel reads them, permuted (docs/layouts.md 5.5).
+        The library of compressed-tensors left the scales of k = 256 in groups of 128 unpermuted,
+        which nothing in the file shows. They are read as the kernel reads them, permuted
+        (docs/layouts.md 5.5).
         """
         n, k = self.check_tensors(tensors, scheme)
         words, meta, scales = (tensors[name] for name in self.TENSORS)
         fill_kept = KEPT.unpacker(words, 4, (n, k // 2))
-        fill_metadata = sparse24.SPARSE_MARLIN.unpacker(aligned(meta).view(torch.int32), 4, (n, k // 4))
+        fill_metadata = sparse24.SPARSE_MARLIN.unpacker(
+            aligned(meta).view(torch.int32), 4, (n, k // 4)
+        )
 
         def fill(first: int, codes: Tensor) -> None:
             kept, metadata = (codes.new_empty(len(codes), k // size) for size in (2, 4))
@@ -110,14 +120,16 @@ class Marlin24(Layout):
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the config of docs/layouts.md 5.4.
 
-        Overrides and dense linears other than `lm_head` are in the `quantkit` key only. The method is not METHOD,
-        because readers that do not know it take it for a dense model.
+        Overrides and dense linears other than `lm_head` are in the `quantkit` key only. The method
+        is not METHOD, because readers that do not know it take it for a dense model.
         """
         self.check_all(schemes)
         return {**marlin.gptq_config(schemes, FORMAT), "lm_head": schemes.quantizes_head}
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a Sparse-MARLIN config, by its format or vLLM's method; None for another layout."""
+        """Read the schemes of a Sparse-MARLIN config, by its format or vLLM's method; None for
+        another layout.
+        """
         method = config.get("quant_method")
         marked = FORMAT in (config.get("checkpoint_format"), config.get("format"))
         if method != METHOD and not (method == "gptq" and marked):
@@ -139,8 +151,8 @@ class Marlin24CompressedTensors(Marlin24):
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the config of docs/layouts.md 5.4.
 
-        The format is in every config group too: a library that cannot read it then refuses it by name. Otherwise it
-        would take the tensors for `pack-quantized`.
+        The format is in every config group too: a library that cannot read it then refuses it by
+        name. Otherwise it would take the tensors for `pack-quantized`.
         """
         self.check_all(schemes)
         config = compressed_tensors.CompressedTensors().write_config(schemes)
@@ -153,9 +165,13 @@ class Marlin24CompressedTensors(Marlin24):
         if config.get("quant_method") != compressed_tensors.METHOD or config.get("format") != fmt:
             return None
         sparse = validation.entry(config, "sparsity_config", dict, type(None), default=None) or {}
-        if sparse.get("format", "dense") not in ("dense", fmt):  # it may say 2:4, and that nothing more was packed
+        if sparse.get("format", "dense") not in (
+            "dense",
+            fmt,
+        ):  # it may say 2:4, and that nothing more was packed
             raise CheckpointError(
-                f"a {fmt} checkpoint with sparsity {str(sparse['format'])!r:.40}: only dense is read, "
+                f"a {fmt} checkpoint with sparsity {str(sparse['format'])!r:.40}: only dense is "
+                "read, "
                 f"{validation.ORIGINAL}"
             )
         schemes = compressed_tensors.schemes_of({**config, "sparsity_config": None}, fmt)
@@ -165,7 +181,10 @@ class Marlin24CompressedTensors(Marlin24):
     def _sparse(self, scheme: Scheme) -> Scheme:
         try:
             if not scheme.symmetric:
-                raise LayoutError("Sparse-MARLIN is symmetric only, and the config says asymmetric", "quantize again")
+                raise LayoutError(
+                    "Sparse-MARLIN is symmetric only, and the config says asymmetric",
+                    "quantize again",
+                )
             sparse = replace(scheme, sparsity="2:4")
             self.check_scheme(sparse)
         except LayoutError as error:

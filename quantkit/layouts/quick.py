@@ -1,6 +1,8 @@
-"""QUICK: AWQ's weights in the order of a kernel that needs no shared memory for them (docs/layouts.md 8).
+"""QUICK: AWQ's weights in the order of a kernel that needs no shared memory for them
+(docs/layouts.md 8).
 
-The words are MARLIN's in another order, which depends on `n`. Scales and zero points are stored twice.
+The words are MARLIN's in another order, which depends on `n`. Scales and zero points are stored
+twice.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ ZERO_WORDS = Arrangement("G", "N i:8", "G N i")
 
 
 def _older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the side file: the loader takes exactly these keys, and the version in capitals (docs/layouts.md 8.4)."""
+    """Make the side file: the loader takes exactly these keys, and the version in capitals
+    (docs/layouts.md 8.4).
+    """
     return {
         "zero_point": config["zero_point"],
         "q_group_size": config["group_size"],
@@ -38,7 +42,9 @@ def _older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Quick(Layout):
-    """QUICK. The published packer fails when n / 128 is odd and not 1; the formulas of docs/layouts.md 8.2 do not."""
+    """QUICK. The published packer fails when n / 128 is odd and not 1; the formulas of
+    docs/layouts.md 8.2 do not.
+    """
 
     NAME = "quick"
     QUANT_METHODS = ("awq",)
@@ -51,7 +57,9 @@ class Quick(Layout):
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if scheme.group_size is None:  # its loader divides k by the group size, which would be -1
-            raise LayoutError("QUICK cannot load one scale per row", Words("use", Setting("group_size", 128)))
+            raise LayoutError(
+                "QUICK cannot load one scale per row", Words("use", Setting("group_size", 128))
+            )
         if scheme.group_size % 32:
             raise LayoutError(
                 f"QUICK has groups of a multiple of 32, not of {scheme.group_size}",
@@ -70,7 +78,9 @@ class Quick(Layout):
         rows, columns = validation.matrix(shapes, "qweight")
         return 2 * columns, 4 * rows
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
         g = scales.shape[1]
@@ -79,7 +89,10 @@ class Quick(Layout):
         tensors = {
             "qweight": words.view(k // 4, n // 2),
             "qzeros": ZERO_WORDS.pack(points.view(g, 2 * n), 4).view(g, n // 4),
-            "scales": SCALES(validation.half(scales).t()).view(g, n, 1).repeat(1, 1, 2).view(g, 2 * n),
+            "scales": SCALES(validation.half(scales).t())
+            .view(g, n, 1)
+            .repeat(1, 1, 2)
+            .view(g, 2 * n),
         }
         return Packing(tensors, CODES.packer(words, 4, shape))
 
@@ -87,10 +100,14 @@ class Quick(Layout):
         n, k = self.check_tensors(tensors, scheme)
         g = scheme.groups(k)
         scales = _first_copy(tensors["scales"].contiguous().view(g, n, 2, 1), "scales")
-        points = _first_copy(ZERO_WORDS.unpack(tensors["qzeros"], 4, (g, 2 * n)).view(g, n // 4, 2, 4), "qzeros")
+        points = _first_copy(
+            ZERO_WORDS.unpack(tensors["qzeros"], 4, (g, 2 * n)).view(g, n // 4, 2, 4), "qzeros"
+        )
         zeros = awq.zeros_of_record(SCALES.inverse(points, (g, n)).t(), scheme)
         fill = CODES.unpacker(tensors["qweight"], 4, (n, k))
-        return Unpacking(scheme, (n, k), validation.half(SCALES.inverse(scales, (g, n)).t()), zeros, fill)
+        return Unpacking(
+            scheme, (n, k), validation.half(SCALES.inverse(scales, (g, n)).t()), zeros, fill
+        )
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make AWQ's config with the version `quick` (docs/layouts.md 8.4)."""
@@ -109,8 +126,12 @@ class Quick(Layout):
 
 
 def _first_copy(copies: Tensor, name: str) -> Tensor:
-    """Give the first copy of `[g, blocks, 2, entries]`, flat; raise LayoutError unless the bits of both agree."""
+    """Give the first copy of `[g, blocks, 2, entries]`, flat; raise LayoutError unless the bits of
+    both agree.
+    """
     first, second = copies.unbind(2)
     if not torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)):
-        raise LayoutError(f"tensor {name!r} holds every entry twice, and two copies differ: it is damaged")
+        raise LayoutError(
+            f"tensor {name!r} holds every entry twice, and two copies differ: it is damaged"
+        )
     return first.reshape(-1)

@@ -1,8 +1,9 @@
-"""Recast a record: the same values in another scheme or shape, for a layout that does not hold its own.
+"""Recast a record: the same values in another scheme or shape, for a layout that does not hold its
+own.
 
-`target` chooses scheme and shape from headers only. `recast` changes the data; values stay the same bit for bit, or it
-names the place that forbids it (docs/layouts.md 11). Nothing is rounded here; `nearest` only chooses the scheme to
-round to.
+`target` chooses scheme and shape from headers only. `recast` changes the data; values stay the same
+bit for bit, or it names the place that forbids it (docs/layouts.md 11). Nothing is rounded here;
+`nearest` only chooses the scheme to round to.
 """
 
 from __future__ import annotations
@@ -40,40 +41,52 @@ def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
 
 
 def target(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
-    """Choose the nearest scheme and shape that a layout can hold for an `[n, k]` weight of a scheme, if any.
+    """Choose the nearest scheme and shape that a layout can hold for an `[n, k]` weight of a
+    scheme, if any.
 
-    Whether the data allow it is found by `recast`. With `pad` the shape may be larger (`padded_shape`).
+    Whether the data allow it is found by `recast`. With `pad` the shape may be larger
+    (`padded_shape`).
     """
     return _first_that_fits(layout, list(candidates(scheme)), n, k, pad)
 
 
 def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
-    """Choose the scheme to round a decoded weight to if `target` or the data refuse: lossy, and only on request.
+    """Choose the scheme to round a decoded weight to if `target` or the data refuse: lossy, and
+    only on request.
 
-    The format stays if the layout holds it. Groups of 128 are preferred to smaller groups, and any group to one scale
-    per row.
+    The format stays if the layout holds it. Groups of 128 are preferred to smaller groups, and any
+    group to one scale per row.
     """
     own = scheme.format
-    formats = sorted(FORMATS.values(), key=lambda f: (f != own, f.is_float != own.is_float, -f.bits))
+    formats = sorted(
+        FORMATS.values(), key=lambda f: (f != own, f.is_float != own.is_float, -f.bits)
+    )
     sparsities: list[Sparsity] = [scheme.sparsity, None, "2:4"]
     found = [
         Scheme(fmt, size, symmetric, sparsity)
         for fmt, sparsity, symmetric in product(formats, sparsities, (scheme.symmetric, True))
-        if (symmetric or not fmt.is_float) and (sparsity is None or (symmetric and not fmt.is_float))
+        if (symmetric or not fmt.is_float)
+        and (sparsity is None or (symmetric and not fmt.is_float))
         for size in (*([scheme.group_size] if fmt == own else []), *GROUP_SIZES, None)
     ]
     return _first_that_fits(layout, found, n, k, pad)
 
 
-def fitting(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> tuple[int, int] | None:
-    """Give the shape of an `[n, k]` weight in a layout, larger only with `pad`; None if there is none."""
+def fitting(
+    layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False
+) -> tuple[int, int] | None:
+    """Give the shape of an `[n, k]` weight in a layout, larger only with `pad`; None if there is
+    none.
+    """
     if broken_rule(layout, scheme, n, k) is None:
         return n, k
     return padded_shape(layout, scheme, n, k) if pad else None
 
 
 def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, int] | None:
-    """Find the smallest shape of at least `[n, k]` that a layout holds in a scheme; None if there is none."""
+    """Find the smallest shape of at least `[n, k]` that a layout holds in a scheme; None if there
+    is none.
+    """
     group = scheme.group_size or 1
     if broken_rule(layout, scheme, LARGEST_MULTIPLE, LARGEST_MULTIPLE * group) is not None:
         return None
@@ -86,21 +99,32 @@ def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, i
     columns = range(first, first + LARGEST_MULTIPLE * group, group)
     found = (
         next(rows, 0),
-        next((size for size in columns if broken_rule(layout, scheme, LARGEST_MULTIPLE, size) is None), 0),
+        next(
+            (
+                size
+                for size in columns
+                if broken_rule(layout, scheme, LARGEST_MULTIPLE, size) is None
+            ),
+            0,
+        ),
     )
     return found if broken_rule(layout, scheme, *found) is None else None
 
 
 def recast(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> QuantizedTensor:
-    """Recast a record to `scheme` and `shape` with the same values bit for bit, and zeros past them.
+    """Recast a record to `scheme` and `shape` with the same values bit for bit, and zeros past
+    them.
 
-    A smaller shape drops rows and columns, which must be zeros. LayoutError, with a count and the first place, for
-    codes that do not fit around a zero point of 8, or quads of more than two values.
+    A smaller shape drops rows and columns, which must be zeros. LayoutError, with a count and the
+    first place, for codes that do not fit around a zero point of 8, or quads of more than two
+    values.
     """
     if scheme == q.scheme and shape == q.shape:
         return q
     if scheme not in candidates(q.scheme):
-        raise LayoutError(f"{q.scheme.label} cannot be stated as {scheme.label}: values would change")
+        raise LayoutError(
+            f"{q.scheme.label} cannot be stated as {scheme.label}: values would change"
+        )
     if scheme.format != q.scheme.format:
         table = scheme.format.encode(torch.tensor(q.scheme.format.values)).to(q.codes.device)
         zeros = None if q.zeros is None else table[q.zeros.int()]
@@ -123,25 +147,38 @@ def check_padding(q: QuantizedTensor, n: int, k: int) -> None:
     if bool(values.any()):
         row, column = values.nonzero()[0].tolist()
         raise LayoutError(
-            f"{int(values.sum())} weights past its true shape [{n}, {k}] are not zero, first row {row}, column "
+            f"{int(values.sum())} weights past its true shape [{n}, {k}] are not zero, first row "
+            f"{row}, column "
             f"{column}: the file is damaged, or its 'padded' entry is wrong"
         )
 
 
 def candidates(scheme: Scheme) -> Iterator[Scheme]:
-    """Yield every scheme that may hold the values of another: itself first, then by number of changes."""
+    """Yield every scheme that may hold the values of another: itself first, then by number of
+    changes.
+    """
     values = set(scheme.format.values)
-    wider = [f for f in FORMATS.values() if f.is_float == scheme.format.is_float and values < set(f.values)]
+    wider = [
+        f
+        for f in FORMATS.values()
+        if f.is_float == scheme.format.is_float and values < set(f.values)
+    ]
     formats: list[Format] = [scheme.format, *wider]
     size = scheme.group_size
     sizes = [size, *(g for g in GROUP_SIZES if size is None or (size > g and size % g == 0))]
-    sparsities: list[Sparsity] = [scheme.sparsity] if scheme.sparsity or scheme.format.is_float else [None, "2:4"]
-    for sparsity, symmetric, fmt, g in product(sparsities, dict.fromkeys((scheme.symmetric, True)), formats, sizes):
+    sparsities: list[Sparsity] = (
+        [scheme.sparsity] if scheme.sparsity or scheme.format.is_float else [None, "2:4"]
+    )
+    for sparsity, symmetric, fmt, g in product(
+        sparsities, dict.fromkeys((scheme.symmetric, True)), formats, sizes
+    ):
         if symmetric or sparsity is None:
             yield Scheme(fmt, g, symmetric, sparsity)
 
 
-def _first_that_fits(layout: Layout, schemes: list[Scheme], n: int, k: int, pad: bool) -> Target | None:
+def _first_that_fits(
+    layout: Layout, schemes: list[Scheme], n: int, k: int, pad: bool
+) -> Target | None:
     for padding in (False, True) if pad else (False,):
         for scheme in schemes:
             shape = fitting(layout, scheme, n, k, pad=padding)
@@ -151,7 +188,9 @@ def _first_that_fits(layout: Layout, schemes: list[Scheme], n: int, k: int, pad:
 
 
 def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
-    """Move zero points to 8, which makes a record symmetric; LayoutError unless `0 <= code - zero point + 8 <= 15`."""
+    """Move zero points to 8, which makes a record symmetric; LayoutError unless `0 <= code - zero
+    point + 8 <= 15`.
+    """
     n, k = q.shape
     g = zeros.shape[1]
     codes = q.codes.view(n, g, -1).short().sub_(zeros.unsqueeze(-1)).add_(q.scheme.format.zero_code)
@@ -161,27 +200,38 @@ def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
         row, group = bad.nonzero()[0].tolist()
         column = group * (k // g) + int(outside[row, group].nonzero()[0])
         raise LayoutError(
-            f"{int(bad.sum())} of {bad.numel()} zero points cannot be re-centred to 8: first row {row}, group {group}, "
-            f"zero point {int(zeros[row, group])} and code {int(q.codes[row, column])} of column {column}"
+            f"{int(bad.sum())} of {bad.numel()} zero points cannot be re-centred to 8: first row "
+            f"{row}, group {group}, "
+            f"zero point {int(zeros[row, group])} and code {int(q.codes[row, column])} of column "
+            f"{column}"
         )
-    return QuantizedTensor(replace(q.scheme, symmetric=True), codes.to(torch.uint8).view(n, k), q.scales)
+    return QuantizedTensor(
+        replace(q.scheme, symmetric=True), codes.to(torch.uint8).view(n, k), q.scales
+    )
 
 
 def _regrouped(q: QuantizedTensor, size: int | None) -> QuantizedTensor:
     """Repeat each scale and zero point for smaller groups of `size` columns."""
     times = q.shape[1] // q.scales.shape[1] // (size or q.shape[1])
     zeros = None if q.zeros is None else q.zeros.repeat_interleave(times, 1)
-    return QuantizedTensor(replace(q.scheme, group_size=size), q.codes, q.scales.repeat_interleave(times, 1), zeros)
+    return QuantizedTensor(
+        replace(q.scheme, group_size=size), q.codes, q.scales.repeat_interleave(times, 1), zeros
+    )
 
 
 def _reshaped(q: QuantizedTensor, n: int, k: int) -> QuantizedTensor:
-    """Cut a record, or pad it with zeros, to `[n, k]`; new groups have scales of 1 and zero points of 8."""
+    """Cut a record, or pad it with zeros, to `[n, k]`; new groups have scales of 1 and zero points
+    of 8.
+    """
     if q.shape == (n, k):
         return q
     if q.shape[0] > n or q.shape[1] > k:
         check_padding(q, min(n, q.shape[0]), min(k, q.shape[1]))
     groups = q.scheme.groups(k)
-    zero, added = q.scheme.format.zero_code, (0, max(0, groups - q.scales.shape[1]), 0, max(0, n - q.shape[0]))
+    zero, added = (
+        q.scheme.format.zero_code,
+        (0, max(0, groups - q.scales.shape[1]), 0, max(0, n - q.shape[0])),
+    )
     codes = pad(q.codes[:n, :k], (0, max(0, k - q.shape[1]), 0, max(0, n - q.shape[0])), value=zero)
     scales = pad(q.scales[:n, :groups], added, value=1.0)
     zeros = None if q.zeros is None else pad(q.zeros[:n, :groups], added, value=zero)

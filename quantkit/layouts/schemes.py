@@ -1,4 +1,6 @@
-"""`Schemes`: the scheme and the true shape of each linear of a checkpoint, as its configuration states them."""
+"""`Schemes`: the scheme and the true shape of each linear of a checkpoint, as its configuration
+states them.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from quantkit.layouts.expressions import Patterns, check_amount, literal
 
 @dataclass(frozen=True)
 class Schemes:
-    """The default scheme of a checkpoint's quantized linears, exceptions by module name, and the dense linears.
+    """The default scheme of a checkpoint's quantized linears, exceptions by module name, and the
+    dense linears.
 
-    `overrides` are (regular expression, scheme) pairs, matched against the whole module name; the first match wins.
-    `ignore` lists the names of dense modules, or patterns `re:...`, as public readers expect them. `padded` are
-    (module name, true shape `[n, k]`) pairs of linears stored larger, with zeros; only the `quantkit` key has them.
+    `overrides` are (regular expression, scheme) pairs, matched against the whole module name; the
+    first match wins. `ignore` lists the names of dense modules, or patterns `re:...`, as public
+    readers expect them. `padded` are (module name, true shape `[n, k]`) pairs of linears stored
+    larger, with zeros; only the `quantkit` key has them.
     """
 
     default: Scheme
@@ -29,7 +33,9 @@ class Schemes:
     padded: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     def of(self, module: str) -> Scheme:
-        """Give the scheme of the linear called `module`; CheckpointError if the patterns take too long."""
+        """Give the scheme of the linear called `module`; CheckpointError if the patterns take too
+        long.
+        """
         found = self._patterns.first(module)
         return self.default if found is None else self.overrides[found][1]
 
@@ -39,17 +45,23 @@ class Schemes:
 
     @property
     def quantizes_head(self) -> bool:
-        """True if the output head is quantized too: `ignore` has none of the names that models give it."""
-        return not any(module.rpartition(".")[2] in ("lm_head", "embed_out") for module in self.ignore)
+        """True if the output head is quantized too: `ignore` has none of the names that models give
+        it.
+        """
+        return not any(
+            module.rpartition(".")[2] in ("lm_head", "embed_out") for module in self.ignore
+        )
 
 
 def write_dynamic(
     overrides: Iterable[tuple[str, Scheme]], settings: Callable[[Scheme], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Make `dynamic`, the exceptions in a config; LayoutError for a pattern that cannot be embedded.
+    """Make `dynamic`, the exceptions in a config; LayoutError for a pattern that cannot be
+    embedded.
 
-    A key is `+:pattern` for other settings, or `-:pattern` for dense linears. A pattern is matched from the start of a
-    name, and the first that matches wins. Source: the documentation of GPTQModel; vLLM 0.26.0 reads humming's so too.
+    A key is `+:pattern` for other settings, or `-:pattern` for dense linears. A pattern is matched
+    from the start of a name, and the first that matches wins. Source: the documentation of
+    GPTQModel; vLLM 0.26.0 reads humming's so too.
     """
     dynamic: dict[str, dict[str, Any]] = {}
     for pattern, scheme in overrides:
@@ -60,7 +72,8 @@ def write_dynamic(
 def read_dynamic(
     config: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], Scheme]
 ) -> tuple[tuple[tuple[str, Scheme], ...], tuple[str, ...]]:
-    """Read overrides and the entries for `ignore`; `scheme_of` reads a config with an exception's settings laid over.
+    """Read overrides and the entries for `ignore`; `scheme_of` reads a config with an exception's
+    settings laid over.
 
     CheckpointError for a malformed entry.
     """
@@ -68,7 +81,11 @@ def read_dynamic(
     ignore: list[str] = []
     dynamic = validation.entry(config, "dynamic", dict, type(None), default=None) or {}
     starts = {key: key.removeprefix("+:").removeprefix("-:") for key in dynamic}
-    ours = {key: it[1] for key, start in starts.items() if (it := re.fullmatch(r"\^\(\?:(.*)\)\$", start))}
+    ours = {
+        key: it[1]
+        for key, start in starts.items()
+        if (it := re.fullmatch(r"\^\(\?:(.*)\)\$", start))
+    }
     check_amount((starts | ours).values())
     for key, changes in dynamic.items():
         own = ours.get(key)

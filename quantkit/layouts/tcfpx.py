@@ -1,9 +1,12 @@
-"""TC-FPx: FP6 and FP5 cut into bit planes, in the order of the kernel's tensor-core fragments (docs/layouts.md 7).
+"""TC-FPx: FP6 and FP5 cut into bit planes, in the order of the kernel's tensor-core fragments
+(docs/layouts.md 7).
 
-The first plane has a code's high bits, two of FP6 and one of FP5. The second plane has its low four bits. Scales are
-unmodified: the kernels multiply by 2**12 or 2**14 for the exponents (docs/layouts.md 6.4).
+The first plane has a code's high bits, two of FP6 and one of FP5. The second plane has its low four
+bits. Scales are unmodified: the kernels multiply by 2**12 or 2**14 for the exponents
+(docs/layouts.md 6.4).
 
-Names of tensors in a file are not established. Ours are `weight`, in the shape of fp6_llm, and `scales` (7.1).
+Names of tensors in a file are not established. Ours are `weight`, in the shape of fp6_llm, and
+`scales` (7.1).
 """
 
 from __future__ import annotations
@@ -48,10 +51,16 @@ class TcFpx(Layout):
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if scheme.group_size is not None:
-            raise LayoutError("TC-FPx has one scale per row", Words("quantize with", Setting("group_size", "channel")))
+            raise LayoutError(
+                "TC-FPx has one scale per row",
+                Words("quantize with", Setting("group_size", "channel")),
+            )
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
-        return {"weight": (torch.int32, (n, k * scheme.format.bits // 32)), "scales": (torch.float16, (n,))}
+        return {
+            "weight": (torch.int32, (n, k * scheme.format.bits // 32)),
+            "scales": (torch.float16, (n,)),
+        }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
         n, words = validation.matrix(shapes, "weight")
@@ -61,7 +70,9 @@ class TcFpx(Layout):
         """Count bytes in words, since torchao stores words as bytes (docs/layouts.md 7.1)."""
         return (*shape[:-1], shape[-1] // 4) if shape and dtype == torch.uint8 else shape
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    def packing(
+        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+    ) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
         bits = scheme.format.bits
@@ -73,18 +84,24 @@ class TcFpx(Layout):
             pack_high(first, (codes >> 4).bitwise_and_((1 << bits - 4) - 1))
             pack_low(first, codes & 15)
 
-        return Packing({"weight": words.view(n, -1), "scales": validation.half(scales).view(n)}, add)
+        return Packing(
+            {"weight": words.view(n, -1), "scales": validation.half(scales).view(n)}, add
+        )
 
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         """Make a row-wise unpacker.
 
-        `weight` may also have torchao's form, the same bytes as uint8 `[n, k*bits/8]`; `scales` may be `[n, 1]`.
+        `weight` may also have torchao's form, the same bytes as uint8 `[n, k*bits/8]`; `scales` may
+        be `[n, 1]`.
         """
         tensors = {**tensors, **_as_stored(tensors)}
         n, k = self.check_tensors(tensors, scheme)
         bits = scheme.format.bits
         high, low = planes(tensors["weight"].reshape(-1), bits)
-        fill_high, fill_low = HIGH[bits].unpacker(high, bits - 4, (n, k)), LOW.unpacker(low, 4, (n, k))
+        fill_high, fill_low = (
+            HIGH[bits].unpacker(high, bits - 4, (n, k)),
+            LOW.unpacker(low, 4, (n, k)),
+        )
 
         def fill(first: int, codes: Tensor) -> None:
             fill_low(first, codes)
@@ -95,10 +112,17 @@ class TcFpx(Layout):
         return Unpacking(scheme, (n, k), validation.half(tensors["scales"].view(n, 1)), None, fill)
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make quantkit's own config, because no other program has one; overrides are in the `quantkit` key only."""
+        """Make quantkit's own config, because no other program has one; overrides are in the
+        `quantkit` key only.
+        """
         self.check_all(schemes)
         fmt = schemes.default.format
-        return {"quant_method": self.NAME, "format": fmt.split, "bits": fmt.bits, "ignore": list(schemes.ignore)}
+        return {
+            "quant_method": self.NAME,
+            "format": fmt.split,
+            "bits": fmt.bits,
+            "ignore": list(schemes.ignore),
+        }
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
         if config.get("quant_method") != self.NAME:
@@ -106,11 +130,15 @@ class TcFpx(Layout):
         split = validation.entry(config, "format", str)
         known = {fmt.split: fmt for fmt in FORMATS.values() if self.holds(fmt)}
         if split not in known:
-            raise CheckpointError(f"a TC-FPx checkpoint of {split!r:.40}: quantkit reads {', '.join(known)}")
+            raise CheckpointError(
+                f"a TC-FPx checkpoint of {split!r:.40}: quantkit reads {', '.join(known)}"
+            )
         fmt = known[split]
         bits = validation.entry(config, "bits", int, default=fmt.bits)
         if bits != fmt.bits:
-            raise CheckpointError(f"a TC-FPx config with format {split} and bits {bits}: {split} has {fmt.bits}")
+            raise CheckpointError(
+                f"a TC-FPx config with format {split} and bits {bits}: {split} has {fmt.bits}"
+            )
         return Schemes(Scheme(fmt), ignore=validation.strings(config, "ignore"))
 
     def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -120,8 +148,13 @@ class TcFpx(Layout):
         scales = torch.cat([part["scales"] for part in parts])
         return {"weight": flat.view(len(scales), -1), "scales": scales}
 
-    def cut(self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range) -> dict[str, Tensor]:
-        pieces = [plane[rows.start : rows.stop].reshape(-1) for plane in _planes(tensors["weight"], scheme)]
+    def cut(
+        self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range
+    ) -> dict[str, Tensor]:
+        pieces = [
+            plane[rows.start : rows.stop].reshape(-1)
+            for plane in _planes(tensors["weight"], scheme)
+        ]
         scales = tensors["scales"][rows.start : rows.stop].clone()
         return {"weight": torch.cat(pieces).view(len(rows), -1), "scales": scales}
 
@@ -143,7 +176,10 @@ def _as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weight, scales = tensors.get("weight"), tensors.get("scales")
     if weight is not None and weight.dtype == torch.uint8 and weight.ndim == 2:
         if weight.shape[1] % 4:
-            raise LayoutError(f"'weight' has rows of {weight.shape[1]} bytes, no whole words of four: it is damaged")
+            raise LayoutError(
+                f"'weight' has rows of {weight.shape[1]} bytes, no whole words of four: it is "
+                "damaged"
+            )
         changed["weight"] = weight.contiguous().view(torch.int32)
     if scales is not None and scales.ndim == 2 and scales.shape[1] == 1:
         changed["scales"] = scales[:, 0].contiguous()

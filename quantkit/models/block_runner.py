@@ -1,7 +1,8 @@
 """Run a model block by block, with the weights of one block in memory at a time.
 
-It joins three parts: the match of model and stored tensors (`matching`), the weights in memory (`block_weights`), the
-model's own forward with one block taken out (`interception`). No code here knows an architecture.
+It joins three parts: the match of model and stored tensors (`matching`), the weights in memory
+(`block_weights`), the model's own forward with one block taken out (`interception`). No code here
+knows an architecture.
 """
 
 from __future__ import annotations
@@ -24,23 +25,40 @@ from quantkit.models.fused_norms import Norm, fused, rms_norms
 from quantkit.models.interception import Given, Interception, NotReached, telling, watching
 from quantkit.models.matching import MatchedModel, is_norm
 from quantkit.models.meta_model import lists_beside, require_decoder_only
-from quantkit.models.passing import USE_RTN, Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
+from quantkit.models.passing import (
+    USE_RTN,
+    Form,
+    Needed,
+    Passed,
+    State,
+    Unused,
+    pack,
+    tensors_in,
+    unpack,
+)
 from quantkit.models.repeated import Repeated, independent
 
 
 class BlockRunner(MatchedModel):
     """Run the language model of a dense checkpoint block by block.
 
-    `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`. `forms`: number of a
-    block that has run -> the form of its outputs. `fuses_attention`: whether gradients may come from a GPU's fused
-    kernels for attention. `ran_alone`: whether the last pass was a block alone, which has read no tokens.
-    CheckpointError as for `MatchedModel`, RecipeError for an unknown device.
+    `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`.
+    `forms`: number of a block that has run -> the form of its outputs. `fuses_attention`: whether
+    gradients may come from a GPU's fused kernels for attention. `ran_alone`: whether the last pass
+    was a block alone, which has read no tokens. CheckpointError as for `MatchedModel`, RecipeError
+    for an unknown device.
     """
 
-    def __init__(self, src: Checkpoint, *, device: str = "auto", trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, src: Checkpoint, *, device: str = "auto", trust_remote_code: bool = False
+    ) -> None:
         self.device = device_of(device)
-        self.device_name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        super().__init__(src, compute_dtype(src.dtype_of_model, self.device), trust_remote_code=trust_remote_code)
+        self.device_name = (
+            "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        )
+        super().__init__(
+            src, compute_dtype(src.dtype_of_model, self.device), trust_remote_code=trust_remote_code
+        )
         self.weights = BlockWeights(self, self.device)
         self.forms: dict[int, Form] = {}
         self.fuses_attention = self.device.type == "cuda"
@@ -52,7 +70,9 @@ class BlockRunner(MatchedModel):
         self._repeated, self.ran_alone = Repeated(), False
 
     def keep_first(self, count: int) -> None:
-        """Drop all blocks but the first, for a probe; nothing, if the model holds them in several lists."""
+        """Drop all blocks but the first, for a probe; nothing, if the model holds them in several
+        lists.
+        """
         lists = {path.rpartition(".")[0] for path in self.blocks}
         if len(lists) == 1:
             parent, _, name = next(iter(lists)).rpartition(".")
@@ -61,9 +81,11 @@ class BlockRunner(MatchedModel):
             self.blocks = self.blocks[:count]
 
     def prepare(self, *, embeddings: bool) -> None:
-        """Load the weights that run before the blocks; without `embeddings`, they are freed as by `drop_embeddings`.
+        """Load the weights that run before the blocks; without `embeddings`, they are freed as by
+        `drop_embeddings`.
 
-        CheckpointError if the checkpoint lacks a tensor of the model, or the model cannot run block by block.
+        CheckpointError if the checkpoint lacks a tensor of the model, or the model cannot run block
+        by block.
         """
         self.require_runnable()
         self.weights.load_before_blocks()
@@ -71,59 +93,80 @@ class BlockRunner(MatchedModel):
             self.drop_embeddings()
 
     def require_runnable(self) -> None:
-        """Raise CheckpointError if the checkpoint lacks a tensor of the model, or its blocks cannot be run one by one.
+        """Raise CheckpointError if the checkpoint lacks a tensor of the model, or its blocks cannot
+        be run one by one.
 
-        An encoder-decoder is such a model: its decoder's blocks take what its encoder makes of another text.
+        An encoder-decoder is such a model: its decoder's blocks take what its encoder makes of
+        another text.
         """
-        require_decoder_only(self.src, self.module.config, "and blocks are calibrated on one text alone", USE_RTN)
+        require_decoder_only(
+            self.src, self.module.config, "and blocks are calibrated on one text alone", USE_RTN
+        )
         kind, missing = type(self.module).__name__, self.states.missing
         if family_of(self.module.config.model_type).is_random:
-            what = f"{kind} draws random numbers when it runs, so that two passes over a document differ"
+            what = (
+                f"{kind} draws random numbers when it runs, so that two passes over a document "
+                "differ"
+            )
             raise CheckpointError(what, USE_RTN, subject=self.src.path)
         if missing:
             raise CheckpointError(
-                f"{missing[0]} is not in the checkpoint ({len(missing)} missing in all): {kind} cannot be run from it",
+                f"{missing[0]} is not in the checkpoint ({len(missing)} missing in all): {kind} "
+                "cannot be run from it",
                 "use a complete checkpoint of a family in docs/models.md",
                 subject=self.src.path,
             )
         if beside := lists_beside(self.module, self.blocks):
             own = self.blocks[0].rpartition(".")[0]
-            what = f"a layer of {kind} has parts in {beside[0]} and in {own}, which cannot be run one by one"
+            what = (
+                f"a layer of {kind} has parts in {beside[0]} and in {own}, which cannot be run one "
+                "by one"
+            )
             raise CheckpointError(what, USE_RTN, subject=self.src.path)
 
     def embed(self, tokens: Tensor) -> State:
         """Return the input of the first block for one document's tokens, int64 `[t]`.
 
-        CheckpointError, here and from `run`, if the model's own code does not run block by block, given only tokens.
+        CheckpointError, here and from `run`, if the model's own code does not run block by block,
+        given only tokens.
         """
         entering = self._enter(0, tokens, None)
         assert entering is not None
         return State(entering.hidden)
 
     def drop_embeddings(self) -> None:
-        """Free the input embeddings, after every document has entered the first block; zeros replace them.
+        """Free the input embeddings, after every document has entered the first block; zeros
+        replace them.
 
-        Some blocks receive other tensors that depend on them: inputs of their own for each layer (Gemma 3n and 4), or
-        the embeddings themselves (Zamba). There they stay.
+        Some blocks receive other tensors that depend on them: inputs of their own for each layer
+        (Gemma 3n and 4), or the embeddings themselves (Zamba). There they stay.
         """
         table = self.text.get_input_embeddings()
         weight, before = table.get_parameter("weight"), self._beside()
         # One row of zeros in memory: code that adds images indexes the weight too.
-        zeros = torch.zeros(1, weight.shape[1], dtype=self.dtype, device=self.device).expand(weight.shape)
+        zeros = torch.zeros(1, weight.shape[1], dtype=self.dtype, device=self.device).expand(
+            weight.shape
+        )
         table.weight = nn.Parameter(zeros, requires_grad=False)
-        self._is_emptied = all(torch.equal(a, b) for a, b in zip(before, self._beside(), strict=True))
+        self._is_emptied = all(
+            torch.equal(a, b) for a, b in zip(before, self._beside(), strict=True)
+        )
         if not self._is_emptied:
             table.weight = weight
 
     def _beside(self) -> list[Tensor]:
-        """Return the tensors that the first block receives beside the hidden state, for some tokens."""
+        """Return the tensors that the first block receives beside the hidden state, for some
+        tokens.
+        """
         found = list[Tensor]()
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             entering = args[0] if args else kwargs["hidden_states"]
             found.extend(x for x in tensors_in((args, kwargs)) if x is not entering)
 
-        handle = self.module.get_submodule(self.blocks[0]).register_forward_pre_hook(see, with_kwargs=True)
+        handle = self.module.get_submodule(self.blocks[0]).register_forward_pre_hook(
+            see, with_kwargs=True
+        )
         try:
             self._enter(0, torch.arange(4), None)
         finally:
@@ -144,7 +187,8 @@ class BlockRunner(MatchedModel):
         self.weights.load_whole()
 
     def logits(self, tokens: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
-        """Run the whole model, which is loaded, on the tokens int64 `[t]` of a document; return its logits `[t, v]`.
+        """Run the whole model, which is loaded, on the tokens int64 `[t]` of a document; return its
+        logits `[t, v]`.
 
         `replaced` has tensors that take the place of parameters, by path. Gradients reach them.
         """
@@ -154,7 +198,8 @@ class BlockRunner(MatchedModel):
         return found
 
     def logits_of(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits `[t, v]` of a document from its hidden states `[t, h]` behind the last block.
+        """Return the logits `[t, v]` of a document from its hidden states `[t, h]` behind the last
+        block.
 
         Gradients reach the hidden states. Products are in bfloat16 where the device is fast at it.
         """
@@ -167,15 +212,19 @@ class BlockRunner(MatchedModel):
         return found
 
     def takes_batches(self, index: int) -> bool:
-        """Return True if a block can run on several documents at a time; one must have entered a block before."""
-        return self._interception.batch_comes_first and not self.forms.get(index - 1, {}).get("left")
+        """Return True if a block can run on several documents at a time; one must have entered a
+        block before.
+        """
+        return self._interception.batch_comes_first and not self.forms.get(index - 1, {}).get(
+            "left"
+        )
 
     def run(self, index: int, tokens: Tensor, state: State) -> State | None:
         """Run a loaded block on one document, tokens int64 `[t]`, and return its outputs.
 
-        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. `forms` gets its form.
-        Returns None if a watcher stopped it. CheckpointError if the block needs something of an earlier block that was
-        not stored.
+        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. `forms`
+        gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs
+        something of an earlier block that was not stored.
         """
         if index and index not in self._checked:
             self._checked.add(index)
@@ -193,16 +242,22 @@ class BlockRunner(MatchedModel):
             packed, self.forms[index] = pack(output, self._unused[index])
         return packed
 
-    def run_with(self, index: int, tokens: Tensor, state: State, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the hidden states that a loaded block passes on with other `weights` `[n, k]` of its linears, by name.
+    def run_with(
+        self, index: int, tokens: Tensor, state: State, weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the hidden states that a loaded block passes on with other `weights` `[n, k]` of
+        its linears, by name.
 
-        Documents are as for `run`. Gradients flow to the weights. Products are in bfloat16 where the device is fast at
-        it. In a float16 model the hidden state stays in float32, as gradients would underflow.
+        Documents are as for `run`. Gradients flow to the weights. Products are in bfloat16 where
+        the device is fast at it. In a float16 model the hidden state stays in float32, as gradients
+        would underflow.
         """
         passed = self._passed_on(index, state, wide=True)
         if index not in self._norms:
             on_gpu = self.device.type == "cuda"
-            self._norms[index] = rms_norms(self.module.get_submodule(self.blocks[index])) if on_gpu else []
+            self._norms[index] = (
+                rms_norms(self.module.get_submodule(self.blocks[index])) if on_gpu else []
+            )
         with self.fast_products(), self.weights.replaced(index, weights), fused(self._norms[index]):
             output = self._run(index, tokens, passed, gradients=torch.is_grad_enabled())
         assert output is not None
@@ -210,14 +265,24 @@ class BlockRunner(MatchedModel):
 
     def fast_products(self) -> torch.autocast:
         """Let products of any tensors be in bfloat16 where the device is fast at it."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device))
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device)
+        )
 
-    def watching(self, linears: Iterable[str], see: Callable[[str, Tensor], bool]) -> AbstractContextManager[None]:
-        """Call `see(linear, input [..., k])` before each of `linears` runs; the run stops when `see` returns True."""
-        return watching({linear: self.module.get_submodule(self.paths[linear]) for linear in linears}, see)
+    def watching(
+        self, linears: Iterable[str], see: Callable[[str, Tensor], bool]
+    ) -> AbstractContextManager[None]:
+        """Call `see(linear, input [..., k])` before each of `linears` runs; the run stops when
+        `see` returns True.
+        """
+        return watching(
+            {linear: self.module.get_submodule(self.paths[linear]) for linear in linears}, see
+        )
 
     def watching_norms(self, index: int) -> AbstractContextManager[Callable[[Tensor], bool]]:
-        """Give a function that tells, while a block runs, whether a tensor is what one of its norms returned."""
+        """Give a function that tells, while a block runs, whether a tensor is what one of its norms
+        returned.
+        """
         block = self.module.get_submodule(self.blocks[index])
         return telling(module for module in block.modules() if is_norm(module))
 
@@ -225,7 +290,9 @@ class BlockRunner(MatchedModel):
         return {"input_ids": torch.atleast_2d(tokens.to(self.device)), "use_cache": False}
 
     def _passed_on(self, index: int, state: State, wide: bool = False) -> Passed:
-        """Copy the inputs of a block to the device; the model may change them. With `wide`, float16 becomes float32."""
+        """Copy the inputs of a block to the device; the model may change them. With `wide`, float16
+        becomes float32.
+        """
         form = self.forms[index - 1] if index else {"returned": None, "left": {}}
         passed = unpack(state, form, self.device)
         wide = wide and self.dtype == torch.float16
@@ -233,7 +300,8 @@ class BlockRunner(MatchedModel):
 
     @torch.no_grad()
     def _require_own_input(self, index: int, tokens: Tensor, state: State) -> None:
-        """Raise CheckpointError if a block takes hidden states of earlier blocks than the last one: none is stored.
+        """Raise CheckpointError if a block takes hidden states of earlier blocks than the last one:
+        none is stored.
 
         The model's own code is run up to that block with two sets of such states.
         """
@@ -264,7 +332,9 @@ class BlockRunner(MatchedModel):
         The model's own code is run up to that block, with a placeholder in place of each value.
         """
         returned = output.returned or []
-        unused = {i for i, value in enumerate(returned) if next(tensors_in(value), None) is not None}
+        unused = {
+            i for i, value in enumerate(returned) if next(tensors_in(value), None) is not None
+        }
         while unused and index + 1 < len(self.blocks):
             replaced = [Unused.of(i) if i in unused else value for i, value in enumerate(returned)]
             try:
@@ -291,17 +361,25 @@ class BlockRunner(MatchedModel):
         in_batch = tokens.ndim > 1
         try:
             with torch.set_grad_enabled(gradients):
-                given = None if passed is None or enters_only else self._given(index, tokens, passed)
+                given = (
+                    None if passed is None or enters_only else self._given(index, tokens, passed)
+                )
                 self.ran_alone = given is not None
                 if passed is not None and given is not None:
                     return self._interception.call(index, given, passed, in_batch)
                 forward = partial(self.text, **self._asked(tokens))
-                return self._interception.run(forward, index, passed, in_batch=in_batch, enters_only=enters_only)
+                return self._interception.run(
+                    forward, index, passed, in_batch=in_batch, enters_only=enters_only
+                )
         except NotReached:
             what = "the model's forward never reached this block"
             raise CheckpointError(what, "skip its linears", subject=self.blocks[index]) from None
-        except Exception as error:  # an image may be missing, or a value that an earlier block left for later ones
-            if isinstance(error, QuantkitError | torch.OutOfMemoryError | Needed) or _is_ours(error):
+        except (
+            Exception
+        ) as error:  # an image may be missing, or a value that an earlier block left for later ones
+            if isinstance(error, QuantkitError | torch.OutOfMemoryError | Needed) or _is_ours(
+                error
+            ):
                 raise
             kind = type(self.text).__name__
             what = f"{kind} cannot be run on tokens alone, block by block ({reason(error)})"
@@ -314,13 +392,17 @@ class BlockRunner(MatchedModel):
         return self._repeated.get(index, shape, partial(self._unchanging, index, tokens, passed))
 
     def _unchanging(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
-        """Return the arguments of a block, if neither the tokens nor the hidden state change them."""
+        """Return the arguments of a block, if neither the tokens nor the hidden state
+        change them.
+        """
         if passed.left or next(tensors_in(passed.returned), None) is not None:
             return None
         others = torch.arange(tokens.shape[-1]).remainder_(
             self.text.get_input_embeddings().get_parameter("weight").shape[0]
         )
-        named = (getattr(self.text.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
+        named = (
+            getattr(self.text.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")
+        )
         special = [number for number in named if isinstance(number, int)][: len(others)]
         others[: len(special)] = torch.tensor(special, dtype=others.dtype)
         passes = (
@@ -334,7 +416,9 @@ class BlockRunner(MatchedModel):
                 )
                 for ids, given in passes
             )
-        except Exception:  # code of the model that asks more of tokens, such as an image for one of them
+        except (
+            Exception
+        ):  # code of the model that asks more of tokens, such as an image for one of them
             return None
         return first if independent(first, second, passed.hidden) else None
 

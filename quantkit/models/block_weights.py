@@ -1,4 +1,6 @@
-"""The weights of a model in memory: one block, and the modules outside the blocks while they are needed."""
+"""The weights of a model in memory: one block, and the modules outside the blocks while they are
+needed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from torch import Tensor
 from quantkit.models.matching import MatchedModel
 from quantkit.models.meta_model import float32_states, get_tensor, put_tensor
 
-#: Pinned memory that a block read ahead takes, as a multiple of its bytes: torch makes tensors of 2^n bytes there, and
-#: keeps them.
+#: Pinned memory that a block read ahead takes, as a multiple of its bytes: torch makes tensors of
+#: 2^n bytes there, and keeps them.
 PINNED = 4 / 3
 
 
 class BlockWeights:
-    """Load weights of a matched model from its checkpoint to a device, in the model's dtype, and free them."""
+    """Load weights of a matched model from its checkpoint to a device, in the model's dtype, and
+    free them.
+    """
 
     def __init__(self, model: MatchedModel, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -34,7 +38,9 @@ class BlockWeights:
         return ThreadPoolExecutor(2, "quantkit-read")
 
     def load_before_blocks(self) -> None:
-        """Load everything outside the blocks except the output head, and move buffers to the device."""
+        """Load everything outside the blocks except the output head, and move buffers to the
+        device.
+        """
         module, text = self._model.module, self._model.text
         table, head = text.get_input_embeddings(), text.get_output_embeddings()
         last = {f"{name}." for name, found in module.named_modules() if found is head}
@@ -66,9 +72,11 @@ class BlockWeights:
         self._load(lambda state: state.startswith(self._inside[index]), ready)
 
     def read_ahead(self, index: int) -> None:
-        """Begin to read a block into RAM, beside other work, for `load_block`, which raises the errors.
+        """Begin to read a block into RAM, beside other work, for `load_block`, which raises the
+        errors.
 
-        For a GPU it is pinned memory, if there is any, because `load_block` copies from it several times as fast.
+        For a GPU it is pinned memory, if there is any, because `load_block` copies from it several
+        times as fast.
         """
 
         def read(name: str) -> Tensor:
@@ -81,7 +89,9 @@ class BlockWeights:
         self._ahead[index] = self._reading.submit(lambda: {name: read(name) for name in names})
 
     def beside(self, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Begin to read a file beside other work, after the blocks that are read ahead; returns what waits for it."""
+        """Begin to read a file beside other work, after the blocks that are read ahead; returns
+        what waits for it.
+        """
         return self._reading.submit(read).result
 
     def unload_block(self, index: int) -> None:
@@ -96,7 +106,9 @@ class BlockWeights:
         put_tensor(self._model.module, place, weight.to(self._device, self._model.dtype))
 
     def source(self, linear: str) -> Tensor:
-        """Give a loaded linear's weight `[n, k]` as stored, on the device; read again only if its dtype is another."""
+        """Give a loaded linear's weight `[n, k]` as stored, on the device; read again only if its
+        dtype is another.
+        """
         loaded, src, name = self._of(linear), self._model.src, f"{linear}.weight"
         if loaded.dtype == src.dtype(name) and loaded.shape == src.shape(name):
             return loaded.detach()
@@ -104,9 +116,11 @@ class BlockWeights:
 
     @contextmanager
     def replaced(self, index: int, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let tensors take the place of weights of a block's linears, wherever the block uses these.
+        """Let tensors take the place of weights of a block's linears, wherever the block uses
+        these.
 
-        `functional_call` would look for them in the whole model at each call, which takes longer than a small block.
+        `functional_call` would look for them in the whole model at each call, which takes longer
+        than a small block.
         """
         instead = {id(self._of(name)): new for name, new in weights.items()}
         places: list[tuple[dict[str, Any], str, Any]] = [
@@ -129,7 +143,9 @@ class BlockWeights:
     def _is_absent(self, state: str) -> bool:
         return get_tensor(self._model.module, state).device.type == "meta"
 
-    def _load(self, wanted: Callable[[str], bool], ready: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+    def _load(
+        self, wanted: Callable[[str], bool], ready: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
         """Take the wanted states from the tensors that are `ready`, else from the checkpoint."""
 
         def read(name: str) -> Tensor:
@@ -144,6 +160,10 @@ class BlockWeights:
                     self._put(state, tensor)
 
     def _put(self, state: str, tensor: Tensor) -> None:
-        dtype = torch.float32 if self._in_float32 and self._in_float32.search(state) else self._model.dtype
+        dtype = (
+            torch.float32
+            if self._in_float32 and self._in_float32.search(state)
+            else self._model.dtype
+        )
         kind = dtype if tensor.is_floating_point() else None
         put_tensor(self._model.module, state, tensor.to(self._device, kind, non_blocking=True))

@@ -12,10 +12,11 @@ from quantkit.models.families import TOWER
 
 
 def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> dict[str, int]:
-    """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks, named as in `logical`.
+    """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks,
+    named as in `logical`.
 
-    `inside` names the tensors of the blocks, as a built model knows them. Without it, the blocks are the largest
-    numbered list, by elements, that is not named as a tower.
+    `inside` names the tensors of the blocks, as a built model knows them. Without it, the blocks
+    are the largest numbered list, by elements, that is not named as a tower.
     """
     shapes = {name: src.true_shape(name) for name in src.logical()}
     sizes = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}
@@ -25,7 +26,9 @@ def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> d
     for name, size in sizes.items():
         if numbered := re.match(r"(.+?)\.\d+\.", name):
             lists.setdefault(numbered[1], {})[name] = size
-    best = max(lists, key=lambda path: (not TOWER.search(path), sum(lists[path].values())), default="")
+    best = max(
+        lists, key=lambda path: (not TOWER.search(path), sum(lists[path].values())), default=""
+    )
     return lists.get(best, {})
 
 
@@ -36,7 +39,9 @@ def share_of(weights: Mapping[str, int], modules: Collection[str]) -> float | No
 
 
 def largest_others(weights: Mapping[str, int], modules: Collection[str]) -> list[tuple[str, float]]:
-    """Return the weights outside `modules`, summed over all blocks: name of the first, and share of the whole."""
+    """Return the weights outside `modules`, summed over all blocks: name of the first, and share of
+    the whole.
+    """
     total, inside = sum(weights.values()), {f"{module}.weight" for module in modules}
     groups: dict[str, str] = {}
     found: Counter[str] = Counter()

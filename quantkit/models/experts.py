@@ -1,7 +1,8 @@
 """An unfused view of a mixture of experts: one linear for each projection of each expert.
 
-`unfuse_experts` gives the model the names of the checkpoint, in which each projection of an expert has its own matrix.
-A checkpoint that stores three-dimensional tensors, as transformers does, presents their slices instead.
+`unfuse_experts` gives the model the names of the checkpoint, in which each projection of an expert
+has its own matrix. A checkpoint that stores three-dimensional tensors, as transformers does,
+presents their slices instead.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 #: Why a matrix that chooses experts stays dense.
 ROUTER = "a router"
-#: A linear of an expert as the checkpoint stores it: path of the experts, number, leaf, `weight` or `bias`.
+#: A linear of an expert as the checkpoint stores it: path of the experts, number, leaf, `weight` or
+#: `bias`.
 _PER_EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class Expert(NamedTuple):
-    """Name an expert, and the role of a linear in it: path of the unfused experts, number, a value of ROLES."""
+    """Name an expert, and the role of a linear in it: path of the unfused experts, number, a value
+    of ROLES.
+    """
 
     owner: str
     number: int
@@ -39,15 +43,23 @@ class Expert(NamedTuple):
 
 
 def unfuse_experts(
-    model: PreTrainedModel, src: Checkpoint, spell: Callable[[str], Iterator[str]], *, slices: bool = True
+    model: PreTrainedModel,
+    src: Checkpoint,
+    spell: Callable[[str], Iterator[str]],
+    *,
+    slices: bool = True,
 ) -> list[str]:
     """Replace the experts of a model on the meta device by unfused ones.
 
-    `spell` gives the states that a stored name may have in the model. Tensors of `src` that hold all experts are
-    replaced by one tensor an expert (`Checkpoint.derive`), unless `slices` is false; their names are returned.
-    CheckpointError if an expert or a projection is missing.
+    `spell` gives the states that a stored name may have in the model. Tensors of `src` that hold
+    all experts are replaced by one tensor an expert (`Checkpoint.derive`), unless `slices` is
+    false; their names are returned. CheckpointError if an expert or a projection is missing.
     """
-    fused = {path: found for path, module in model.named_modules() if (found := _fused(module)) is not None}
+    fused = {
+        path: found
+        for path, module in model.named_modules()
+        if (found := _fused(module)) is not None
+    }
     sliced: list[str] = []
     if not fused:
         return sliced
@@ -64,7 +76,11 @@ def unfuse_experts(
             if not found.parameters.keys() <= parts.keys():
                 converted = _converted(model, src, fused) if converted is None else converted
                 parts = {**converted.get(path, {}), **parts}
-            prefixes = {_prefix(each.name, parameter, path) for parameter, rows in parts.items() for each in rows}
+            prefixes = {
+                _prefix(each.name, parameter, path)
+                for parameter, rows in parts.items()
+                for each in rows
+            }
             if not found.parameters.keys() <= parts.keys() or len(prefixes) > 1:
                 continue
             (prefix,), leaves = prefixes, {role: LEAVES[role] for role in found.sizes}
@@ -78,9 +94,9 @@ def unfuse_experts(
         else:
             continue
         owner, _, leaf = path.rpartition(".")
-        unfused = CALLS[form.call if (form := EXPERT_CLASSES.get(type(module).__name__)) else "routed"](
-            module, found, leaves, home
-        )
+        unfused = CALLS[
+            form.call if (form := EXPERT_CLASSES.get(type(module).__name__)) else "routed"
+        ](module, found, leaves, home)
         holder = model.get_submodule(owner)
         setattr(holder, leaf, unfused)
         for place, expert in zip(unfused.paths(), unfused.singles, strict=True):
@@ -92,15 +108,22 @@ def unfuse_experts(
 def _stored(
     src: Checkpoint, spell: Callable[[str], Iterator[str]], fused: dict[str, Fused]
 ) -> tuple[dict[str, dict[tuple[int, str], str]], dict[str, dict[str, tuple[Rows, ...]]]]:
-    """Return the stored names of single experts' linears by their path, and the rows of fused parameters by theirs."""
+    """Return the stored names of single experts' linears by their path, and the rows of fused
+    parameters by theirs.
+    """
     single: dict[str, dict[tuple[int, str], str]] = {}
     whole: dict[str, dict[str, tuple[Rows, ...]]] = {}
     for name in src.logical():
         for number, state in enumerate(spell(name)):
             matched = _PER_EXPERT.fullmatch(state)
             if matched and matched[3] in ROLES and (matched[1] in fused or number == 0):
-                single.setdefault(matched[1], {})[int(matched[2]), f"{matched[3]}.{matched[4]}"] = name
-            for path in {state.rpartition(".")[0], state.rpartition(".")[0].rpartition(".")[0]} & fused.keys():
+                single.setdefault(matched[1], {})[int(matched[2]), f"{matched[3]}.{matched[4]}"] = (
+                    name
+                )
+            for path in {
+                state.rpartition(".")[0],
+                state.rpartition(".")[0].rpartition(".")[0],
+            } & fused.keys():
                 parameter = state.removeprefix(f"{path}.")
                 if parameter.removesuffix(BIAS) in fused[path].parameters:
                     last = max(rows.stop for rows in fused[path].rows(parameter).values())
@@ -114,17 +137,27 @@ def _homes(
     single: dict[str, dict[tuple[int, str], str]],
     whole: dict[str, dict[str, tuple[Rows, ...]]],
 ) -> dict[str, tuple[str, int]]:
-    """Return path of fused experts -> path and first number of the experts that are stored one by one.
+    """Return path of fused experts -> path and first number of the experts that are stored one by
+    one.
 
-    They may have a path of their own, as in Step 3.7, which may serve two lists of experts, as in Ernie 4.5 VL.
+    They may have a path of their own, as in Step 3.7, which may serve two lists of experts, as in
+    Ernie 4.5 VL.
     """
     homes = {path: (path, 0) for path in fused if path in single}
-    others = {home: list(found) for home, found in single.items() if home not in fused and is_free(model, home)}
+    others = {
+        home: list(found)
+        for home, found in single.items()
+        if home not in fused and is_free(model, home)
+    }
     place = places(model) if others else None
     for home, found in others.items():
         assert place is not None
         states, merged = place(single[home][found[0]])
-        served = [path for path in (state.rpartition(".")[0] for state in states) if merged and path in fused]
+        served = [
+            path
+            for path in (state.rpartition(".")[0] for state in states)
+            if merged and path in fused
+        ]
         block = re.match(r".+?\.\d+\.", home)
         if not served and block:
             served = [path for path in fused if path.startswith(block[0]) and path not in whole]
@@ -140,8 +173,12 @@ def _homes(
 def _converted(
     model: PreTrainedModel, src: Checkpoint, fused: dict[str, Fused]
 ) -> dict[str, dict[str, tuple[Rows, ...]]]:
-    """Return path -> parameter -> stored rows, of fused parameters that are rows of stored tensors."""
-    parameters = {f"{path}.{name}": (path, name) for path, found in fused.items() for name in found.parameters}
+    """Return path -> parameter -> stored rows, of fused parameters that are rows of
+    stored tensors.
+    """
+    parameters = {
+        f"{path}.{name}": (path, name) for path, found in fused.items() for name in found.parameters
+    }
     converted: dict[str, dict[str, tuple[Rows, ...]]] = {}
     for merged in match(model, src).merged:
         if not parameters.keys().isdisjoint(merged.states):
@@ -149,7 +186,9 @@ def _converted(
                 path, parameter = parameters.get(state, ("", ""))
                 if not path or parameter in fused[path].turned:
                     continue
-                if None not in [select(rows, asked) for asked in fused[path].rows(parameter).values()]:
+                if None not in [
+                    select(rows, asked) for asked in fused[path].rows(parameter).values()
+                ]:
                     converted.setdefault(path, {})[parameter] = rows
     return converted
 
@@ -169,12 +208,19 @@ def find_routers(model: nn.Module) -> set[str]:
     """Return the paths of the modules with a matrix that choose experts, beside the experts."""
     found: set[str] = set()
     for path, module in model.named_modules():
-        listed = isinstance(module, nn.ModuleList | nn.ModuleDict) and path.rpartition(".")[2] == "experts"
+        listed = (
+            isinstance(module, nn.ModuleList | nn.ModuleDict)
+            and path.rpartition(".")[2] == "experts"
+        )
         if isinstance(module, UnfusedExperts) or listed or _fused(module) is not None:
             owner = path.rpartition(".")[0]
             for inner, other in model.get_submodule(owner).named_modules(prefix=owner):
                 weight = other._parameters.get("weight")
-                if weight is not None and weight.ndim == 2 and ROUTERS.search(inner.removeprefix(owner)):
+                if (
+                    weight is not None
+                    and weight.ndim == 2
+                    and ROUTERS.search(inner.removeprefix(owner))
+                ):
                     found.add(inner)
     return found
 
@@ -204,7 +250,9 @@ def _fused(module: nn.Module) -> Fused | None:
             return None
         experts, n, k = (shape[0], shape[2], shape[1]) if name in turned else shape
         sizes |= dict.fromkeys(roles, (n // len(roles), k))
-    return Fused(experts, sizes, parameters, turned, not getattr(module, "is_concatenated", True), form.call)
+    return Fused(
+        experts, sizes, parameters, turned, not getattr(module, "is_concatenated", True), form.call
+    )
 
 
 def _shape(module: nn.Module, parameter: str) -> tuple[int, ...]:
@@ -215,8 +263,12 @@ def _shape(module: nn.Module, parameter: str) -> tuple[int, ...]:
         return ()
 
 
-def _leaves(src: Checkpoint, home: tuple[str, int], found: dict[tuple[int, str], str], fused: Fused) -> dict[str, str]:
-    """Return role -> leaf of experts that are stored one by one; CheckpointError if one is missing."""
+def _leaves(
+    src: Checkpoint, home: tuple[str, int], found: dict[tuple[int, str], str], fused: Fused
+) -> dict[str, str]:
+    """Return role -> leaf of experts that are stored one by one; CheckpointError if one
+    is missing.
+    """
     leaves = {ROLES[leaf.partition(".")[0]]: leaf.partition(".")[0] for _, leaf in found}
     path, first = home
     for role in fused.sizes:
@@ -240,14 +292,18 @@ def _slice(
     prefix: str,
     converted: AbstractSet[str],
 ) -> None:
-    """Present parts of tensors of all experts as the weights and biases of single experts below `prefix`.
+    """Present parts of tensors of all experts as the weights and biases of single experts below
+    `prefix`.
 
     Parameters in `converted` are some rows of the stored tensors, the others are the whole tensor.
     """
     derived: dict[str, Derived] = {}
     for parameter, parts in stored.items():
         expected, turned = tuple(module.get_parameter(parameter).shape), set[str]()
-        weight, used = parameter.removesuffix(BIAS), sum(len(range(r.start, r.stop, r.step)) for _, r in parts)
+        weight, used = (
+            parameter.removesuffix(BIAS),
+            sum(len(range(r.start, r.stop, r.step)) for _, r in parts),
+        )
         for name in dict.fromkeys(each.name for each in parts):
             shape = src.shape(name)
             need = expected
@@ -256,7 +312,8 @@ def _slice(
             swapped = len(shape) == 3 and shape != need and (shape[0], shape[2], shape[1]) == need
             if shape != need and not swapped:
                 raise CheckpointError(
-                    f"is {list(shape)} in the checkpoint, config.json asks for {list(need)}", subject=name
+                    f"is {list(shape)} in the checkpoint, config.json asks for {list(need)}",
+                    subject=name,
                 )
             if weight == parameter and (weight in fused.turned) != swapped:
                 turned.add(name)
@@ -285,7 +342,9 @@ def _prefix(name: str, parameter: str, path: str) -> str:
 
 
 def _part(name: str, whole: int | slice, rows: slice, turned: bool) -> Compute:
-    """Return a function that reads some rows of an expert's matrix or bias, which is the part `whole` of a tensor."""
+    """Return a function that reads some rows of an expert's matrix or bias, which is the part
+    `whole` of a tensor.
+    """
 
     def compute(read: Read, index: int | slice | None) -> Tensor:
         expert = read(name, whole)

@@ -1,4 +1,5 @@
-"""Facts about model families that are not in config.json or transformers' classes: one entry a family.
+"""Facts about model families that are not in config.json or transformers' classes: one entry a
+family.
 
 Most families need none: rules find their blocks, linears and experts.
 """
@@ -13,11 +14,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ExpertClass:
-    """Describe a class of fused experts that differs from those of transformers' `use_experts_implementation`.
+    """Describe a class of fused experts that differs from those of transformers'
+    `use_experts_implementation`.
 
-    `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles that its rows hold.
-    `transposed`: the parameters with matrices `[k, n]`. `count`: the attribute with the number of experts, if
-    parameters are matrices with the rows of one expert below those of another.
+    `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles that
+    its rows hold. `transposed`: the parameters with matrices `[k, n]`. `count`: the attribute with
+    the number of experts, if parameters are matrices with the rows of one expert below those of
+    another.
     """
 
     call: Literal["routed", "sorted", "shared", "parallel"] = "routed"
@@ -32,9 +35,10 @@ class ExpertClass:
 class Family:
     """State the exceptions of a model type.
 
-    `diffuses`: it writes blocks of text by diffusion. `classifies`: transformers lists it among models that write text,
-    and its published class classifies. `is_random`: two passes over the same tokens differ. `asks_for_images`: its
-    forward needs an image, though its signature does not say so. `experts`: class -> its form.
+    `diffuses`: it writes blocks of text by diffusion. `classifies`: transformers lists it among
+    models that write text, and its published class classifies. `is_random`: two passes over the
+    same tokens differ. `asks_for_images`: its forward needs an image, though its signature does not
+    say so. `experts`: class -> its form.
     """
 
     diffuses: bool = False
@@ -50,18 +54,30 @@ _DBRX = {"mlp.w1": ("gate",), "mlp.v1": ("up",), "mlp.w2": ("down",)}
 #: Model type -> its exceptions.
 FAMILIES = {
     "dbrx": Family(
-        experts={"DbrxExperts": ExpertClass(parameters=_DBRX, transposed=("mlp.w2",), count="mlp.moe_num_experts")}
+        experts={
+            "DbrxExperts": ExpertClass(
+                parameters=_DBRX, transposed=("mlp.w2",), count="mlp.moe_num_experts"
+            )
+        }
     ),
     "diffusion_gemma": Family(diffuses=True),
     "inkling_text": Family(experts={"InklingSharedExperts": ExpertClass("shared", _GATED)}),
-    "jetmoe": Family(experts={"JetMoeParallelExperts": ExpertClass("parallel", {"weight": ("linear",)})}),
+    "jetmoe": Family(
+        experts={"JetMoeParallelExperts": ExpertClass("parallel", {"weight": ("linear",)})}
+    ),
     "kosmos-2": Family(asks_for_images=True),
-    "llama4": Family(experts={"Llama4TextExperts": ExpertClass("sorted", transposed=("gate_up_proj", "down_proj"))}),
+    "llama4": Family(
+        experts={
+            "Llama4TextExperts": ExpertClass("sorted", transposed=("gate_up_proj", "down_proj"))
+        }
+    ),
     "reformer": Family(is_random=True),
     "shieldgemma2": Family(classifies=True),
     "step3p7": Family(experts={"Step3p7Experts": ExpertClass()}),
 }
-EXPERT_CLASSES = {name: form for family in FAMILIES.values() for name, form in family.experts.items()}
+EXPERT_CLASSES = {
+    name: form for family in FAMILIES.values() for name, form in family.experts.items()
+}
 
 
 def family_of(model_type: str) -> Family:
@@ -70,7 +86,8 @@ def family_of(model_type: str) -> Family:
 
 
 _IMAGES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
-#: Whether a model is an encoder-decoder -> the auto classes of transformers that may build it, in order.
+#: Whether a model is an encoder-decoder -> the auto classes of transformers that may build it, in
+#: order.
 AUTO_CLASSES = {
     False: ("AutoModelForCausalLM", *_IMAGES),
     True: ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", *_IMAGES),
@@ -83,7 +100,14 @@ OTHER_INPUTS = ("AutoModelForSpeechSeq2Seq", *_IMAGES)
 
 #: The leaf of an expert's linear on the hub -> its role.
 ROLES = {
-    **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"},
+    **{
+        "gate_proj": "gate",
+        "up_proj": "up",
+        "down_proj": "down",
+        "w1": "gate",
+        "w3": "up",
+        "w2": "down",
+    },
     "linear": "linear",
 }
 #: Role -> the leaf of an expert's linear that is part of a stored tensor of all experts.
@@ -113,11 +137,17 @@ LAYER_START = re.compile(rf".*?{LAYER.pattern}")
 COMPUTED = re.compile(r"inv_freq$|(^|\.)position_ids$")
 #: The method of a module that computes its weight, which checkpoints of Marian and Pegasus lack.
 COMPUTES = "create_weight"
-#: Draft layers, which guess tokens ahead: keys of config.json, those of them that count layers, and parts of names.
+#: Draft layers, which guess tokens ahead: keys of config.json, those of them that count layers, and
+#: parts of names.
 DRAFT_WORDS = re.compile(r"nextn|mtp|n_predict|medusa|eagle|draft")
-DRAFT_COUNTS = re.compile(rf"(?=.*({DRAFT_WORDS.pattern})).*(layers|modules|blocks|depth|n_predict)$")
+DRAFT_COUNTS = re.compile(
+    rf"(?=.*({DRAFT_WORDS.pattern})).*(layers|modules|blocks|depth|n_predict)$"
+)
 DRAFT_PARTS = re.compile(r"(^|\.)(mtp|nextn|medusa|eagle|draft)")
-#: Heads that give a value or a class: classes and keys in config.json that speak of them, and their names.
+#: Heads that give a value or a class: classes and keys in config.json that speak of them, and their
+#: names.
 HEAD_CLASSES = re.compile(r"ValueHead|Reward|Classification")
 HEAD_KEYS = re.compile(r"^(num_labels|id2label|problem_type)$|(^|_)(v_head|value_head|reward)(_|$)")
-HEAD_PARTS = re.compile(r"((model|transformer)\.)?(v_head|value_head|reward_head|score|classifier)\.")
+HEAD_PARTS = re.compile(
+    r"((model|transformer)\.)?(v_head|value_head|reward_head|score|classifier)\."
+)

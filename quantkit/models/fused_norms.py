@@ -1,6 +1,7 @@
 """Compute RMS norms by torch's own kernel where gradients flow through a block on a GPU.
 
-The model's code passes over the hidden states ten times in a norm, and some fifteen times in its gradient.
+The model's code passes over the hidden states ten times in a norm, and some fifteen times in its
+gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Norm = tuple[nn.Module, float]
 def rms_norms(block: nn.Module) -> list[Norm]:
     """Find the norms of a loaded block whose output is that of an RMS norm, but for rounding."""
     norms = [(module, _epsilon(module)) for module in block.modules() if is_norm(module)]
-    return [(module, epsilon) for module, epsilon in norms if epsilon and _is_rms_norm(module, epsilon)]
+    return [
+        (module, epsilon) for module, epsilon in norms if epsilon and _is_rms_norm(module, epsilon)
+    ]
 
 
 @contextmanager
@@ -40,14 +43,20 @@ def fused(norms: Iterable[Norm]) -> Iterator[None]:
 
 def _epsilon(module: nn.Module) -> float | None:
     """Return a norm's only number that is called epsilon, if it has a weight and nothing else."""
-    found = [value for name, value in vars(module).items() if "eps" in name and isinstance(value, float)]
-    is_plain = [name for name, _ in module.named_parameters()] == ["weight"] and "forward" not in vars(module)
+    found = [
+        value for name, value in vars(module).items() if "eps" in name and isinstance(value, float)
+    ]
+    is_plain = [name for name, _ in module.named_parameters()] == [
+        "weight"
+    ] and "forward" not in vars(module)
     return found[0] if len(found) == 1 and is_plain else None
 
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
-    """Compare outputs for large inputs, and for inputs so small that epsilon counts; the mean of all is not zero."""
+    """Compare outputs for large inputs, and for inputs so small that epsilon counts; the mean of
+    all is not zero.
+    """
     weight = module.get_parameter("weight")
     sizes = torch.tensor([1.0, epsilon**0.5], device=weight.device)
     x = torch.arange(weight.numel(), device=weight.device).sin().add(1.0).view(weight.shape)
@@ -61,7 +70,9 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
     )
 
 
-def _run(module: nn.Module, epsilon: float, forward: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+def _run(
+    module: nn.Module, epsilon: float, forward: Callable[..., Tensor], *given: Any, **named: Any
+) -> Tensor:
     weight = module.get_parameter("weight")
     if len(given) != 1 or named or given[0].dtype != weight.dtype:
         return forward(*given, **named)

@@ -1,8 +1,9 @@
-"""A model's own forward, taken over block by block: inputs of a block come from outside, and its outputs are kept.
+"""A model's own forward, taken over block by block: inputs of a block come from outside, and its
+outputs are kept.
 
-The model's code makes masks, rotary tables and per-layer windows, and calls its blocks in order. The block before the
-chosen one returns a stored activation instead of running, and the model's code hands that to the chosen block. After
-that block, an exception ends the forward.
+The model's code makes masks, rotary tables and per-layer windows, and calls its blocks in order.
+The block before the chosen one returns a stored activation instead of running, and the model's code
+hands that to the chosen block. After that block, an exception ends the forward.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class NotReached(Exception):
 
 
 class Given(NamedTuple):
-    """The arguments of a block's call. `HIDDEN` stands for its hidden state, whose dimensions are `shape`.
+    """The arguments of a block's call. `HIDDEN` stands for its hidden state, whose dimensions are
+    `shape`.
 
-    `is_stored`: whether that is the stored activation itself, which no code between the blocks has changed.
+    `is_stored`: whether that is the stored activation itself, which no code between the blocks has
+    changed.
     """
 
     args: tuple[Any, ...]
@@ -48,10 +51,12 @@ HIDDEN = object()
 
 @dataclass
 class _Pass:
-    """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its `output`.
+    """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its
+    `output`.
 
-    `stored` is what the block before it handed over, and its version then. With `is_disturbed`, other hidden states go
-    through the blocks before it, and with `is_emptied` into the first block too.
+    `stored` is what the block before it handed over, and its version then. With `is_disturbed`,
+    other hidden states go through the blocks before it, and with `is_emptied` into the first block
+    too.
     """
 
     at: int
@@ -67,7 +72,8 @@ class _Pass:
     def skip(self, index: int, entering: Tensor) -> Any:
         """Make the result of a block before `at`, which does not run."""
         assert self.passed is not None
-        # Code between blocks may change their results in place, so only the last block returns the activation.
+        # Code between blocks may change their results in place, so only the last block returns the
+        # activation.
         if self.is_emptied and index == 0:
             entering.add_(1)
         hidden = entering + 1 if self.is_disturbed else entering
@@ -77,8 +83,14 @@ class _Pass:
         return hidden if self.passed.returned is None else (hidden, *self.passed.returned)
 
     def holds(self, entering: Tensor) -> bool:
-        """Tell whether a tensor is what the block before `at` handed over, and no code has changed it since."""
-        return self.stored is not None and self.stored[0] is entering and self.stored[1] == entering._version
+        """Tell whether a tensor is what the block before `at` handed over, and no code has changed
+        it since.
+        """
+        return (
+            self.stored is not None
+            and self.stored[0] is entering
+            and self.stored[1] == entering._version
+        )
 
 
 class Interception:
@@ -103,10 +115,12 @@ class Interception:
         in_batch: bool = False,
         enters_only: bool = False,
     ) -> Passed | None:
-        """Call the model's `forward` with block `at` running on the `passed` values; return the block's output.
+        """Call the model's `forward` with block `at` running on the `passed` values; return the
+        block's output.
 
-        With `enters_only` the block does not run, and its input is returned. None if a watcher stopped the block.
-        NotReached if the forward ends without it. Needed if the block takes a value that was not stored.
+        With `enters_only` the block does not run, and its input is returned. None if a watcher
+        stopped the block. NotReached if the forward ends without it. Needed if the block takes a
+        value that was not stored.
         """
         found = self._pass = _Pass(at, passed, in_batch, enters_only)
         try:
@@ -127,11 +141,15 @@ class Interception:
         disturbed: bool = False,
         emptied: bool = False,
     ) -> Given | None:
-        """Call the model's `forward` up to block `at`, and return the arguments of the block, which does not run.
+        """Call the model's `forward` up to block `at`, and return the arguments of the block, which
+        does not run.
 
-        With `disturbed`, other hidden states go through the blocks before it; with `emptied`, into the first one too.
+        With `disturbed`, other hidden states go through the blocks before it; with `emptied`, into
+        the first one too.
         """
-        found = self._pass = _Pass(at, passed, in_batch, enters_only=True, is_disturbed=disturbed, is_emptied=emptied)
+        found = self._pass = _Pass(
+            at, passed, in_batch, enters_only=True, is_disturbed=disturbed, is_emptied=emptied
+        )
         try:
             forward()
         except Stop:
@@ -141,7 +159,9 @@ class Interception:
         return found.given
 
     def call(self, at: int, given: Given, passed: Passed, in_batch: bool) -> Passed | None:
-        """Call block `at` alone, with the arguments that the model's forward would give; as `run` otherwise."""
+        """Call block `at` alone, with the arguments that the model's forward would give; as `run`
+        otherwise.
+        """
         hidden = _like(passed.hidden, given.shape)
         args = tuple(hidden if each is HIDDEN else each for each in given.args)
         kwargs = {name: hidden if each is HIDDEN else each for name, each in given.kwargs.items()}
@@ -184,7 +204,9 @@ class Interception:
         if index == 0:
             hidden = _like(now.passed.hidden, entering.shape)
             args = tuple(hidden if given is entering else given for given in args)
-            kwargs = {name: hidden if given is entering else given for name, given in kwargs.items()}
+            kwargs = {
+                name: hidden if given is entering else given for name, given in kwargs.items()
+            }
             entering = hidden
         left = dict(now.passed.left)
         with _sharing(args, kwargs, left):
@@ -200,8 +222,12 @@ def _outputs(out: Any, in_batch: bool, left: dict[str, dict[Any, Any]]) -> Passe
 
 
 @contextmanager
-def _sharing(args: tuple[Any, ...], kwargs: dict[str, Any], left: dict[str, dict[Any, Any]]) -> Iterator[None]:
-    """Give mappings among a call's arguments the entries that were `left`, and collect their new entries there."""
+def _sharing(
+    args: tuple[Any, ...], kwargs: dict[str, Any], left: dict[str, dict[Any, Any]]
+) -> Iterator[None]:
+    """Give mappings among a call's arguments the entries that were `left`, and collect their new
+    entries there.
+    """
     arguments = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
     shared = {name: value for name, value in arguments.items() if isinstance(value, MutableMapping)}
     before = {name: dict(value) for name, value in shared.items()}
@@ -209,13 +235,19 @@ def _sharing(args: tuple[Any, ...], kwargs: dict[str, Any], left: dict[str, dict
         mapping.update(left.get(name, {}))
     yield
     for name, mapping in shared.items():
-        if entries := {key: value for key, value in mapping.items() if before[name].get(key) is not value}:
+        if entries := {
+            key: value for key, value in mapping.items() if before[name].get(key) is not value
+        }:
             left[name] = entries
 
 
 @contextmanager
-def watching(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool]) -> Iterator[None]:
-    """Call `see(name, input [..., k])` before each linear runs; the pass ends when `see` returns True."""
+def watching(
+    linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool]
+) -> Iterator[None]:
+    """Call `see(name, input [..., k])` before each linear runs; the pass ends when `see` returns
+    True.
+    """
 
     def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if see(name, args[0] if args else kwargs["input"]):
@@ -223,13 +255,16 @@ def watching(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool
 
     with ExitStack() as stack:
         for name, module in linears.items():
-            stack.callback(module.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
+            stack.callback(
+                module.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove
+            )
         yield
 
 
 @contextmanager
 def telling(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], bool]]:
-    """Give a function that tells whether a tensor is what one of some modules returned, or shares its memory.
+    """Give a function that tells whether a tensor is what one of some modules returned, or shares
+    its memory.
 
     It keeps no tensor in memory, so it is asked while the model runs.
     """
@@ -250,7 +285,9 @@ def telling(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], bool]]:
 
 
 def _batch_axis(shape: torch.Size) -> int:
-    """Find the dimension of the batch of one document: 0, or 1 if tokens or streams of hidden states come before."""
+    """Find the dimension of the batch of one document: 0, or 1 if tokens or streams of hidden
+    states come before.
+    """
     return 1 if len(shape) > 2 and shape[0] > 1 and shape[1] == 1 else 0
 
 
@@ -261,7 +298,9 @@ def _by_token(hidden: Tensor) -> Tensor:
 
 
 def _like(hidden: Tensor, shape: torch.Size) -> Tensor:
-    """Give `_by_token`'s result the dimensions of a tensor that enters a block; a batch has them already."""
+    """Give `_by_token`'s result the dimensions of a tensor that enters a block; a batch has them
+    already.
+    """
     if hidden.shape == shape:
         return hidden
     axis = _batch_axis(shape)

@@ -17,11 +17,15 @@ from quantkit.checkpoint.stored_tensors import Derived, Read
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True if a module multiplies by its `weight` and adds its `bias`, and does nothing else.
+    """Return True if a module multiplies by its `weight` and adds its `bias`, and does nothing
+    else.
 
-    True for `nn.Linear`, subclasses that compute the same, and transformers' Conv1D, whose weight is `[k, n]`.
+    True for `nn.Linear`, subclasses that compute the same, and transformers' Conv1D, whose weight
+    is `[k, n]`.
     """
-    return is_transposed(module) or (isinstance(module, nn.Linear) and _computes_linear(type(module)))
+    return is_transposed(module) or (
+        isinstance(module, nn.Linear) and _computes_linear(type(module))
+    )
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -32,7 +36,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def reads_weight(owner: nn.Module, leaf: str) -> bool:
-    """Return True if the forward of a module uses the weight of its linear `leaf` itself, or asks for its dtype."""
+    """Return True if the forward of a module uses the weight of its linear `leaf` itself, or asks
+    for its dtype.
+    """
     return f"{leaf}.weight" in _source(type(owner).forward)
 
 
@@ -51,9 +57,11 @@ def size_of(linear: nn.Module) -> tuple[int, int]:
 
 
 def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint) -> None:
-    """Replace each Conv1D of a model on the meta device by an `nn.Linear`, and present its weight in `src` as `[n, k]`.
+    """Replace each Conv1D of a model on the meta device by an `nn.Linear`, and present its weight
+    in `src` as `[n, k]`.
 
-    `stored` maps each state to its name in `src`. A weight that stays dense is written as it was stored.
+    `stored` maps each state to its name in `src`. A weight that stays dense is written as it was
+    stored.
     """
     derived: dict[str, Derived] = {}
     for path, module in list(model.named_modules()):
@@ -64,7 +72,11 @@ def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint
         k, n = weight.shape
         owner, _, leaf = path.rpartition(".")
         bias = isinstance(module.bias, nn.Parameter)
-        setattr(model.get_submodule(owner), leaf, nn.Linear(k, n, bias, device=weight.device, dtype=weight.dtype))
+        setattr(
+            model.get_submodule(owner),
+            leaf,
+            nn.Linear(k, n, bias, device=weight.device, dtype=weight.dtype),
+        )
         if not src.is_presented_otherwise(name):  # by an earlier model of the same source
             derived[name] = _transposed(name, src)
     src.derive(derived)
@@ -78,20 +90,29 @@ def _transposed(name: str, src: Checkpoint) -> Derived:
         whole = read(name, None).T.contiguous()
         return whole if index is None else whole[index]
 
-    return Derived((n, k), src.dtype(name), (name,), compute, restore=lambda weight: weight.T.contiguous())
+    return Derived(
+        (n, k), src.dtype(name), (name,), compute, restore=lambda weight: weight.T.contiguous()
+    )
 
 
 def _computes_linear(cls: type[nn.Linear]) -> bool:
     """Return True if the forward of a class equals that of `nn.Linear` on a small example."""
     if cls.forward is nn.Linear.forward:
         return True
-    weight, x = torch.tensor([[1.0, -2.0], [3.0, 5.0], [-7.0, 11.0]]), torch.tensor([[[0.5, 2.0], [-1.0, 0.25]]])
+    weight, x = (
+        torch.tensor([[1.0, -2.0], [3.0, 5.0], [-7.0, 11.0]]),
+        torch.tensor([[[0.5, 2.0], [-1.0, 0.25]]]),
+    )
     for bias in (None, torch.tensor([1.0, -1.0, 2.0])):
-        example = SimpleNamespace(weight=weight, bias=bias, in_features=2, out_features=3, training=False)
+        example = SimpleNamespace(
+            weight=weight, bias=bias, in_features=2, out_features=3, training=False
+        )
         try:
             found = cls.forward(example, x)  # type: ignore[arg-type]
         except Exception:  # it needs more than a linear has
             return False
-        if not isinstance(found, torch.Tensor) or not torch.equal(found, functional.linear(x, weight, bias)):
+        if not isinstance(found, torch.Tensor) or not torch.equal(
+            found, functional.linear(x, weight, bias)
+        ):
             return False
     return True

@@ -38,29 +38,36 @@ if TYPE_CHECKING:
 
 #: `MatchedModel.max_length` of a model without a limit of positions.
 UNLIMITED = 2**31
-#: Linears with fewer inputs or outputs stay dense unless a recipe names them: gates and small mixers, which engines
-#: keep dense.
+#: Linears with fewer inputs or outputs stay dense unless a recipe names them: gates and small
+#: mixers, which engines keep dense.
 FEWEST = 64
 
 
 class MatchedModel:
-    """Build the model of a dense checkpoint on the meta device, and match its states with the stored tensors.
+    """Build the model of a dense checkpoint on the meta device, and match its states with the
+    stored tensors.
 
-    `module`: the model. `dtype`: of its weights in memory. `states`: the source of each of its states. `blocks`: module
-    paths of the transformer blocks, in order. `linears`: name in the checkpoint -> `(n, k)` of every linear. `paths`:
-    the same names -> module paths, which differ in a few published families. `tied`: linears that share their weight
-    with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them.
-    `experts`: name -> the expert that a linear belongs to. `sliced`: stored tensors that hold several experts.
-    `outside`: tensors that the model does not have, such as draft layers. `notices`:
-    matrices that stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
-    module whose forward is run, the whole model or the outermost one that runs on tokens alone; `text_path`: its path.
+    `module`: the model. `dtype`: of its weights in memory. `states`: the source of each of its
+    states. `blocks`: module paths of the transformer blocks, in order. `linears`: name in the
+    checkpoint -> `(n, k)` of every linear. `paths`: the same names -> module paths, which differ in
+    a few published families. `tied`: linears that share their weight with the embeddings.
+    `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them. `experts`:
+    name -> the expert that a linear belongs to. `sliced`: stored tensors that hold several experts.
+    `outside`: tensors that the model does not have, such as draft layers. `notices`: matrices that
+    stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
+    module whose forward is run, the whole model or the outermost one that runs on tokens alone;
+    `text_path`: its path.
 
-    In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by their transposes.
+    In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by
+    their transposes.
 
-    CheckpointError if transformers cannot build the model, or a stored tensor has another shape than it.
+    CheckpointError if transformers cannot build the model, or a stored tensor has another shape
+    than it.
     """
 
-    def __init__(self, src: Checkpoint, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, src: Checkpoint, dtype: torch.dtype, *, trust_remote_code: bool = False
+    ) -> None:
         self.src, self.dtype = src, dtype
         self.module = skeleton(src, dtype, trust_remote_code)
         self.sliced = unfuse_experts(self.module, src, spellings(self.module))
@@ -69,16 +76,25 @@ class MatchedModel:
         self.blocks = [f"{decoder}.{path}" if decoder else path for path in find_blocks(module)]
         if not self.blocks:
             kind = type(self.module).__name__
-            raise CheckpointError(f"{kind} has no list of blocks with nn.Linear", "use another model", subject=src.path)
+            raise CheckpointError(
+                f"{kind} has no list of blocks with nn.Linear",
+                "use another model",
+                subject=src.path,
+            )
         self._block_of = _blocks_of_names(self.blocks, self.states)
         self.paths, self.tied, self.notices = find_linears(self.module, self.states.stored)
-        self.linears = {name: size_of(self.module.get_submodule(path)) for name, path in self.paths.items()}
+        self.linears = {
+            name: size_of(self.module.get_submodule(path)) for name, path in self.paths.items()
+        }
         self.kept_dense = _kept_dense(self.module, decoder, self.tied, self.states.stored)
         of_path = find_experts(self.module)
         self.experts = {name: of_path[path] for name, path in self.paths.items() if path in of_path}
         self.outside = Outside.of(src, self.states.outside)
         self.notices += self.outside.notices()
-        positions = getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
+        positions = (
+            getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+            or UNLIMITED
+        )
         self.max_length: int = positions if positions > 0 else UNLIMITED
         self.text_path = text_model(self.module, self.blocks)
         self.text = cast("PreTrainedModel", self.module.get_submodule(self.text_path))
@@ -93,7 +109,9 @@ class MatchedModel:
         return [name for name in self.linears if f"{name}.weight" in inside]
 
     def norms(self) -> dict[str, str]:
-        """Map stored name to path, for the weights and biases of norms that a single module uses."""
+        """Map stored name to path, for the weights and biases of norms that a single
+        module uses.
+        """
         stored = self.states.stored
         counts = Counter(stored.values())
         return {
@@ -108,7 +126,8 @@ class MatchedModel:
     def why_uncalled(self, linear: str) -> str | None:
         """Give the reason why a text-only pass never calls a linear; None if it may."""
         owner = self.experts[linear].owner if linear in self.experts else ""
-        places = f".{self.paths[linear]}. .{owner}."  # experts may be stored under another path than their owner's
+        # experts may be stored under another path than their owner's
+        places = f".{self.paths[linear]}. .{owner}."
         part = next((words for pattern, words in UNCALLED.items() if pattern.search(places)), None)
         return None if part is None else f"text alone never calls {part}"
 
@@ -129,7 +148,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _match(module: PreTrainedModel, src: Checkpoint) -> Match:
-    """Match states with stored tensors, once linears have their stored form; CheckpointError for another shape."""
+    """Match states with stored tensors, once linears have their stored form; CheckpointError for
+    another shape.
+    """
     found = match(module, src)
     if follow_storage(module, src, found.merged):
         found = match(module, src)
@@ -139,7 +160,8 @@ def _match(module: PreTrainedModel, src: Checkpoint) -> Match:
         asked, shape = tuple(get_tensor(module, state).shape), src.shape(name)
         if shape != asked:
             raise CheckpointError(
-                f"is {list(shape)} in the checkpoint, config.json asks for {list(asked)}", subject=name
+                f"is {list(shape)} in the checkpoint, config.json asks for {list(asked)}",
+                subject=name,
             )
     return found
 
@@ -151,17 +173,25 @@ def _blocks_of_names(blocks: Iterable[str], states: Match) -> dict[str, int]:
     merged = [(each.states[0], name) for each in states.merged for name in each.names]
     for state, name in [*states.stored.items(), *merged]:
         parts = state.split(".")
-        path = next((path for cut in range(len(parts)) if (path := ".".join(parts[:cut])) in numbers), None)
+        path = next(
+            (path for cut in range(len(parts)) if (path := ".".join(parts[:cut])) in numbers), None
+        )
         if path is not None:
             found[name] = min(found.get(name, numbers[path]), numbers[path])
     return found
 
 
-def _kept_dense(module: PreTrainedModel, decoder: str, tied: set[str], stored: dict[str, str]) -> dict[str, str]:
-    """Map stored name to reason, for matrices that stay dense: routers, towers of other inputs, small linears."""
+def _kept_dense(
+    module: PreTrainedModel, decoder: str, tied: set[str], stored: dict[str, str]
+) -> dict[str, str]:
+    """Map stored name to reason, for matrices that stay dense: routers, towers of other inputs,
+    small linears.
+    """
     routers, head = find_routers(module), module.get_output_embeddings()
     towers = tuple(f"{path}." for path in find_towers(module))
-    reads_text = tuple(f"{path}." for path in (decoder, text_encoder(module)) if path) if decoder else ("",)
+    reads_text = (
+        tuple(f"{path}." for path in (decoder, text_encoder(module)) if path) if decoder else ("",)
+    )
     shared = set(module.all_tied_weights_keys.values())
     kept: dict[str, str] = {}
     for path, found in module.named_modules():
@@ -173,7 +203,9 @@ def _kept_dense(module: PreTrainedModel, decoder: str, tied: set[str], stored: d
         elif not is_linear(found):
             if isinstance(found, nn.Linear):
                 kept[name] = "no plain linear"
-        elif found is head or (isinstance(head, nn.Embedding) and size_of(found) == head.weight.shape):  # FSMT
+        elif found is head or (
+            isinstance(head, nn.Embedding) and size_of(found) == head.weight.shape
+        ):  # FSMT
             if HEAD not in (name.rpartition(".")[2], path.rpartition(".")[2]):
                 kept[name] = "the output head"
         elif path in tied or f"{path}.weight" in shared:

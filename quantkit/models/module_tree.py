@@ -6,7 +6,9 @@ from torch import nn
 
 
 def is_free(model: nn.Module, path: str) -> bool:
-    """Return True if `add_module` can add a module at a path: no attribute of a module on the way has its name."""
+    """Return True if `add_module` can add a module at a path: no attribute of a module on the way
+    has its name.
+    """
     for part in path.split("."):
         if part not in model._modules:
             return not hasattr(model, part)

@@ -1,6 +1,8 @@
-"""Stored tensors that the model of transformers does not have, such as draft layers and heads of other tasks.
+"""Stored tensors that the model of transformers does not have, such as draft layers and heads of
+other tasks.
 
-Engines read some of them. They are copied if the model's class or config.json declares them, and refused otherwise.
+Engines read some of them. They are copied if the model's class or config.json declares them, and
+refused otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _WITHOUT = "save the model without them, by transformers' from_pretrained and sa
 
 
 class Outside(NamedTuple):
-    """Hold the dense tensors that the model does not have: their names, and the modules of matrices among them.
+    """Hold the dense tensors that the model does not have: their names, and the modules of matrices
+    among them.
 
     A tensor of several experts counts as one module.
     """
@@ -49,12 +52,19 @@ class Outside(NamedTuple):
 
     @classmethod
     def of(cls, src: Checkpoint, names: Iterable[str]) -> Outside:
-        """Sort the stored `names` without a place in the model; tables that are computed today do not count."""
+        """Sort the stored `names` without a place in the model; tables that are computed today do
+        not count.
+        """
         packed, dense, modules = set(src.modules()), [], dict[str, None]()
         for name in names:
             owner, _, leaf = name.rpartition(".")
             axes = len(src.shape(name))
-            if owner in packed or not 1 <= axes <= 3 or src.dtype(name) not in FLOATS or COMPUTED.search(name):
+            if (
+                owner in packed
+                or not 1 <= axes <= 3
+                or src.dtype(name) not in FLOATS
+                or COMPUTED.search(name)
+            ):
                 continue
             dense.append(name)
             if axes > 1:
@@ -74,7 +84,8 @@ class Outside(NamedTuple):
     def dense_entries(self, src: Checkpoint) -> list[str]:
         """List what a config must state as dense: the modules and patterns.
 
-        vLLM gives some draft layers the numbers after the last layer, whatever they are called in the checkpoint.
+        vLLM gives some draft layers the numbers after the last layer, whatever they are called in
+        the checkpoint.
         """
         depth = _stated_depth(src.config)
         deeper = {match[0]: int(match[1]) for match in map(LAYER_START.match, self.names) if match}
@@ -84,11 +95,16 @@ class Outside(NamedTuple):
         past = {*deeper.values()} or ({int(depth)} if depth < math.inf else set())
         own = [name for name in src.logical() if not name.startswith(tuple(deeper))]
         patterns = [rf".*\.layers\.{number}\..*" for number in sorted(past)]
-        return [*self.modules, *(f"re:{each}" for each in patterns if not any(re.match(each, name) for name in own))]
+        return [
+            *self.modules,
+            *(f"re:{each}" for each in patterns if not any(re.match(each, name) for name in own)),
+        ]
 
 
 def drafts_by_name(src: Checkpoint) -> list[str]:
-    """List the tensors of draft layers in a folder whose model cannot be built: by their names and config.json."""
+    """List the tensors of draft layers in a folder whose model cannot be built: by their names and
+    config.json.
+    """
     depth = _stated_depth(src.config)
     return [name for name in src.names() if DRAFT_PARTS.search(name) or _layer(name) >= depth]
 
@@ -99,37 +115,56 @@ def undeclared(module: PreTrainedModel, src: Checkpoint, names: Iterable[str]) -
     return [name for name in names if not any(test(name) for test in tests)]
 
 
-def require_complete(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str], outside: Sequence[str]) -> None:
-    """Raise CheckpointError for states without a stored tensor, and for tensors `outside` that nothing declares."""
+def require_complete(
+    module: PreTrainedModel, src: Checkpoint, missing: Sequence[str], outside: Sequence[str]
+) -> None:
+    """Raise CheckpointError for states without a stored tensor, and for tensors `outside` that
+    nothing declares.
+    """
     kind = type(module).__name__
     if missing:
-        rule = f"{_shown(missing, 'is missing from the checkpoint')}: the folder is not a complete {kind}"
+        rule = (
+            f"{_shown(missing, 'is missing from the checkpoint')}: the folder is not a complete "
+            f"{kind}"
+        )
         raise CheckpointError(rule, *_for_missing(module, src, missing), subject=src.path)
     if stray := undeclared(module, src, outside):
-        rule = f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares it"
+        rule = (
+            f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares "
+            "it"
+        )
         raise CheckpointError(rule, *_for_stray(module, stray), subject=src.path)
 
 
 def _listed(module: PreTrainedModel) -> Test:
-    """Return a test for names that the model's class ignores, and for tables that are computed today."""
+    """Return a test for names that the model's class ignores, and for tables that are computed
+    today.
+    """
     patterns = [COMPUTED, *map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
 def _draft(module: PreTrainedModel, stated: Mapping[str, Any]) -> Test:
-    """Return a test for draft layers: by name if config.json speaks of some, past the last layer if it counts them."""
+    """Return a test for draft layers: by name if config.json speaks of some, past the last layer if
+    it counts them.
+    """
     text = module.config.get_text_config()
     known = [*_entries(stated), *_entries(text.to_dict())]
     speaks = any(value for key, value in known if DRAFT_WORDS.search(key))
     count = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
     depth = _depth(module)
-    return lambda name: (speaks and DRAFT_PARTS.search(name) is not None) or depth <= _layer(name) < depth + count
+    return lambda name: (
+        (speaks and DRAFT_PARTS.search(name) is not None) or depth <= _layer(name) < depth + count
+    )
 
 
 def _head(stated: Mapping[str, Any]) -> Test:
-    """Return a test for heads that give a value or a class, if config.json names such a class or labels."""
+    """Return a test for heads that give a value or a class, if config.json names such a class or
+    labels.
+    """
     declared = HEAD_CLASSES.search(str(stated.get("architectures"))) or any(
-        HEAD_KEYS.search(key) and value and value != DEFAULT_LABELS for key, value in _entries(stated)
+        HEAD_KEYS.search(key) and value and value != DEFAULT_LABELS
+        for key, value in _entries(stated)
     )
     return lambda name: bool(declared and HEAD_PARTS.match(name))
 
@@ -167,9 +202,14 @@ def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:
     depth, deepest = _depth(module), max(map(_layer, stray))
     past, ways = depth <= deepest, []
     if past or any(map(DRAFT_PARTS.search, stray)):
-        keys = [key for key, _ in _entries(module.config.get_text_config().to_dict()) if DRAFT_COUNTS.search(key)]
+        keys = [
+            key
+            for key, _ in _entries(module.config.get_text_config().to_dict())
+            if DRAFT_COUNTS.search(key)
+        ]
         count = deepest - depth + 1 if past else 1
-        ways.append(f'state draft layers in config.json ("{(*keys, "num_nextn_predict_layers")[0]}": {count:.0f})')
+        key = (*keys, "num_nextn_predict_layers")[0]
+        ways.append(f'state draft layers in config.json ("{key}": {count:.0f})')
     if past:
         ways.append(f'count them as layers of the model ("num_hidden_layers": {deepest + 1:.0f})')
     if any(map(HEAD_PARTS.match, stray)):
@@ -183,7 +223,11 @@ def _depth(module: PreTrainedModel) -> float:
 
 
 def _stated_depth(config: Mapping[str, Any]) -> float:
-    found = [value for key, value in _entries(config.get("text_config") or config) if key == "num_hidden_layers"]
+    found = [
+        value
+        for key, value in _entries(config.get("text_config") or config)
+        if key == "num_hidden_layers"
+    ]
     return found[0] if found and type(found[0]) is int else math.inf
 
 

@@ -1,7 +1,9 @@
-"""The tensors that one block passes to later ones beside its hidden state, between two runs of the model.
+"""The tensors that one block passes to later ones beside its hidden state, between two runs of the
+model.
 
-A block passes tensors on in two ways. It returns them after its hidden state, or it puts them into a mapping that the
-model hands to all its blocks. Here they are a list of tensors and a `Form`, which JSON can hold.
+A block passes tensors on in two ways. It returns them after its hidden state, or it puts them into
+a mapping that the model hands to all its blocks. Here they are a list of tensors and a `Form`,
+which JSON can hold.
 """
 
 from __future__ import annotations
@@ -17,20 +19,24 @@ from quantkit.errors import CheckpointError, Setting, Words
 #: The way out for a model that does not run block by block.
 USE_RTN = Words("use", Setting("method", "rtn"))
 
-#: `returned`: None, or one entry for each value that a block returns after its hidden state. `left`: name of the
-#: argument that is a mapping -> its new entries.
+#: `returned`: None, or one entry for each value that a block returns after its hidden state.
+#: `left`: name of the argument that is a mapping -> its new entries.
 Form = dict[str, Any]
 
 
 class State(NamedTuple):
-    """Hold the input of a block for one document: the hidden state `[t, h]` or `[t, streams, h]`, and other tensors."""
+    """Hold the input of a block for one document: the hidden state `[t, h]` or `[t, streams, h]`,
+    and other tensors.
+    """
 
     hidden: Tensor
     passed: tuple[Tensor, ...] = ()
 
 
 class Passed(NamedTuple):
-    """Hold the tensors as Python values: `hidden` by token, `returned` after it, and the entries `left` in mappings."""
+    """Hold the tensors as Python values: `hidden` by token, `returned` after it, and the entries
+    `left` in mappings.
+    """
 
     hidden: Tensor
     returned: list[Any] | None
@@ -38,7 +44,9 @@ class Passed(NamedTuple):
 
 
 class Needed(Exception):
-    """Record that the model uses a block's return value `number`, counted after the hidden state."""
+    """Record that the model uses a block's return value `number`, counted after the
+    hidden state.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -46,7 +54,9 @@ class Needed(Exception):
 
 
 class Unused(Tensor):
-    """Stand for a returned tensor that nothing has used so far. Any operation on it raises Needed."""
+    """Stand for a returned tensor that nothing has used so far. Any operation on it
+    raises Needed.
+    """
 
     number: int
 
@@ -72,14 +82,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def pack(passed: Passed, unused: frozenset[int]) -> tuple[State, Form]:
-    """Split a block's outputs into tensors and their form, without the returned values that are `unused`.
+    """Split a block's outputs into tensors and their form, without the returned values that are
+    `unused`.
 
     CheckpointError for a value of an unsupported type.
     """
     found: list[Tensor] = []
     returned: list[Any] | None = None
     if passed.returned is not None:
-        returned = [{"unused": i} if i in unused else _flatten(value, found) for i, value in enumerate(passed.returned)]
+        returned = [
+            {"unused": i} if i in unused else _flatten(value, found)
+            for i, value in enumerate(passed.returned)
+        ]
     left = {name: _flatten(entries, found) for name, entries in passed.left.items()}
     return State(passed.hidden, tuple(found)), {"returned": returned, "left": left}
 
@@ -107,7 +121,9 @@ def _flatten(value: Any, found: list[Tensor]) -> dict[str, Any]:
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     kind = type(value).__name__
-    raise CheckpointError(f"passes on a value of type {kind}, and only tensors can be stored between blocks", USE_RTN)
+    raise CheckpointError(
+        f"passes on a value of type {kind}, and only tensors can be stored between blocks", USE_RTN
+    )
 
 
 def _unflatten(form: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:

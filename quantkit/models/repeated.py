@@ -1,7 +1,8 @@
-"""Call a block by itself where batches of one shape repeat, because the model would give it the same arguments.
+"""Call a block by itself where batches of one shape repeat, because the model would give it the
+same arguments.
 
-In each pass a model computes masks and rotary tables anew, passes its other blocks, and waits for the GPU: for a small
-block that takes longer than the block.
+In each pass a model computes masks and rotary tables anew, passes its other blocks, and waits for
+the GPU: for a small block that takes longer than the block.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from quantkit.models.interception import HIDDEN, Given
 from quantkit.models.passing import tensors_in
 
-#: The pass of a shape before which its arguments are compared, and the number of shapes whose arguments are kept.
+#: The pass of a shape before which its arguments are compared, and the number of shapes whose
+#: arguments are kept.
 REPEATED, KEPT = 5, 8
 #: The most bytes of arguments that are kept, as a multiple of the hidden state.
 LARGEST = 2
@@ -33,7 +35,8 @@ class Repeated:
     def get(self, index: int, shape: Hashable, compare: Callable[[], Given | None]) -> Given | None:
         """Return the arguments of block `index` for batches of a shape, if they are kept.
 
-        `compare` is called once, in the last of the first `REPEATED` passes. It returns what may be kept.
+        `compare` is called once, in the last of the first `REPEATED` passes. It returns what may be
+        kept.
         """
         if index != self._index:
             self._index = index
@@ -45,14 +48,20 @@ class Repeated:
                 return given
             del self._kept[shape]  # the block changes them in place
         self._passes[shape] += 1
-        if self._passes[shape] == REPEATED and len(self._kept) < KEPT and (found := compare()) is not None:
+        if (
+            self._passes[shape] == REPEATED
+            and len(self._kept) < KEPT
+            and (found := compare()) is not None
+        ):
             self._kept[shape] = found, [(tensor, tensor._version) for tensor in _tensors(found)]
             return found
         return None
 
 
 def independent(given: Given | None, other: Given | None, hidden: Tensor) -> bool:
-    """Tell whether a block's arguments were the same for other tokens and another hidden state, and may be kept."""
+    """Tell whether a block's arguments were the same for other tokens and another hidden state, and
+    may be kept.
+    """
     return (
         given is not None
         and other is not None
@@ -69,7 +78,9 @@ def _tensors(given: Given) -> list[Tensor]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare two arguments. Objects that the block might change, such as mappings, count as different."""
+    """Compare two arguments. Objects that the block might change, such as mappings, count as
+    different.
+    """
     if isinstance(a, Tensor):
         is_alike = isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
         return is_alike and not a.requires_grad and torch.equal(a, b)

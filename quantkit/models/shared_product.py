@@ -1,8 +1,8 @@
 """One product for several linears that are row slices of one weight and get the same input tensor.
 
-At each call the input tensor decides. The first part that gets a tensor computes the product with all rows, and caches
-it for the others. A part that gets another tensor computes a new product, again with all rows, which is correct but
-slow.
+At each call the input tensor decides. The first part that gets a tensor computes the product with
+all rows, and caches it for the others. A part that gets another tensor computes a new product,
+again with all rows, which is correct but slow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from quantkit.kernels import driver
 
 
 class CachedProduct(NamedTuple):
-    """The product `y` with the tensor behind the weak reference `x`, for the parts that have not read it.
+    """The product `y` with the tensor behind the weak reference `x`, for the parts that have not
+    read it.
 
     `version` is the version of `x` when `y` was computed, see `_version`.
     """
@@ -30,7 +31,8 @@ class CachedProduct(NamedTuple):
 
 
 class SharedProduct:
-    """Base of a class that multiplies an input with all rows at once, by `multiply_all`, for `readers` parts.
+    """Base of a class that multiplies an input with all rows at once, by `multiply_all`, for
+    `readers` parts.
 
     Its constructor calls `forget_products`.
     """
@@ -44,8 +46,14 @@ class SharedProduct:
         raise NotImplementedError
 
     def product(self, x: Tensor, index: int) -> Tensor:
-        """Return the product of all parts for the part `index`: look it up, or compute it and cache it for the rest."""
-        return self._traced_product(x, index) if torch.compiler.is_compiling() else self._cached_product(x, index)
+        """Return the product of all parts for the part `index`: look it up, or compute it and cache
+        it for the rest.
+        """
+        return (
+            self._traced_product(x, index)
+            if torch.compiler.is_compiling()
+            else self._cached_product(x, index)
+        )
 
     def forget_products(self) -> None:
         """Drop the cached product."""
@@ -53,7 +61,12 @@ class SharedProduct:
 
     def _cached_product(self, x: Tensor, index: int) -> Tensor:
         cached, version = self.cached, _version(x)
-        if cached is not None and cached.x() is x and cached.version == version and index in cached.unread:
+        if (
+            cached is not None
+            and cached.x() is x
+            and cached.version == version
+            and index in cached.unread
+        ):
             unread, y, source = cached.unread - {index}, cached.y, cached.x
         else:
             unread, y = frozenset(range(self.readers)) - {index}, self.multiply_all(x)
@@ -66,7 +79,9 @@ class SharedProduct:
             self.cached = None
 
     def _traced_product(self, x: Tensor, index: int) -> Tensor:
-        """Do as `_cached_product` in code that torch.compile can trace: a traced tensor has one value."""
+        """Do as `_cached_product` in code that torch.compile can trace: a traced tensor has one
+        value.
+        """
         traced = self.traced
         if traced is not None and traced[0] is x and index in traced[2]:
             y, unread = traced[1], tuple(i for i in traced[2] if i != index)
@@ -77,10 +92,12 @@ class SharedProduct:
 
 
 def _version(x: Tensor) -> tuple[int, ...]:
-    """Identify the values of a tensor: equal keys mean that a cached product with it is valid here and now.
+    """Identify the values of a tensor: equal keys mean that a cached product with it is valid here
+    and now.
 
-    The key has torch's counter of in-place writes, which inference mode does not keep. On a GPU it has the stream and
-    the CUDA graph capture too, because a captured product does not exist outside its graph.
+    The key has torch's counter of in-place writes, which inference mode does not keep. On a GPU it
+    has the stream and the CUDA graph capture too, because a captured product does not exist outside
+    its graph.
     """
     version = -1 if x.is_inference() else x._version
     return (version, *driver.stream_state(x.device)[:2]) if x.is_cuda else (version,)

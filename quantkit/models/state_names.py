@@ -1,7 +1,8 @@
 """Which stored tensor goes where in a model that transformers builds.
 
-transformers knows under which names a class was published, for example `embed_out` for `lm_head`, or names without the
-base model's prefix, and which stored tensors it merges or splits. Its own rules are used, as its loader uses them.
+transformers knows under which names a class was published, for example `embed_out` for `lm_head`,
+or names without the base model's prefix, and which stored tensors it merges or splits. Its own
+rules are used, as its loader uses them.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from quantkit.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Stored name -> the states that transformers makes of it, and whether it merges or splits tensors to do so.
+#: Stored name -> the states that transformers makes of it, and whether it merges or splits tensors
+#: to do so.
 Places = Callable[[str], tuple[tuple[str, ...], bool]]
 #: Rows of two matrices that are compared at a time.
 ROWS = 4096
 
 
 class Merged(NamedTuple):
-    """Hold states that transformers computes from stored tensors, such as one convolution from three.
+    """Hold states that transformers computes from stored tensors, such as one convolution from
+    three.
 
-    `convert` takes the tensors of `names`, in their order, and returns them by state. `patterns` identify transformers'
-    rule.
+    `convert` takes the tensors of `names`, in their order, and returns them by state. `patterns`
+    identify transformers' rule.
     """
 
     states: tuple[str, ...]
@@ -86,7 +89,9 @@ class _Rules:
 
 
 def places(module: PreTrainedModel) -> Places:
-    """Return a function from a stored name to its states in `module`; the module need not have these states."""
+    """Return a function from a stored name to its states in `module`; the module need not have
+    these states.
+    """
     rules = _Rules(module)
 
     def place(name: str) -> tuple[tuple[str, ...], bool]:
@@ -100,7 +105,9 @@ def places(module: PreTrainedModel) -> Places:
 
 
 def spellings(module: PreTrainedModel) -> Callable[[str], Iterator[str]]:
-    """Return a function from a stored name to the states that it may have in `module`, before any merging."""
+    """Return a function from a stored name to the states that it may have in `module`, before any
+    merging.
+    """
     rules, prefix = _Rules(module), module.base_model_prefix
 
     def of(name: str) -> Iterator[str]:
@@ -114,7 +121,9 @@ def spellings(module: PreTrainedModel) -> Callable[[str], Iterator[str]]:
 
 
 def renamed(module: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function from a stored name to its state in `module` if nothing is merged or split."""
+    """Return a function from a stored name to its state in `module` if nothing is
+    merged or split.
+    """
     rules = _Rules(module)
     return lambda name: rules.state_of(name, [])[0]
 
@@ -135,7 +144,12 @@ def match(module: PreTrainedModel, src: Checkpoint) -> Match:
         else:
             outside.append(name)
     merged = [_merged(rules, state, names) for state, names in sources.items()]
-    for a, b in module.all_tied_weights_keys.items():  # a tied weight may be stored once, under either name
+    for (
+        a,
+        b,
+    ) in (
+        module.all_tied_weights_keys.items()
+    ):  # a tied weight may be stored once, under either name
         if (a in stored) != (b in stored):
             stored[a] = stored[b] = stored.get(a) or stored[b]
     found = {*stored, *(state for each in merged for state in each.states)}
@@ -146,7 +160,11 @@ def _merged(rules: _Rules, state: str, by_pattern: dict[str, list[str]]) -> Merg
     from transformers.core_model_loading import dot_natural_key
 
     converter = rules.of_pattern[next(iter(by_pattern))]
-    names = [(pattern, name) for pattern, found in by_pattern.items() for name in sorted(found, key=dot_natural_key)]
+    names = [
+        (pattern, name)
+        for pattern, found in by_pattern.items()
+        for name in sorted(found, key=dot_natural_key)
+    ]
     first, *others = converter.target_patterns
 
     def convert(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -155,17 +173,24 @@ def _merged(rules: _Rules, state: str, by_pattern: dict[str, list[str]]) -> Merg
             loaded: Any = tensor  # its annotation knows only tensors that are still being loaded
             fresh.add_tensor(state, name, pattern, loaded)
         made = fresh.convert(state, model=rules.module, config=rules.module.config)
-        return {each: value[0] if isinstance(value, list) else value for each, value in made.items()}
+        return {
+            each: value[0] if isinstance(value, list) else value for each, value in made.items()
+        }
 
     targets = (state, *(state.replace(first, other) for other in others))
-    return Merged(targets, tuple(name for _, name in names), convert, tuple(converter.source_patterns))
+    return Merged(
+        targets, tuple(name for _, name in names), convert, tuple(converter.source_patterns)
+    )
 
 
-def rows_of(merged: Merged, shape: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[Rows, ...]] | None:
-    """Return the stored rows that make up each state, in order; None if states are not slices of rows.
+def rows_of(
+    merged: Merged, shape: Callable[[str], tuple[int, ...]]
+) -> dict[str, tuple[Rows, ...]] | None:
+    """Return the stored rows that make up each state, in order; None if states are not slices of
+    rows.
 
-    It is seen on an example: tensors of two columns that hold their own positions. `shape` gives stored shapes: `[n]`,
-    `[n, k]` or `[experts, n, k]`. Every stored row is in one state, once.
+    It is seen on an example: tensors of two columns that hold their own positions. `shape` gives
+    stored shapes: `[n]`, `[n, k]` or `[experts, n, k]`. Every stored row is in one state, once.
     """
     shapes = [shape(name) for name in merged.names]
     axes, experts = len(shapes[0]), shapes[0][0] if len(shapes[0]) == 3 else 1
@@ -181,11 +206,16 @@ def rows_of(merged: Merged, shape: Callable[[str], tuple[int, ...]]) -> dict[str
     seen: list[Tensor] = []
     for state in merged.states:
         position = made.get(state)
-        if not isinstance(position, Tensor) or (position.dtype, position.ndim) != (positions.dtype, axes):
+        if not isinstance(position, Tensor) or (position.dtype, position.ndim) != (
+            positions.dtype,
+            axes,
+        ):
             return None  # the rule computes with the weights
         if not position.numel():
             return None
-        first = (position if axes == 1 else position.reshape(-1, *position.shape[-2:])[0, :, 0]) // 2
+        first = (
+            position if axes == 1 else position.reshape(-1, *position.shape[-2:])[0, :, 0]
+        ) // 2
         inside = len(first) and 0 <= int(first.min()) <= int(first.max()) < sum(heights)
         slices = _slices(first, merged.names, heights) if inside else None
         if slices is None or not torch.equal(position, _form(positions[:, first], axes)):
@@ -201,7 +231,9 @@ def _form(positions: Tensor, axes: int) -> Tensor:
 
 
 def _slices(rows: Tensor, names: Sequence[str], heights: Sequence[int]) -> tuple[Rows, ...] | None:
-    """Return row numbers, int64 `[n]`, of tensors as slices that follow each other; None if a slice runs backwards."""
+    """Return row numbers, int64 `[n]`, of tensors as slices that follow each other; None if a slice
+    runs backwards.
+    """
     ends = torch.tensor(heights).cumsum(0)
     sources, counts = torch.bucketize(rows, ends, right=True).unique_consecutive(return_counts=True)
     found = []
@@ -221,7 +253,9 @@ def _slices(rows: Tensor, names: Sequence[str], heights: Sequence[int]) -> tuple
 
 def select(parts: Sequence[Rows], rows: slice) -> Rows | None:
     """Return some rows of parts that follow each other; None if they are no slice of one tensor."""
-    numbers = [(name, number) for name, part in parts for number in range(part.start, part.stop, part.step)][rows]
+    numbers = [
+        (name, number) for name, part in parts for number in range(part.start, part.stop, part.step)
+    ][rows]
     (name, start), step = numbers[0], numbers[1][1] - numbers[0][1] if len(numbers) > 1 else 1
     stop = start + step * len(numbers)
     whole = step > 0 and numbers == [(name, number) for number in range(start, stop, step)]
@@ -229,7 +263,9 @@ def select(parts: Sequence[Rows], rows: slice) -> Rows | None:
 
 
 def patterns_in_use(module: PreTrainedModel, src: Checkpoint) -> set[str]:
-    """Return the patterns of transformers' rules by which tensors of a checkpoint are merged or split in a model."""
+    """Return the patterns of transformers' rules by which tensors of a checkpoint are merged or
+    split in a model.
+    """
     rules = _Rules(module)
     found = {rules.state_of(name, rules.converters)[1] for name in src.names()}
     return {pattern for pattern in found if pattern is not None}
@@ -238,32 +274,50 @@ def patterns_in_use(module: PreTrainedModel, src: Checkpoint) -> set[str]:
 def head_state(module: PreTrainedModel) -> str | None:
     """Return the state that is the weight of the output head, None if the model has no head."""
     head = module.get_output_embeddings()
-    return next((f"{path}.weight" for path, found in module.named_modules() if found is head), None) if head else None
+    return (
+        next((f"{path}.weight" for path, found in module.named_modules() if found is head), None)
+        if head
+        else None
+    )
 
 
-def kept_in_float32(module: PreTrainedModel, stored: Mapping[str, str], dtype: torch.dtype) -> frozenset[str]:
-    """Return the stored names of tensors that transformers keeps in float32 where a model has a 16-bit `dtype`.
+def kept_in_float32(
+    module: PreTrainedModel, stored: Mapping[str, str], dtype: torch.dtype
+) -> frozenset[str]:
+    """Return the stored names of tensors that transformers keeps in float32 where a model has a
+    16-bit `dtype`.
 
-    `stored` maps state to stored name. One list of a class is for float16 alone, the strict one for bfloat16 too.
+    `stored` maps state to stored name. One list of a class is for float16 alone, the strict one for
+    bfloat16 too.
     """
-    lists = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()))
+    lists = (
+        "_keep_in_fp32_modules_strict",
+        *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()),
+    )
     names = [re.escape(name) for each in lists for name in getattr(module, each, None) or ()]
     pattern = re.compile(rf"(?:^|\.)(?:{'|'.join(names)})(?:\.|$)")
     return frozenset(name for state, name in stored.items() if names and pattern.search(state))
 
 
 def require_tied(module: PreTrainedModel, src: Checkpoint, stored: Mapping[str, str]) -> None:
-    """Raise CheckpointError if a head and embeddings that the configuration ties are both stored, and differ.
+    """Raise CheckpointError if a head and embeddings that the configuration ties are both stored,
+    and differ.
 
-    Some readers take the one, some the other. `stored` maps state to stored name; the values of both are read.
+    Some readers take the one, some the other. `stored` maps state to stored name; the values of
+    both are read.
     """
     head = head_state(module)
     tied = next(((a, b) for a, b in module.all_tied_weights_keys.items() if head in (a, b)), ())
     names = list(dict.fromkeys(stored[state] for state in tied if state in stored))
-    parts = [slice(at, at + ROWS) for at in range(0, src.shape(names[0])[0], ROWS)] if len(names) == 2 else []
+    parts = (
+        [slice(at, at + ROWS) for at in range(0, src.shape(names[0])[0], ROWS)]
+        if len(names) == 2
+        else []
+    )
     if any(not torch.equal(*(src.get(name, part).float() for name in names)) for part in parts):
         raise CheckpointError(
-            f"{names[0]} and {names[1]} differ, and the configuration has tie_word_embeddings: true",
+            f"{names[0]} and {names[1]} differ, and the configuration has tie_word_embeddings: "
+            "true",
             "set it to false in config.json",
             "remove the one that is wrong",
             subject=src.path,

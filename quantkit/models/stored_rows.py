@@ -1,7 +1,8 @@
 """Linears as the checkpoint stores them, where transformers splits or stacks their rows on loading.
 
-`follow_storage` puts a linear for each stored matrix into the model, and the model's own linears return its rows. So a
-matrix is quantized, packed and loaded under its stored name, which is the name that engines know.
+`follow_storage` puts a linear for each stored matrix into the model, and the model's own linears
+return its rows. So a matrix is quantized, packed and loaded under its stored name, which is the
+name that engines know.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class StoredLinear(SharedProduct):
-    """Hold the linear of a stored matrix, whose product serves all its `readers`; `linear` may be replaced."""
+    """Hold the linear of a stored matrix, whose product serves all its `readers`; `linear` may be
+    replaced.
+    """
 
     def __init__(self, linear: nn.Module) -> None:
         self.linear, self.readers = linear, 0
@@ -45,7 +48,9 @@ class LinearRows(nn.Module):
         for stored, rows in parts:
             numbered.append((stored, stored.readers, rows))
             stored.readers += 1
-        self.parts = tuple(numbered)  # torch registers no submodules from a tuple: the weights have one name
+        self.parts = tuple(
+            numbered
+        )  # torch registers no submodules from a tuple: the weights have one name
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply activations `[..., k]` with the rows: `[..., n]`."""
@@ -54,17 +59,23 @@ class LinearRows(nn.Module):
 
 
 class _Place(NamedTuple):
-    """Describe the linears of a rule at one place: stored name -> path, and path of the model's linear -> its rows."""
+    """Describe the linears of a rule at one place: stored name -> path, and path of the model's
+    linear -> its rows.
+    """
 
     stored: dict[str, str]
     made: dict[str, tuple[Rows, ...]]
 
 
-def follow_storage(model: PreTrainedModel, src: Checkpoint, merged: Sequence[Merged]) -> dict[str, StoredLinear]:
-    """Replace linears that transformers makes of rows of stored matrices; return path -> new linear in the model.
+def follow_storage(
+    model: PreTrainedModel, src: Checkpoint, merged: Sequence[Merged]
+) -> dict[str, StoredLinear]:
+    """Replace linears that transformers makes of rows of stored matrices; return path -> new linear
+    in the model.
 
-    `merged` comes from the model's `match` with `src`. A rule of transformers is followed wherever it applies, or
-    nowhere. It must have a linear in the language model. Biases must be split or stacked as their weights.
+    `merged` comes from the model's `match` with `src`. A rule of transformers is followed wherever
+    it applies, or nowhere. It must have a linear in the language model. Biases must be split or
+    stacked as their weights.
     """
     decoder, _ = language_model(model)
     found: dict[str, StoredLinear] = {}
@@ -78,7 +89,9 @@ def follow_storage(model: PreTrainedModel, src: Checkpoint, merged: Sequence[Mer
 
 
 def _places(model: PreTrainedModel, src: Checkpoint, uses: Sequence[Merged]) -> list[_Place]:
-    """Return the places where a rule splits or stacks linears; none if it does something else anywhere."""
+    """Return the places where a rule splits or stacks linears; none if it does something else
+    anywhere.
+    """
     places: list[_Place] = []
     rows: dict[str, tuple[Rows, ...]] = {}
     for use in uses:
@@ -87,18 +100,27 @@ def _places(model: PreTrainedModel, src: Checkpoint, uses: Sequence[Merged]) -> 
             return []
         rows |= found
     path_of = renamed(model)
-    biases = {state: tuple(each.rows for each in found) for state, found in rows.items() if state.endswith(".bias")}
+    biases = {
+        state: tuple(each.rows for each in found)
+        for state, found in rows.items()
+        if state.endswith(".bias")
+    }
     for use in uses:
         if use.states[0].endswith(".bias"):
             continue
         linears = [model.get_submodule(_owner(state)) for state in use.states]
         for state, linear in zip(use.states, linears, strict=True):
             bias = biases.pop(f"{_owner(state)}.bias", None)
-            if (bias is None) != (linear.bias is None) or bias not in (None, tuple(each.rows for each in rows[state])):
+            if (bias is None) != (linear.bias is None) or bias not in (
+                None,
+                tuple(each.rows for each in rows[state]),
+            ):
                 return []
         stored = {name: _owner(path_of(name)) for name in use.names}
         same = len({(linear.bias is None, size_of(linear)[1]) for linear in linears}) == 1
-        if not same or not all(name.endswith(".weight") and is_free(model, path) for name, path in stored.items()):
+        if not same or not all(
+            name.endswith(".weight") and is_free(model, path) for name, path in stored.items()
+        ):
             return []
         places.append(_Place(stored, {_owner(state): rows[state] for state in use.states}))
     return places if not biases else []
@@ -124,7 +146,9 @@ def _owner(name: str) -> str:
 
 
 def _are_linears(model: PreTrainedModel, states: Sequence[str]) -> bool:
-    """Return True if states are weights or biases of linears `[n, k]` that share them with no other module."""
+    """Return True if states are weights or biases of linears `[n, k]` that share them with no other
+    module.
+    """
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     for state in states:
         try:

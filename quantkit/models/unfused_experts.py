@@ -1,4 +1,6 @@
-"""Modules that compute a mixture of experts one expert after the other, each projection of an expert a linear."""
+"""Modules that compute a mixture of experts one expert after the other, each projection of an
+expert a linear.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ BIAS = "_bias"
 
 
 class Fused(NamedTuple):
-    """Describe fused experts: their number, `(n, k)` of each role, and the roles that each parameter holds.
+    """Describe fused experts: their number, `(n, k)` of each role, and the roles that each
+    parameter holds.
 
-    `turned` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of gate and up alternate.
-    `call` is a key of CALLS.
+    `turned` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of gate
+    and up alternate. `call` is a key of CALLS.
     """
 
     experts: int
@@ -37,30 +40,41 @@ class Fused(NamedTuple):
 class UnfusedExperts(nn.Module):
     """Experts that compute what the fused module computes, one expert after the other.
 
-    Each of `singles` holds an expert's linears under their `leaves` (role -> name). The caller adds them to the model
-    at `home` (path, number of the first), which may be another module's place. Everything else of the fused module
-    stays: its activation, limits, norms. Experts in `on_all_tokens` also run on tokens that are routed elsewhere, so
-    that calibration sees them. Those results are dropped. It is called with the arguments of transformers'
+    Each of `singles` holds an expert's linears under their `leaves` (role -> name). The caller adds
+    them to the model at `home` (path, number of the first), which may be another module's place.
+    Everything else of the fused module stays: its activation, limits, norms. Experts in
+    `on_all_tokens` also run on tokens that are routed elsewhere, so that calibration sees them.
+    Those results are dropped. It is called with the arguments of transformers'
     `use_experts_implementation`.
     """
 
-    def __init__(self, module: nn.Module, fused: Fused, leaves: dict[str, str], home: tuple[str, int]) -> None:
+    def __init__(
+        self, module: nn.Module, fused: Fused, leaves: dict[str, str], home: tuple[str, int]
+    ) -> None:
         super().__init__()
         for key, value in vars(module).items():
             if key not in vars(self):
                 self.__dict__[key] = value
         held = {parameter.partition(".")[0] for parameter in fused.parameters}
-        self._modules.update({key: child for key, child in module._modules.items() if key not in held})
+        self._modules.update(
+            {key: child for key, child in module._modules.items() if key not in held}
+        )
         self._buffers.update(module._buffers)
-        self._parameters.update({k: v for k, v in module._parameters.items() if k.removesuffix(BIAS) not in held})
+        self._parameters.update(
+            {k: v for k, v in module._parameters.items() if k.removesuffix(BIAS) not in held}
+        )
         self.count, self.leaves, self.home = fused.experts, leaves, home
         self.on_all_tokens: frozenset[int] = frozenset()
         self._interleaved = fused.interleaved
-        self._gate_of: Callable[[Any, Tensor], Tensor] | None = getattr(type(module), "_apply_gate", None)
+        self._gate_of: Callable[[Any, Tensor], Tensor] | None = getattr(
+            type(module), "_apply_gate", None
+        )
         inner = module.get_submodule("mlp") if "mlp" in held else module
         self._act: Callable[[Tensor], Tensor]
         # Past nn.Module, which would register an activation a second time.
-        self.__dict__["_act"] = getattr(inner, "act_fn", None) or getattr(inner, "activation_fn", None)
+        self.__dict__["_act"] = getattr(inner, "act_fn", None) or getattr(
+            inner, "activation_fn", None
+        )
         bias = any(parameter.endswith(BIAS) for parameter in module._parameters)
         dtype = next(module.parameters()).dtype
         singles = [nn.Module() for _ in range(fused.experts)]
@@ -68,7 +82,9 @@ class UnfusedExperts(nn.Module):
             for role, leaf in leaves.items():
                 n, k = fused.sizes[role]
                 expert.add_module(leaf, nn.Linear(k, n, bias, device="meta", dtype=dtype))
-        self.singles = tuple(singles)  # torch registers no submodules from a tuple: they have one place
+        self.singles = tuple(
+            singles
+        )  # torch registers no submodules from a tuple: they have one place
 
     def paths(self) -> list[str]:
         """Return the path of each expert in the model."""
@@ -78,8 +94,8 @@ class UnfusedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, for each token.
 
-        hidden_states `[..., h]`; top_k_index int64 and top_k_weights `[tokens, top_k]`. An index past the last expert
-        adds nothing, or the token itself in a model with identity experts.
+        hidden_states `[..., h]`; top_k_index int64 and top_k_weights `[tokens, top_k]`. An index
+        past the last expert adds nothing, or the token itself in a model with identity experts.
         """
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         out = flat.new_zeros(*top_k_index.shape, flat.shape[-1])
@@ -97,23 +113,35 @@ class UnfusedExperts(nn.Module):
             elif number in self.on_all_tokens:
                 slots[slot] = self._expert(number, flat)[token]
             elif tokens:
-                slots[slot] = self._expert(number, flat[token]).to(slots.dtype)  # autocast may narrow it
+                slots[slot] = self._expert(number, flat[token]).to(
+                    slots.dtype
+                )  # autocast may narrow it
         return (out * top_k_weights[..., None]).sum(1).to(flat.dtype).view(hidden_states.shape)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        linear = {role: self.singles[number].get_submodule(leaf) for role, leaf in self.leaves.items()}
-        if "gate" in linear:  # noqa: SIM108 - two calls of linears, in the order of their names
+        linear = {
+            role: self.singles[number].get_submodule(leaf) for role, leaf in self.leaves.items()
+        }
+        if "gate" in linear:
             inner = self._activated(linear["gate"](x), linear["up"](x))
         else:
             inner = self._act(linear["up"](x))
         out: Tensor = linear["down"](inner)
-        out = self.get_submodule("post_expert_norm")(out) if getattr(self, "has_post_expert_norm", False) else out
+        out = (
+            self.get_submodule("post_expert_norm")(out)
+            if getattr(self, "has_post_expert_norm", False)
+            else out
+        )
         return out.to(x.dtype)  # autocast computes products in another one
 
     def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self._gate_of is None:
             return self._act(gate) * up
-        both = torch.stack((gate, up), -1).flatten(-2) if self._interleaved else torch.cat((gate, up), -1)
+        both = (
+            torch.stack((gate, up), -1).flatten(-2)
+            if self._interleaved
+            else torch.cat((gate, up), -1)
+        )
         return self._gate_of(self, both)
 
 
@@ -138,9 +166,13 @@ class SharedExperts(UnfusedExperts):
     """Experts that take every token, as in Inkling; their gates come with the call."""
 
     def forward(self, hidden_states: Tensor, gammas: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the sum of the experts' outputs; hidden_states `[..., h]`, one gamma a token and expert."""
+        """Return the sum of the experts' outputs; hidden_states `[..., h]`, one gamma a token and
+        expert.
+        """
         flat, parts = hidden_states.reshape(-1, hidden_states.shape[-1]), []
-        for expert, gamma in zip(self.singles, gammas.reshape(-1, self.count).unbind(-1), strict=True):
+        for expert, gamma in zip(
+            self.singles, gammas.reshape(-1, self.count).unbind(-1), strict=True
+        ):
             linear = {role: expert.get_submodule(leaf) for role, leaf in self.leaves.items()}
             gated = self._activated(linear["gate"](flat), linear["up"](flat))
             parts.append(linear["down"](gated * gamma[:, None]))
@@ -151,10 +183,15 @@ class ParallelExperts(UnfusedExperts):
     """One projection of all experts, with an input sorted by expert, as in JetMoE."""
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:  # type: ignore[override]
-        """Return the product of each row by its expert: inputs `[rows, k]`, expert_size rows of each."""
+        """Return the product of each row by its expert: inputs `[rows, k]`, expert_size rows of
+        each.
+        """
         parts = []
         for number, part in enumerate(inputs.split(expert_size)):
-            linear, end = self.singles[number].get_submodule(self.leaves["linear"]), sum(expert_size[: number + 1])
+            linear, end = (
+                self.singles[number].get_submodule(self.leaves["linear"]),
+                sum(expert_size[: number + 1]),
+            )
             all_rows = number in self.on_all_tokens
             parts.append(linear(inputs)[end - len(part) : end] if all_rows else linear(part))
         return torch.cat(parts)

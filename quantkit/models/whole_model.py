@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def load_dense_model(
-    src: Checkpoint, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+    src: Checkpoint,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the whole model of a dense or quantized checkpoint, every weight decoded to `dtype`.
 
-    CheckpointError for a tensor that is missing, of another shape, or not part of the model. Tensors that its class or
-    config.json declares beside it are left out.
+    CheckpointError for a tensor that is missing, of another shape, or not part of the model.
+    Tensors that its class or config.json declares beside it are left out.
     """
     module = skeleton(src, dtype, trust_remote_code)
     unfuse_experts(module, src, spellings(module))
@@ -33,7 +37,9 @@ def load_dense_model(
     for state in missing:
         if (table := computed(module, state)) is not None:
             put_tensor(module, state, table.to(dtype))
-    require_complete(module, src, [state for state in missing if get_tensor(module, state).is_meta], outside)
+    require_complete(
+        module, src, [state for state in missing if get_tensor(module, state).is_meta], outside
+    )
     target = device_of(device)
 
     packed = {f"{name}.weight" for name in src.modules()}
@@ -48,7 +54,9 @@ def load_dense_model(
     for name, state in once.items():
         put_tensor(module, state, read(name, state).to(target))
     for each in merged:
-        for state, tensor in each.convert([read(name, each.states[0]) for name in each.names]).items():
+        for state, tensor in each.convert(
+            [read(name, each.states[0]) for name in each.names]
+        ).items():
             put_tensor(module, state, tensor.to(target))
     module.tie_weights(missing_keys=set(stored) - set(once.values()), recompute_mapping=False)
     nn.Module.to(module, target)

@@ -1,1 +1,3 @@
-"""The jobs: quantize, prune, convert and push, each to a published folder. Begin with `quantize`."""
+"""The jobs: quantize, prune, convert and push, each to a published folder. Begin with
+`quantize`.
+"""

@@ -1,7 +1,7 @@
 """`pack` and `convert`: write the values of a quantized checkpoint in another layout.
 
-A pool of workers reads and packs weights within a memory budget. The caller's thread writes them in the order of the
-source. One more thread hashes the source's files.
+A pool of workers reads and packs weights within a memory budget. The caller's thread writes them in
+the order of the source. One more thread hashes the source's files.
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ from quantkit.progress import Clock, Progress
 
 #: Bytes of weights, read and packed, in memory at a time; a larger weight is processed by itself.
 BUDGET = 256 * 2**20
-#: Bytes of small tensors that a worker takes at a time: handing each over costs as much as packing 10,000 codes.
+#: Bytes of small tensors that a worker takes at a time: handing each over costs as much as packing
+#: 10,000 codes.
 BATCH = 4 * 2**20
 #: The most workers: more would wait for the writing and the hashing thread.
 MOST_WORKERS = 4
-#: The key of an error that a linear may have of a run -> the event in words, and the key of the mean error.
+#: The key of an error that a linear may have of a run -> the event in words, and the key of the
+#: mean error.
 LOSSES = {
-    "requantized_error": ("were rounded again: relative to the source's weights", "requantized_error"),
+    "requantized_error": (
+        "were rounded again: relative to the source's weights",
+        "requantized_error",
+    ),
     "scale_error": (
         "had scales that are no float16 values, rounded: relative error of the weights",
         "mean_scale_error",
@@ -69,11 +74,13 @@ def pack(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`; return its report.
+    """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`;
+    return its report.
 
-    `pad` adds zeros up to a shape that the layout holds; `requantize` rounds weights again that have no lossless way;
-    `requantize_scales` rounds scales that are no float16 values, and keeps the codes; `max_shard_size` is the most
-    bytes of one weight file. Everything else is as for `quantkit.pack`.
+    `pad` adds zeros up to a shape that the layout holds; `requantize` rounds weights again that
+    have no lossless way; `requantize_scales` rounds scales that are no float16 values, and keeps
+    the codes; `max_shard_size` is the most bytes of one weight file. Everything else is as for
+    `quantkit.pack`.
     """
     for name in filter(None, (layout, expect)):
         require_known("layout", name, LAYOUTS)
@@ -83,7 +90,9 @@ def pack(
         src, given = packed_source(checkpoint)
         if expect is not None and given.family != LAYOUTS[expect].family:
             raise CheckpointError(
-                f"is in the {given.NAME} layout, not {expect}", f"say {given.NAME}-to-{layout}", subject=checkpoint
+                f"is in the {given.NAME} layout, not {expect}",
+                f"say {given.NAME}-to-{layout}",
+                subject=checkpoint,
             )
         outside = require_complete_source(src)
         options: Any = {"pad": pad, "requantize": requantize, "outside": outside.modules}
@@ -93,7 +102,9 @@ def pack(
     progress.note(*planned.notices, *outside.notices())
     known, known_files = list(src.notices), recorded_hashes(src)
     report, recorded, schemes = begin_report("pack", checkpoint, src, planned, outside)
-    with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
+    with staging(
+        Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append
+    ) as partial:
         writer = CheckpointWriter(
             partial,
             like=src,
@@ -105,14 +116,18 @@ def pack(
         with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
-            with closing(repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)) as items:
+            with closing(
+                repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)
+            ) as items:
                 queue = WorkQueue(clock.device, beside=False)
                 layers = write(clock.around("pack", items), writer, report, clock, queue)
             with clock.phase("hash"):
                 report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of the bytes read
         src.notices += require_unchanged(src, report["source"]["files"], known_files)
-        for line in [line for line in src.notices if line not in known]:  # found in the data or on the disk
+        for line in [
+            line for line in src.notices if line not in known
+        ]:  # found in the data or on the disk
             progress.note(line)
         for line in (lost := _losses(layers, recorded)):
             progress.warn(line)
@@ -135,8 +150,9 @@ def repacked(
 ) -> Generator[Item, None, None]:
     """Yield the tensors `names` of `src.logical()`, in that order, packed weights as `planned`.
 
-    `recorded` has the facts of each linear from the source's report. The errors of a weight are raised when its item is
-    yielded: LayoutError for data that the layout does not hold, CheckpointError for damaged data.
+    `recorded` has the facts of each linear from the source's report. The errors of a weight are
+    raised when its item is yielded: LayoutError for data that the layout does not hold,
+    CheckpointError for damaged data.
     """
     repacker = Repacker(src, planned, recorded, requantize, requantize_scales)
     waiting: deque[tuple[int, Future[deque[Item]]]] = deque()
@@ -163,14 +179,18 @@ def repacked(
 
 
 @contextmanager
-def _hashed_behind(src: Checkpoint, recorded: Mapping[str, object]) -> Iterator[Callable[[], dict[str, str]]]:
+def _hashed_behind(
+    src: Checkpoint, recorded: Mapping[str, object]
+) -> Iterator[Callable[[], dict[str, str]]]:
     """Hash the source's files in a thread; yield a function that waits for file name -> hash.
 
-    Files are hashed in order, so the thread also brings the workers' next bytes into the page cache.
+    Files are hashed in order, so the thread also brings the workers' next bytes into the page
+    cache.
     """
     with ThreadPoolExecutor(1, "quantkit-hash") as pool:
         found = {
-            name: pool.submit(hashing.hash_of_file, path, recorded.get(name)) for name, path in src.sources().items()
+            name: pool.submit(hashing.hash_of_file, path, recorded.get(name))
+            for name, path in src.sources().items()
         }
         try:
             yield lambda: {name: future.result() for name, future in found.items()}
@@ -179,7 +199,9 @@ def _hashed_behind(src: Checkpoint, recorded: Mapping[str, object]) -> Iterator[
 
 
 def workers() -> int:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(usable, MOST_WORKERS)
 
 
@@ -209,18 +231,23 @@ def expected_names(src: Checkpoint, planned: Plan) -> Iterator[str]:
 
 
 def schemes_of(src: Checkpoint, planned: Plan, outside: Outside) -> Schemes:
-    """Map the source's schemes to the output's: by the same patterns where possible, else by exact names.
+    """Map the source's schemes to the output's: by the same patterns where possible, else by exact
+    names.
 
     `outside` are the tensors that the model does not have.
     """
     assert src.schemes is not None
-    now = {row.module: Scheme.parse(row.scheme) for row in planned.quantized if row.scheme is not None}
+    now = {
+        row.module: Scheme.parse(row.scheme) for row in planned.quantized if row.scheme is not None
+    }
     became: dict[Scheme, set[Scheme]] = {}
     for module, scheme in now.items():
         became.setdefault(src.scheme(module), set()).add(scheme)
     one = {before: next(iter(after)) for before, after in became.items() if len(after) == 1}
     default, overrides = src.schemes.default, src.schemes.overrides
-    ignore = tuple(dict.fromkeys([*src.schemes.ignore, *_routers(src), *outside.dense_entries(src)]))
+    ignore = tuple(
+        dict.fromkeys([*src.schemes.ignore, *_routers(src), *outside.dense_entries(src)])
+    )
     if len(one) == len(became) and default in one:
         kept = tuple((pattern, one[scheme]) for pattern, scheme in overrides if scheme in one)
         stated = Schemes(one[default], kept, ignore)
@@ -232,17 +259,29 @@ def schemes_of(src: Checkpoint, planned: Plan, outside: Outside) -> Schemes:
 
 
 def _routers(src: Checkpoint) -> list[str]:
-    """Name the dense matrices beside packed experts. Some tools leave them out of a config, but engines need them."""
+    """Name the dense matrices beside packed experts. Some tools leave them out of a config, but
+    engines need them.
+    """
     packed = set(src.modules())
     parents = {module.partition(".experts.")[0] for module in packed if is_expert(module)}
     dense = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
-    beside = [module for module in dense if module.rpartition(".")[0] in parents and module not in packed]
+    beside = [
+        module for module in dense if module.rpartition(".")[0] in parents and module not in packed
+    ]
     return [module for module in beside if len(src.shape(f"{module}.weight")) == 2]
 
 
-def _lost(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Find the layers with an error of this run under a `key`; `recorded` has the facts of the source's report."""
-    return [each for each in layers if key in each and each[key] != recorded.get(each["name"], {}).get(key)]
+def _lost(
+    layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]], key: str
+) -> list[dict[str, Any]]:
+    """Find the layers with an error of this run under a `key`; `recorded` has the facts of the
+    source's report.
+    """
+    return [
+        each
+        for each in layers
+        if key in each and each[key] != recorded.get(each["name"], {}).get(key)
+    ]
 
 
 def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -252,16 +291,25 @@ def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, An
         if lost := _lost(layers, recorded, key):
             worst, name = max((float(layer[key]), layer["name"]) for layer in lost)
             mean = sum(float(layer[mean_key]) for layer in lost) / len(lost)
-            words = f"{len(lost)} of {len(layers)} linears {event}, mean {mean:.4g}, worst {worst:.4g} ({name})"
+            words = (
+                f"{len(lost)} of {len(layers)} linears {event}, mean {mean:.4g}, worst {worst:.4g} "
+                f"({name})"
+            )
             found.append(words)
     return found
 
 
-def packed_source(checkpoint: str | Path, trust_remote_code: bool = False) -> tuple[Checkpoint, Layout]:
+def packed_source(
+    checkpoint: str | Path, trust_remote_code: bool = False
+) -> tuple[Checkpoint, Layout]:
     """Open a quantized checkpoint, and name its layout; CheckpointError for another one."""
     src = Checkpoint(Path(checkpoint), trust_remote_code)
     if src.layout is None:
-        held = f"holds {src.low_bit} weights, a source" if src.low_bit else "holds no quantized weights"
+        held = (
+            f"holds {src.low_bit} weights, a source"
+            if src.low_bit
+            else "holds no quantized weights"
+        )
         raise CheckpointError(held, Words("use", Command("quantize"), "first"), subject=checkpoint)
     return src, src.layout
 
@@ -269,11 +317,17 @@ def packed_source(checkpoint: str | Path, trust_remote_code: bool = False) -> tu
 def begin_report(
     command: str, checkpoint: str | Path, src: Checkpoint, planned: Plan, outside: Outside
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], Schemes]:
-    """Begin the report of a rewritten checkpoint; return it, the facts of each layer of `src`, and the schemes.
+    """Begin the report of a rewritten checkpoint; return it, the facts of each layer of `src`, and
+    the schemes.
 
-    `outside` are the tensors that the model does not have. What of the origin cannot be read is a notice of `src`.
+    `outside` are the tensors that the model does not have. What of the origin cannot be read is a
+    notice of `src`.
     """
-    before, notices, schemes = load_report(src.path), list(src.notices), schemes_of(src, planned, outside)
+    before, notices, schemes = (
+        load_report(src.path),
+        list(src.notices),
+        schemes_of(src, planned, outside),
+    )
     base, unread = (before["base"], []) if before.get("base") else origin(src, checkpoint, None)
     src.notices += unread
     carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype", "evaluation")

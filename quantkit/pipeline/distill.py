@@ -1,6 +1,8 @@
-"""`distill`: scales and norms of a quantized folder, and codes if asked, learn from the unquantized model.
+"""`distill`: scales and norms of a quantized folder, and codes if asked, learn from the unquantized
+model.
 
-Both models are in memory. The step that is best on held-out sequences is written into a new folder (ALGORITHMS 8.2).
+Both models are in memory. The step that is best on held-out sequences is written into a new folder
+(ALGORITHMS 8.2).
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ BATCH = 8
 MEASURED = 8
 #: The largest steps of Adam for scales and norms, relative to their size.
 SCALE_RATE, NORM_RATE = 2e-3, 1e-3
-#: Adam's largest step for codes is this number divided by the number of steps, as in SignRound. Because the rate rises
-#: and falls, all steps in one direction add up to about half of it. A 2:4 weight is far from its source, and gains more
-#: from moves than their noise costs.
+#: Adam's largest step for codes is this number divided by the number of steps, as in SignRound.
+#: Because the rate rises and falls, all steps in one direction add up to about half of it. A 2:4
+#: weight is far from its source, and gains more from moves than their noise costs.
 CODE_TRAVEL, SPARSE_TRAVEL = 0.9, 3.6
 BETAS = (0.9, 0.95)
 #: Rows of logits per computation of the divergence.
@@ -78,9 +80,11 @@ def distill(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Let a quantized folder learn from the unquantized model `against`, into a new folder `out`; return its report.
+    """Let a quantized folder learn from the unquantized model `against`, into a new folder `out`;
+    return its report.
 
-    `calib` names the text. `codes` lets codes learn too. Everything else is as for `quantkit.distill`.
+    `calib` names the text. `codes` lets codes learn too. Everything else is as for
+    `quantkit.distill`.
     """
     if steps < 1:
         raise RecipeError(f"steps is {steps}", "use 50 to 200 steps")
@@ -97,18 +101,26 @@ def distill(
         model.require_runnable()
         _require_same_model(src, model)
         tuned = {module: src.size(module) for module in src.modules()}
-        tuning_memory(teacher, model.linears, tuned, calib.max_length, codes, model.device.type).require()
+        tuning_memory(
+            teacher, model.linears, tuned, calib.max_length, codes, model.device.type
+        ).require()
         if calib.is_written:
             writing_memory(teacher, calib, model.device.type).require()
     known = list(src.notices)
     report, recorded, schemes = begin_report("distill", folder, src, planned, outside)
     report.pop("evaluation", None)  # its figures describe other values
-    with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
-        writer = CheckpointWriter(partial, like=src, layout=layout, expected=expected_names(src, planned))
+    with staging(
+        Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append
+    ) as partial:
+        writer = CheckpointWriter(
+            partial, like=src, layout=layout, expected=expected_names(src, planned)
+        )
         with progress.loop():
             with clock.phase("hash"):
                 readers = READERS[model.device.type]
-                report["source"]["files"], edited = source_hashes(src, readers, check=progress.check)
+                report["source"]["files"], edited = source_hashes(
+                    src, readers, check=progress.check
+                )
             with clock.phase("load"):
                 text = calibration_text(calib, teacher, model, progress, trust_remote_code)
                 _require_usable(text, model)
@@ -120,7 +132,9 @@ def distill(
             read = {key: text.facts[key] for key in ("source", "seed", "max_length", "sha256")}
             report["distillation"] = {**found, "against": name_of(against), **read}
             items = clock.around("distill", student.items(recorded))
-            report["layers"] = write(items, writer, report, clock, WorkQueue(model.device, beside=False))
+            report["layers"] = write(
+                items, writer, report, clock, WorkQueue(model.device, beside=False)
+            )
         src.require_unchanged()  # so the hashes are of the bytes read
         for line in (late := [*edited, *(line for line in src.notices if line not in known)]):
             progress.note(line)
@@ -132,16 +146,25 @@ def distill(
 def _unquantized(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:
     found = Checkpoint(resolve(str(model), revision), trust_remote_code, dequantize=True)
     if found.layout is not None:
-        raise CheckpointError(f"is quantized itself ({found.layout.NAME})", "give the unquantized model", subject=model)
+        raise CheckpointError(
+            f"is quantized itself ({found.layout.NAME})",
+            "give the unquantized model",
+            subject=model,
+        )
     return found
 
 
 def _require_same_model(src: Checkpoint, model: BlockRunner) -> None:
-    """Raise CheckpointError if a folder is not the model quantized: by the shapes of linears, and all other tensors.
+    """Raise CheckpointError if a folder is not the model quantized: by the shapes of linears, and
+    all other tensors.
 
     Norms may have other values, because a folder can learn twice.
     """
-    theirs, norms, packed = model.src, model.norms(), {f"{module}.weight" for module in src.modules()}
+    theirs, norms, packed = (
+        model.src,
+        model.norms(),
+        {f"{module}.weight" for module in src.modules()},
+    )
     names = set(theirs.names())
     for name in src.logical():
         if name in packed:
@@ -152,10 +175,14 @@ def _require_same_model(src: Checkpoint, model: BlockRunner) -> None:
             same = src.shape(name) == theirs.shape(name)
         else:
             own = src.get(name)  # its dtype may be that of `dense_dtype`
-            same = name in names and torch.equal(own, theirs.as_stored(name, theirs.get(name)).to(own.dtype))
+            same = name in names and torch.equal(
+                own, theirs.as_stored(name, theirs.get(name)).to(own.dtype)
+            )
         if not same:
             raise CheckpointError(
-                f"differs from that of {theirs.path.name}", "give the model that was quantized", subject=name
+                f"differs from that of {theirs.path.name}",
+                "give the model that was quantized",
+                subject=name,
             )
 
 
@@ -163,11 +190,13 @@ def _require_usable(text: Calibration, model: BlockRunner) -> None:
     """Raise an error for a text or a model that does not allow learning."""
     if len(text.sequences) < 2:
         raise RecipeError(
-            "one calibration sequence is held out, and there is one", Words("use more", Setting("samples"), "or text")
+            "one calibration sequence is held out, and there is one",
+            Words("use more", Setting("samples"), "or text"),
         )
     if model.text.get_output_embeddings() is None:
         raise CheckpointError(
-            f"{type(model.text).__name__} computes no distribution of tokens from text alone", INSTEAD
+            f"{type(model.text).__name__} computes no distribution of tokens from text alone",
+            INSTEAD,
         )
     check_text(model, text.sequences)
 
@@ -175,11 +204,13 @@ def _require_usable(text: Calibration, model: BlockRunner) -> None:
 class Student:
     """A quantized folder that learns: `weights` and `norms` by their names in the checkpoint.
 
-    It shares all other parameters with the unquantized model, which is loaded as a whole. On a CPU with AMX, products
-    of both models are computed in bfloat16.
+    It shares all other parameters with the unquantized model, which is loaded as a whole. On a CPU
+    with AMX, products of both models are computed in bfloat16.
     """
 
-    def __init__(self, src: Checkpoint, model: BlockRunner, codes: bool, progress: Progress) -> None:
+    def __init__(
+        self, src: Checkpoint, model: BlockRunner, codes: bool, progress: Progress
+    ) -> None:
         self._src, self._model, self._progress, self._codes = src, model, progress, codes
         self.weights: dict[str, LearnedWeight] = {}
         packed = set(src.modules())
@@ -191,23 +222,36 @@ class Student:
         there = set(src.names())
         self._paths = {name: path for name, path in model.norms().items() if name in there}
         self.norms = {name: LearnedVector(src.get(name).to(model.device)) for name in self._paths}
-        fast = model.device.type == "cpu" and compute_dtype(torch.bfloat16, model.device) == torch.bfloat16
+        fast = (
+            model.device.type == "cpu"
+            and compute_dtype(torch.bfloat16, model.device) == torch.bfloat16
+        )
         self._mixed = fast and model.dtype == torch.float32
 
     def items(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
-        """Yield every tensor of the folder, learned ones updated; `recorded` has the earlier facts of layers."""
+        """Yield every tensor of the folder, learned ones updated; `recorded` has the earlier facts
+        of layers.
+        """
         for name in self._src.logical():
             self._progress.check()
             linear = name.removesuffix(".weight")
             if name in self.norms:
                 yield Item(name, self.norms[name].record().cpu())
             elif linear != name and linear in self.weights:
-                yield Item(name, record := self.weights[linear].record(), self._facts(linear, record, recorded))
+                yield Item(
+                    name,
+                    record := self.weights[linear].record(),
+                    self._facts(linear, record, recorded),
+                )
             else:
                 yield Item(name, self._src.get(name))
 
-    def _facts(self, linear: str, record: QuantizedTensor, recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Update the facts of a layer; its losses are not recomputed, but reported as losses of untuned codes."""
+    def _facts(
+        self, linear: str, record: QuantizedTensor, recorded: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Update the facts of a layer; its losses are not recomputed, but reported as losses of
+        untuned codes.
+        """
         weight, counts = self._model.weights.source(linear), scale_facts(record)
         if "zeros" in counts:  # padding does not count
             counts["zeros"] -= record.codes.numel() - weight.numel()
@@ -217,11 +261,13 @@ class Student:
         return {**untuned(recorded.get(linear, {})), **true, **counts, "relative_error": error}
 
     def tune(self, sequences: Sequence[Tensor], steps: int, seed: int) -> dict[str, Any]:
-        """Learn for `steps` steps, and go back to the best one by the held-out sequences; return facts.
+        """Learn for `steps` steps, and go back to the best one by the held-out sequences; return
+        facts.
 
-        Facts: steps, best_step (0: nothing was better than the start), codes (whether they were learned), held_out
-        (sequences), tokens (of all steps), and kl_before and kl_after, the mean held-out KL divergence in nats.
-        NumericError if the divergence is not finite, CheckpointError if the model's code has no gradient.
+        Facts: steps, best_step (0: nothing was better than the start), codes (whether they were
+        learned), held_out (sequences), tokens (of all steps), and kl_before and kl_after, the mean
+        held-out KL divergence in nats. NumericError if the divergence is not finite,
+        CheckpointError if the model's code has no gradient.
         """
         last = len(sequences) - 1
         held = [sequences[i] for i in range(last, -1, -HELD_OUT)]
@@ -250,7 +296,13 @@ class Student:
         with torch.no_grad():
             for parameter, value in zip(learned, kept, strict=True):
                 parameter.copy_(value)
-        facts = {"steps": steps, "best_step": best_step, "codes": self._codes, "held_out": len(held), "tokens": tokens}
+        facts = {
+            "steps": steps,
+            "best_step": best_step,
+            "codes": self._codes,
+            "held_out": len(held),
+            "tokens": tokens,
+        }
         return {**facts, "kl_before": before, "kl_after": best}
 
     def _groups(self, steps: int) -> list[dict[str, Any]]:
@@ -269,13 +321,19 @@ class Student:
         return [group for group in groups if group["params"]]
 
     def _backward(self, documents: Sequence[Tensor]) -> None:
-        """Compute the gradients of the divergence summed over all positions; weights are decoded once."""
+        """Compute the gradients of the divergence summed over all positions; weights are decoded
+        once.
+        """
         tensors = self._tensors()
         with explaining(self._model, INSTEAD):
-            found = in_fixed_order(self._model, self._progress, lambda: self._gradients(documents, tensors))
+            found = in_fixed_order(
+                self._model, self._progress, lambda: self._gradients(documents, tensors)
+            )
         torch.autograd.backward([tensors[path] for path in found], list(found.values()))
 
-    def _gradients(self, documents: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _gradients(
+        self, documents: Sequence[Tensor], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return the gradients by the weights and norms that are reached."""
         leaves = {path: tensor.detach().requires_grad_() for path, tensor in tensors.items()}
         for document in documents:
@@ -288,12 +346,16 @@ class Student:
         tensors = self._tensors()
         with explaining(self._model, INSTEAD):
             total = in_fixed_order(
-                self._model, self._progress, lambda: sum(float(self._divergence(d, tensors)) for d in documents)
+                self._model,
+                self._progress,
+                lambda: sum(float(self._divergence(d, tensors)) for d in documents),
             )
         return total / sum(map(len, documents))
 
     def _divergence(self, tokens: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return KL(unquantized || quantized) of the next-token distributions of a document, summed over positions."""
+        """Return KL(unquantized || quantized) of the next-token distributions of a document, summed
+        over positions.
+        """
         self._progress.check()
         with self._computing():
             with torch.no_grad():
@@ -305,7 +367,8 @@ class Student:
             total = total + (p.exp() * (p - q)).sum()
         if not bool(total.isfinite()):
             raise NumericError(
-                "the divergence from the unquantized model is not finite", Words("give other", Setting("calib"))
+                "the divergence from the unquantized model is not finite",
+                Words("give other", Setting("calib")),
             )
         return total
 
@@ -330,7 +393,9 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Return the learning rate's share of its maximum at a step of 1 to `steps`: a rise over a tenth, then a cosine."""
+    """Return the learning rate's share of its maximum at a step of 1 to `steps`: a rise over a
+    tenth, then a cosine.
+    """
     return min(1.0, 10 * step / steps) * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
 
 

@@ -1,8 +1,10 @@
-"""A folder that fits a size: a scheme for each linear by its harm, never worse than a uniform scheme that fits.
+"""A folder that fits a size: a scheme for each linear by its harm, never worse than a uniform
+scheme that fits.
 
-The work is done in OUT's partial folder, whose journal has the harms. Folders are made in it: of the mix, of the
-uniform scheme of least predicted harm, and of other formats within REACH of it. They are judged on held-out text. The
-best one becomes OUT, with a recipe that makes the same bytes without this search.
+The work is done in OUT's partial folder, whose journal has the harms. Folders are made in it: of
+the mix, of the uniform scheme of least predicted harm, and of other formats within REACH of it.
+They are judged on held-out text. The best one becomes OUT, with a recipe that makes the same bytes
+without this search.
 """
 
 from __future__ import annotations
@@ -37,7 +39,16 @@ from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
-from quantkit.planning.fit import Choice, Group, Harm, Space, expected_harm, groups_of, recipe_of, schemes_of
+from quantkit.planning.fit import (
+    Choice,
+    Group,
+    Harm,
+    Space,
+    expected_harm,
+    groups_of,
+    recipe_of,
+    schemes_of,
+)
 from quantkit.planning.memory import calibrated_memory
 from quantkit.planning.plan import Plan
 from quantkit.progress import Clock, Progress
@@ -50,19 +61,23 @@ from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.version import __version__
 
 MIXED = "mixed"
-#: Uniform schemes of other formats are made up to so many times the predicted harm of the best: docs/algorithms.md 17.
+#: Uniform schemes of other formats are made up to so many times the predicted harm of the best:
+#: docs/algorithms.md 17.
 REACH = 1.5
-#: The most sequences of held-out text that judge, and that harms are measured on, if as many calibrate, and the most
-#: tokens of each.
+#: The most sequences of held-out text that judge, and that harms are measured on, if as many
+#: calibrate, and the most tokens of each.
 HELD_OUT, LONGEST = 16, 512
 #: The most bytes that the search adds to the report: of any model, and of each group.
 ADDED, ADDED_BY_GROUP = 32 * 2**10, 256
-#: How often the programme is solved again, because config and recipe take more bytes than was expected.
+#: How often the programme is solved again, because config and recipe take more bytes than was
+#: expected.
 ATTEMPTS = 8
 
 
 class _Found(NamedTuple):
-    """A choice whose folder fits: MIXED or the label of its scheme, its plan, and the sum of its harm."""
+    """A choice whose folder fits: MIXED or the label of its scheme, its plan, and the sum of its
+    harm.
+    """
 
     name: str
     space: Space
@@ -78,7 +93,9 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
-    """Hold a source, as `job` plans it with the recipe, options, `notices`, and the spaces of all layouts that fit."""
+    """Hold a source, as `job` plans it with the recipe, options, `notices`, and the spaces of all
+    layouts that fit.
+    """
 
     job: pipeline.Job
     asked: FitOptions
@@ -87,7 +104,9 @@ class _Search:
     spaces: Sequence[Space] = ()
 
     def planned(self, space: Space, choice: Choice) -> tuple[pipeline.Job, int, int]:
-        """Plan the folder of a choice; also return its most bytes, and by how many it is above the target."""
+        """Plan the folder of a choice; also return its most bytes, and by how many it is above the
+        target.
+        """
         made = recipe_of(self.job.recipe, space, choice)
         job = pipeline.job_of(self.job.src, self.job.model, made, None, self.run)
         total = job.plan.total + ADDED + ADDED_BY_GROUP * len(space.groups)
@@ -99,9 +118,15 @@ class _Search:
         return (size or 0) - overhead if bits is None else space.budget(bits)
 
     def uniform(self, harm: Harm, reach: float = 1.0) -> list[_Found]:
-        """Find the uniform scheme of least harm that fits, and the best of other formats within `reach` times that."""
+        """Find the uniform scheme of least harm that fits, and the best of other formats within
+        `reach` times that.
+        """
         found: dict[str, _Found] = {}
-        every = [_Found(n, s, c, self.job, s.harm(c, harm)) for s in self.spaces for n, c in s.uniform.items()]
+        every = [
+            _Found(n, s, c, self.job, s.harm(c, harm))
+            for s in self.spaces
+            for n, c in s.uniform.items()
+        ]
         for each in sorted(every, key=lambda each: each.harm):
             if found and each.harm > reach * next(iter(found.values())).harm:
                 break
@@ -121,7 +146,9 @@ class _Search:
         for found in (self.mix(harm), *self.uniform(harm)):
             if found is not None:
                 return found
-        rule = f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes"
+        rule = (
+            f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes"
+        )
         raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
 
     def _mix_of(self, space: Space, harm: Harm) -> Iterator[_Found]:
@@ -140,27 +167,42 @@ class _Search:
 
     def opens(self, folder: Folder | None) -> bool:
         """Whether the program that was asked for opens a folder."""
-        return self.asked.target is None or (folder is not None and refusal(folder, TARGETS[self.asked.target]) is None)
+        return self.asked.target is None or (
+            folder is not None and refusal(folder, TARGETS[self.asked.target]) is None
+        )
 
     def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
-        """List the size and the harm of what may be written, the smallest first, and whether it fits."""
+        """List the size and the harm of what may be written, the smallest first, and whether it
+        fits.
+        """
         bits, size = self.asked.target_bits, self.asked.target_size
         rows = [row for space in self.spaces for row in space.curve(harm, mixes)]
-        found = [{**row, "fits": row["bits"] <= bits if bits else row["bytes"] <= (size or 0)} for row in rows]
+        found = [
+            {**row, "fits": row["bits"] <= bits if bits else row["bytes"] <= (size or 0)}
+            for row in rows
+        ]
         return sorted(found, key=lambda row: (row["bytes"], row["scheme"]))
 
 
 def plan(
-    model: str | Path, recipe: Recipe, *, fitted: FitOptions, out: str | Path | None = None, **options: Any
+    model: str | Path,
+    recipe: Recipe,
+    *,
+    fitted: FitOptions,
+    out: str | Path | None = None,
+    **options: Any,
 ) -> Plan:
     """Plan what `quantize` would do.
 
-    With a target it is the plan of the best uniform scheme that fits, with the curve of all of them. Nothing is
-    measured: the harm in the curve is the squared error of normally distributed weights.
+    With a target it is the plan of the best uniform scheme that fits, with the curve of all of
+    them. Nothing is measured: the harm in the curve is the squared error of normally distributed
+    weights.
     """
     if not fitted.is_asked:
         return pipeline.plan(model, recipe, out=out, target=fitted.target, **options)
-    run = RunOptions(**{name: each for name, each in options.items() if name in RunKeywords.__annotations__})
+    run = RunOptions(
+        **{name: each for name, each in options.items() if name in RunKeywords.__annotations__}
+    )
     if options.get("gpu") is not None:
         options["target"] = fitted.target
     try:
@@ -170,7 +212,10 @@ def plan(
     expected = partial(expected_harm, search.job.recipe)
     found = search.uniform(expected)
     best = found[0] if found else search.some(expected)
-    curve = [{**row, "harm": row["harm"] / best.space.weights} for row in search.curve(expected, mixes=False)]
+    curve = [
+        {**row, "harm": row["harm"] / best.space.weights}
+        for row in search.curve(expected, mixes=False)
+    ]
     facts = {"best_uniform": found[0].name if found else None, "curve": curve}
     planned = _with_sensitivities(pipeline.plan(model, best.job.recipe, out=out, **options), search)
     return replace(planned, fit=facts, remarks=(*planned.remarks, *search.notices))
@@ -184,10 +229,11 @@ def quantize(
     measure: Measure | None = None,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
-    """Quantize a model into a folder that fits the target of `asked`, if there is one; return its report.
+    """Quantize a model into a folder that fits the target of `asked`, if there is one; return its
+    report.
 
-    Overrides and skips of the recipe are pins. RecipeError if nothing fits, or for a recipe that prunes. Everything
-    else is as for `pipeline.quantize.quantize`.
+    Overrides and skips of the recipe are pins. RecipeError if nothing fits, or for a recipe that
+    prunes. Everything else is as for `pipeline.quantize.quantize`.
     """
     if not asked.is_asked:
         if asked.target is not None:
@@ -196,23 +242,33 @@ def quantize(
         return pipeline.quantize(model, out, recipe, measure, **options)
     run, out = RunOptions(**options), Path(out)
     if ranks().count > 1:
-        raise RecipeError(f"{ranks().count} processes were started, and one fits a size", "start one")
+        raise RecipeError(
+            f"{ranks().count} processes were started, and one fits a size", "start one"
+        )
     search = _search(model, recipe, asked, run)
     smallest = search.some(lambda group, label: group.bytes[label])
     job = smallest.job._replace(plan=_with_sensitivities(smallest.job.plan, search))
-    job, text = pipeline.require_runnable(job, None, run, more=2 * min(HELD_OUT, job.recipe.calibration.samples))
+    job, text = pipeline.require_runnable(
+        job, None, run, more=2 * min(HELD_OUT, job.recipe.calibration.samples)
+    )
     notice = (run.progress or Progress(quiet=True)).note
     notice(*search.notices)
-    with staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home, notice=notice) as work:
+    with staging(
+        out, resume=run.resume, overwrite=run.overwrite, source=job.src.home, notice=notice
+    ) as work:
         if not is_complete(work):
             _make(search, text, work, model, measure)
         publish(work, out, overwrite=run.overwrite)
     if 0 < (asked.target_size or 0) < (size := sum(path.stat().st_size for path in out.iterdir())):
-        raise CheckpointError(f"takes {size} bytes, more than the target: a bug, please report it", subject=out)
+        raise CheckpointError(
+            f"takes {size} bytes, more than the target: a bug, please report it", subject=out
+        )
     return load_report(out)
 
 
-def _make(search: _Search, text: Calibration, work: Path, model: str | Path, measure: Measure | None) -> None:
+def _make(
+    search: _Search, text: Calibration, work: Path, model: str | Path, measure: Measure | None
+) -> None:
     """Make the folders in `work`, judge them, and leave the files of the best one there."""
     asked, job, journal = search.asked, search.job, work / JOURNAL
     identity = {
@@ -235,7 +291,9 @@ def _make(search: _Search, text: Calibration, work: Path, model: str | Path, mea
         append_journal(journal, {"chosen": done["chosen"]})
     folders = [path for path in work.iterdir() if path.is_dir()]
     if work / done["chosen"] in folders:
-        for path in sorted((work / done["chosen"]).iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
+        for path in sorted(
+            (work / done["chosen"]).iterdir(), key=lambda path: (path.name == CONFIG, path.name)
+        ):
             files.rename(path, work / path.name)
     for folder in folders:
         files.remove(folder)
@@ -249,11 +307,17 @@ def _decide(
     measure: Measure | None,
     known: dict[str, float] | None,
 ) -> str:
-    """Measure harms, make the folders of the mix and of uniform schemes, and return the name of the best one."""
+    """Measure harms, make the folders of the mix and of uniform schemes, and return the name of the
+    best one.
+    """
     asked, job, options = search.asked, search.job, search.run
     progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
-    begin = partial(new_run, job.src, job.recipe, work=work, progress=progress, act_budget=options.act_budget)
-    free = {group.name: group for space in search.spaces for group in space.groups if not group.is_fixed}
+    begin = partial(
+        new_run, job.src, job.recipe, work=work, progress=progress, act_budget=options.act_budget
+    )
+    free = {
+        group.name: group for space in search.spaces for group in space.groups if not group.is_fixed
+    }
 
     def make(each: _Found) -> Checkpoint:
         progress.note(f"{each.name}: {each.space.bits(each.space.size(each.choice))} bits/weight")
@@ -266,15 +330,22 @@ def _decide(
         return Checkpoint(work / each.folder, options.trust_remote_code)
 
     expected = partial(expected_harm, job.recipe)
-    first = next(iter(search.uniform(expected)), None) or search.some(expected)._replace(name="expected")
+    first = next(iter(search.uniform(expected)), None) or search.some(expected)._replace(
+        name="expected"
+    )
     folders = {first.name: make(first)}
     with clock.phase("held-out text"), progress.loop():
         held, source = _held_out(search, text, progress)
         judging, others = held[::2], held[1::2] or held
     with clock.phase("sensitivities"), progress.loop():
         if known is None:
-            found = sensitivity.measure(begin(model=job.model, sequences=others), folders[first.name])
-            reached = {name: [found[m] for m in group.linears if m in found] for name, group in free.items()}
+            found = sensitivity.measure(
+                begin(model=job.model, sequences=others), folders[first.name]
+            )
+            reached = {
+                name: [found[m] for m in group.linears if m in found]
+                for name, group in free.items()
+            }
             known = {name: sum(each) for name, each in reached.items() if each}
             append_journal(work / JOURNAL, {"harms": known})
     reachable = known
@@ -282,10 +353,16 @@ def _decide(
     def harm(group: Group, label: str) -> float:
         """Scale the harm in the first folder by the errors that are expected in both schemes."""
         found = reachable.get(group.name)
-        return found * expected(group, label) / expected(group, first.choice[group.name]) if found else 0.0
+        return (
+            found * expected(group, label) / expected(group, first.choice[group.name])
+            if found
+            else 0.0
+        )
 
     with clock.phase("programme"):
-        search = replace(search, spaces=[space.with_fixed(known, first.choice) for space in search.spaces])
+        search = replace(
+            search, spaces=[space.with_fixed(known, first.choice) for space in search.spaces]
+        )
         mix = search.mix(harm)
         uniform = search.uniform(harm, REACH)
     first = first._replace(harm=first.space.harm(first.choice, harm))
@@ -297,7 +374,10 @@ def _decide(
         judged = divergences(begin(model=job.model, sequences=judging), folders)
     best = min(made.values(), key=lambda each: judged[each.name])
     report, seconds = load_report(work / best.folder), clock.take()
-    search_seconds, totals = {name: each for name, each in seconds.items() if name != best.name}, report["totals"]
+    search_seconds, totals = (
+        {name: each for name, each in seconds.items() if name != best.name},
+        report["totals"],
+    )
     report["phases"] |= search_seconds
     totals["seconds"] += sum(search_seconds.values())
     totals["peak_memory"] = {
@@ -310,13 +390,19 @@ def _decide(
         "kld": judged,
         "predicted": {name: each.harm for name, each in made.items()},
         "held_out": {"source": source, "sequences": len(judging), "tokens": sum(map(len, judging))},
-        "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group.name in free},
+        "harm": {
+            group.name: harm(group, best.choice[group.name])
+            for group in best.space.groups
+            if group.name in free
+        },
         "curve": search.curve(harm, mixes=True),
         "seconds": seconds,
     }
     report["notices"] += search.notices
     if unknown := sorted(free.keys() - known):
-        report["notices"].append(f"{unknown[0]} has the usual scheme: no text reaches it ({len(unknown)} such groups)")
+        report["notices"].append(
+            f"{unknown[0]} has the usual scheme: no text reaches it ({len(unknown)} such groups)"
+        )
     if measure is not None:
         report["evaluation"] = measure(folders[best.name])
     rewrite_report(work / best.folder, report)
@@ -329,14 +415,30 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     if recipe.layout is None or any(map(is_sparse, recipe.schemes)):
         raise RecipeError("a size is fitted by dense schemes", Words("drop", Setting("prune")))
     form = recipe.scheme
-    if asked.allowed is None and isinstance(form, Scheme) and form.format != INT4:  # what a recipe has that states none
+    if (
+        asked.allowed is None and isinstance(form, Scheme) and form.format != INT4
+    ):  # what a recipe has that states none
         name = form.format.name
-        raise RecipeError(f"a target chooses among formats, and {name} is one", Words("add", Option("allowed", name)))
+        raise RecipeError(
+            f"a target chooses among formats, and {name} is one",
+            Words("add", Option("allowed", name)),
+        )
     if recipe.calibration.is_written:
-        raise RecipeError("a size is fitted on a text that is there", Words("name one with", Option("calib")))
+        raise RecipeError(
+            "a size is fitted on a text that is there", Words("name one with", Option("calib"))
+        )
     schemes = schemes_of(asked.allowed, recipe)
-    search = _Search(pipeline.survey(pipeline.dense_source(model, run, recipe), recipe, None, run), asked, run, notices)
-    usual = [] if recipe.layout_stated else [scheme.format.layout for scheme in schemes if scheme is not None]
+    search = _Search(
+        pipeline.survey(pipeline.dense_source(model, run, recipe), recipe, None, run),
+        asked,
+        run,
+        notices,
+    )
+    usual = (
+        []
+        if recipe.layout_stated
+        else [scheme.format.layout for scheme in schemes if scheme is not None]
+    )
     refused: list[QuantkitError] = []
     smallest: list[tuple[int, float]] = []
     spaces: list[Space] = []
@@ -346,7 +448,10 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
         except RecipeError as error:
             refused.append(error)
             continue
-        least = {group.name: min(group.bytes, key=lambda each: (group.bytes[each], each)) for group in space.groups}
+        least = {
+            group.name: min(group.bytes, key=lambda each: (group.bytes[each], each))
+            for group in space.groups
+        }
         (_, total, excess), size = search.planned(space, least), space.size(least)
         if excess <= 0:
             spaces.append(replace(space, overhead=total - size))
@@ -359,11 +464,16 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
 
 
 def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Leave documents of the packaged text to judge by, if it calibrates, with a notice: no other text is here."""
+    """Leave documents of the packaged text to judge by, if it calibrates, with a notice: no other
+    text is here.
+    """
     calib, most = recipe.calibration, len(load_documents(PACKAGED).texts) - 2 * HELD_OUT
     if calib.data != PACKAGED or calib.lengths != "own" or calib.samples <= most:
         return recipe, []
-    notice = f"{most} of {calib.samples} sequences calibrate, and the rest of the text that comes with quantkit judges"
+    notice = (
+        f"{most} of {calib.samples} sequences calibrate, and the rest of the text that comes with "
+        "quantkit judges"
+    )
     return replace(recipe, calibration=replace(calib, samples=most)), [notice]
 
 
@@ -372,7 +482,13 @@ def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
     src, model, gpu = search.job.src, search.job.model, plan.memory.gpu_memory
     device = model.device.type if gpu is None else "cuda"
     memory = calibrated_memory(
-        src, model.linears, search.job.recipe, device, search.run.act_budget, gpu, sensitivities=True
+        src,
+        model.linears,
+        search.job.recipe,
+        device,
+        search.run.act_budget,
+        gpu,
+        sensitivities=True,
     )
     return replace(plan, memory=replace(plan.memory, others=memory.others))
 
@@ -381,7 +497,10 @@ def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> R
     """Say which size is possible."""
     size, bits = least[0], ceil(1000 * least[1]) / 1000
     if asked.target_size is not None:
-        rule = f"{asked.target_size} bytes are too few: the smallest folder takes {size} ({format_bytes(size)})"
+        rule = (
+            f"{asked.target_size} bytes are too few: the smallest folder takes {size} "
+            f"({format_bytes(size)})"
+        )
     else:
         rule = f"{asked.target_bits:g} bits are too few: the smallest schemes take {bits:g}"
     way = Option("target_bits", bits) if asked.target_size is None else Option("target_size", size)
@@ -391,12 +510,19 @@ def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> R
 
 def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Space:
     """Find the groups of a layout, with the schemes that the layout holds and the reader opens."""
-    src, model, goals, recipe = search.job.src, search.job.model, search.job.chosen, search.job.recipe
+    src, model, goals, recipe = (
+        search.job.src,
+        search.job.model,
+        search.job.chosen,
+        search.job.recipe,
+    )
     stored = set(src.names())
     linears = {
         m: shape
         for m, shape in model.linears.items()
-        if f"{m}.weight" in stored and m not in model.tied and (m not in model.kept_dense or goals[m] is not None)
+        if f"{m}.weight" in stored
+        and m not in model.tied
+        and (m not in model.kept_dense or goals[m] is not None)
     }
     free = [m for m in linears if goals[m] is not None]
     is_half = (src.written_dtype or src.dtype_of_model) == torch.float16
@@ -404,27 +530,59 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
     def opened(scheme: Scheme, dense: Sequence[str] = ()) -> bool:
         chosen = {m: (scheme, linears[m]) for m in free if m not in dense}
         others = [m for m in model.linears if m not in chosen]
-        return search.opens(Folder(name, chosen, others, False, src.config, is_half, model.outside.modules))
+        return search.opens(
+            Folder(name, chosen, others, False, src.config, is_half, model.outside.modules)
+        )
 
-    held = [each for each in schemes if each is not None and LAYOUTS[name].holds(each.format) and opened(each)]
+    held = [
+        each
+        for each in schemes
+        if each is not None and LAYOUTS[name].holds(each.format) and opened(each)
+    ]
     if not held:
         who = search.asked.target or "quantkit"
-        ways = Words("allow others with", Option("allowed")), Words("use another", Setting("layout"))
+        ways = (
+            Words("allow others with", Option("allowed")),
+            Words("use another", Setting("layout")),
+        )
         raise RecipeError(f"{who} opens none of the allowed schemes in the layout {name}", *ways)
-    some: list[Scheme | None] = [*held, *([None] if None in schemes and opened(held[0], free[:1]) else [])]
+    some: list[Scheme | None] = [
+        *held,
+        *([None] if None in schemes and opened(held[0], free[:1]) else []),
+    ]
     return Space(
-        name, groups_of(linears, goals, lambda m: src.bytes_written(f"{m}.weight"), some, LAYOUTS[name], recipe)
+        name,
+        groups_of(
+            linears, goals, lambda m: src.bytes_written(f"{m}.weight"), some, LAYOUTS[name], recipe
+        ),
     )
 
 
 def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[list[Tensor], str]:
-    """Cut text that does not calibrate, of the same source, or of the packaged text if that has too little."""
-    job, calib, most = search.job, search.job.recipe.calibration, 2 * min(HELD_OUT, len(text.sequences))
-    held, used, source = text.more, {tuple(s.tolist()) for s in text.sequences}, text.facts["source"]
+    """Cut text that does not calibrate, of the same source, or of the packaged text if that has too
+    little.
+    """
+    job, calib, most = (
+        search.job,
+        search.job.recipe.calibration,
+        2 * min(HELD_OUT, len(text.sequences)),
+    )
+    held, used, source = (
+        text.more,
+        {tuple(s.tolist()) for s in text.sequences},
+        text.facts["source"],
+    )
     if len(held) < most // 2:
-        progress.note("the calibration text holds too few other documents: the text that comes with quantkit judges")
+        progress.note(
+            "the calibration text holds too few other documents: the text that comes with quantkit "
+            "judges"
+        )
         count = len(load_documents(PACKAGED).texts)
-        asked = replace(calib, data=PACKAGED, samples=count, lengths="own", text_column=None, split=None)
-        found = pipeline.calibration_text(asked, job.src, job.model, None, search.run.trust_remote_code)
+        asked = replace(
+            calib, data=PACKAGED, samples=count, lengths="own", text_column=None, split=None
+        )
+        found = pipeline.calibration_text(
+            asked, job.src, job.model, None, search.run.trust_remote_code
+        )
         held, source = found.sequences, found.facts["source"]
     return [s[:LONGEST] for s in held if tuple(s.tolist()) not in used][:most], source

@@ -16,7 +16,10 @@ from quantkit.models.decoder import decoder_weights, share_of
 def describe(src: Checkpoint) -> dict[str, Any]:
     """Collect layout, schemes, counts, sizes and shapes of a checkpoint, whoever wrote it."""
     modules = {module: (src.scheme(module), src.true_size(module)) for module in src.modules()}
-    padded = {module: f" in {list(src.size(module))}" if src.is_padded(module) else "" for module in modules}
+    padded = {
+        module: f" in {list(src.size(module))}" if src.is_padded(module) else ""
+        for module in modules
+    }
     packed = {name: suffix for module in modules for suffix, name in src.parts(module).items()}
     every = {name: src.nbytes(name) for name in src.names()}
     suffixes: Counter[str] = Counter()
@@ -24,7 +27,9 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         suffixes[suffix] += every[name]
     dense = [name for name in every if name not in packed]
     weights = sum(n * k for _, (n, k) in modules.values())
-    shapes = Counter(f"[{n}, {k}]{padded[module]} {scheme.label}" for module, (scheme, (n, k)) in modules.items())
+    shapes = Counter(
+        f"[{n}, {k}]{padded[module]} {scheme.label}" for module, (scheme, (n, k)) in modules.items()
+    )
     shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
     kind, of_form = "Hugging Face folders", f" of {src.low_bit}" if src.low_bit else ""
@@ -52,7 +57,9 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         },
         "shapes": dict(shapes),
         "files": {path.name: path.stat().st_size for path in src.files()},
-        "readers": ", ".join(_readers(src)) if src.layout else f"anything that reads {kind}{of_form}",
+        "readers": ", ".join(_readers(src))
+        if src.layout
+        else f"anything that reads {kind}{of_form}",
         "notices": list(src.notices),
     }
 
@@ -60,8 +67,14 @@ def describe(src: Checkpoint) -> dict[str, Any]:
 def tensors(src: Checkpoint) -> list[tuple[str, list[int], str]]:
     """List each packed linear with its scheme, and each dense tensor with its dtype."""
     packed = {name for module in src.modules() for name in src.parts(module).values()}
-    linears = [(module, list(src.true_size(module)), src.scheme(module).label) for module in src.modules()]
-    dense = [(name, list(src.shape(name)), dtype_name(src.dtype(name))) for name in src.names() if name not in packed]
+    linears = [
+        (module, list(src.true_size(module)), src.scheme(module).label) for module in src.modules()
+    ]
+    dense = [
+        (name, list(src.shape(name)), dtype_name(src.dtype(name)))
+        for name in src.names()
+        if name not in packed
+    ]
     return linears + dense
 
 

@@ -1,8 +1,9 @@
-"""Opens a finished folder as its readers do, on the meta device and from headers only, before it is published.
+"""Opens a finished folder as its readers do, on the meta device and from headers only, before it is
+published.
 
-`quantkit.load` must find a tensor for each state of the model and a state for each tensor. Then transformers opens the
-folder with its own quantizer, if it has one. It may refuse. A folder that it would fill with random weights fails the
-run.
+`quantkit.load` must find a tensor for each state of the model and a state for each tensor. Then
+transformers opens the folder with its own quantizer, if it has one. It may refuse. A folder that it
+would fill with random weights fails the run.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ TRIED = "transformers (with compressed-tensors)"
 
 
 class Opening(NamedTuple):
-    """Hold the readers that open a folder. Others have a reason: they refuse it, or were not tried."""
+    """Hold the readers that open a folder. Others have a reason: they refuse it, or
+    were not tried.
+    """
 
     readers: tuple[str, ...]
     refused: dict[str, str]
     untried: dict[str, str]
 
 
-def open_folder(folder: Path, config: dict[str, Any], src: Checkpoint, trust_remote_code: bool = False) -> Opening:
+def open_folder(
+    folder: Path, config: dict[str, Any], src: Checkpoint, trust_remote_code: bool = False
+) -> Opening:
     """Open a folder made from `src` that gets `config` as its config.json.
 
-    No reader is tried if transformers cannot build the model here. CheckpointError names the reader, and the tensor
-    that is missing, unexpected, or of another shape or dtype.
+    No reader is tried if transformers cannot build the model here. CheckpointError names the
+    reader, and the tensor that is missing, unexpected, or of another shape or dtype.
     """
     model: PreTrainedModel | None = None
     unbuildable = ""
@@ -80,7 +85,8 @@ def require_right_weights(
     planned: Plan,
     trust_remote_code: bool,
 ) -> None:
-    """Raise CheckpointError, before any work, if transformers would fill weights of the planned output by itself.
+    """Raise CheckpointError, before any work, if transformers would fill weights of the planned
+    output by itself.
 
     `stated` is the `quantization_config` of the output.
     """
@@ -88,13 +94,17 @@ def require_right_weights(
     forms = {name: _stored_form(src, name) for name in src.names() if name not in rows}
     for row in rows.values():
         stored = layout.stored(Scheme.parse(row.scheme or ""), *row.stored)
-        forms |= {f"{row.module}.{suffix}": (dtype, tuple(shape)) for suffix, (dtype, shape) in stored.items()}
+        forms |= {
+            f"{row.module}.{suffix}": (dtype, tuple(shape))
+            for suffix, (dtype, shape) in stored.items()
+        }
     with suppress(NotTried):
         refusal_by_transformers(model, src, stated, forms, trust_remote_code)
 
 
 def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> Outside:
-    """Raise CheckpointError unless a source has the tensors of its model and others that it declares, before any work.
+    """Raise CheckpointError unless a source has the tensors of its model and others that it
+    declares, before any work.
 
     Returns the tensors that the model does not have. A model that transformers cannot build here is
     not checked, and draft layers are found by their names.
@@ -107,19 +117,27 @@ def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) ->
 
 
 def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
-    """Raise CheckpointError unless `made` has the tensors of `src`, packed ones as its layout stores them."""
+    """Raise CheckpointError unless `made` has the tensors of `src`, packed ones as its layout
+    stores them.
+    """
     before, after = set(src.logical()), set(made.logical())
     for name in sorted(before ^ after):
         what = "missing" if name in before else "not a tensor of the source"
         raise CheckpointError(f"{name} is {what}", subject=made.path)
     expected = {name: _stored_form(src, name) for name in before.intersection(src.names())}
-    found = {name: (made.dtype(name), made.shape(name)) for name in after.intersection(made.names())}
+    found = {
+        name: (made.dtype(name), made.shape(name)) for name in after.intersection(made.names())
+    }
     for module in made.modules():
         assert made.layout is not None
         expected.pop(f"{module}.weight", None)
         stored = made.layout.stored(made.scheme(module), *made.size(module))
-        expected |= {f"{module}.{suffix}": (dtype, tuple(shape)) for suffix, (dtype, shape) in stored.items()}
-        found |= {name: (made.dtype(name), made.shape(name)) for name in made.parts(module).values()}
+        expected |= {
+            f"{module}.{suffix}": (dtype, tuple(shape)) for suffix, (dtype, shape) in stored.items()
+        }
+        found |= {
+            name: (made.dtype(name), made.shape(name)) for name in made.parts(module).values()
+        }
     for name in {**expected, **found}:
         have, need = (_form(forms.get(name)) for forms in (found, expected))
         if have != need:

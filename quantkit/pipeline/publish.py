@@ -1,6 +1,8 @@
-"""From a stream of items to a published folder: pack, store, commit, report, and one rename at the end.
+"""From a stream of items to a published folder: pack, store, commit, report, and one rename at the
+end.
 
-An output folder appears complete or not at all. A run that fails leaves its resumable work and its report so far.
+An output folder appears complete or not at all. A run that fails leaves its resumable work and its
+report so far.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT, SEAL, added_up, digest, load as load_report, peak_memory, phases, seal
+from quantkit.checkpoint.report import (
+    REPORT,
+    SEAL,
+    added_up,
+    digest,
+    load as load_report,
+    peak_memory,
+    phases,
+    seal,
+)
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.work_queue import WorkQueue
@@ -52,11 +63,13 @@ def write(
     queue: WorkQueue,
     begin: Callable[[], object] | None = None,
 ) -> list[dict[str, Any]]:
-    """Pack and store every item, and commit where the loop asks for it; return the facts of every changed layer.
+    """Pack and store every item, and commit where the loop asks for it; return the facts of every
+    changed layer.
 
-    Tasks of `queue` write files and the journal; `begin` is the first one. A commit records the seconds of each phase
-    since the last one, the phases of `clock` included. A run that fails leaves `report` and the layers so far beside
-    its resumable work (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
+    Tasks of `queue` write files and the journal; `begin` is the first one. A commit records the
+    seconds of each phase since the last one, the phases of `clock` included. A run that fails
+    leaves `report` and the layers so far beside its resumable work (RELIABILITY 1.8). NumericError
+    for a tensor that is not finite, even if it is only copied.
     """
     layers: list[dict[str, Any]] = []
     src = writer.like
@@ -80,8 +93,12 @@ def write(
                             item = item._replace(value=stored)
                     tensors = writer.pack(item)
                     codes = [item.value.codes] if isinstance(item.value, QuantizedTensor) else []
-                    if codes and writer.layout is None:  # a scheme that is judged without being packed
-                        tensors = {name: src.as_stored(name, tensor) for name, tensor in tensors.items()}
+                    if (
+                        codes and writer.layout is None
+                    ):  # a scheme that is judged without being packed
+                        tensors = {
+                            name: src.as_stored(name, tensor) for name, tensor in tensors.items()
+                        }
                     size = sum(tensor.nbytes for tensor in (*tensors.values(), *codes))
                     queue.put(partial(_store, writer, item, tensors, layers), size)
                     del item, tensors, codes  # before the next one is made
@@ -95,12 +112,18 @@ def write(
     missing = set(src.logical()) - writer.items_done()
     if missing:
         raise CheckpointError(
-            f"was not written ({len(missing)} tensors): a bug, please report it", subject=min(missing)
+            f"was not written ({len(missing)} tensors): a bug, please report it",
+            subject=min(missing),
         )
     return _layers(writer)
 
 
-def _store(writer: CheckpointWriter, item: Item, tensors: Mapping[str, Tensor], layers: list[dict[str, Any]]) -> None:
+def _store(
+    writer: CheckpointWriter,
+    item: Item,
+    tensors: Mapping[str, Tensor],
+    layers: list[dict[str, Any]],
+) -> None:
     """Store an item as `tensors`, and add the facts of a changed layer."""
     writer.add(item, tensors)
     if item.facts or not isinstance(item.value, Tensor):
@@ -108,7 +131,10 @@ def _store(writer: CheckpointWriter, item: Item, tensors: Mapping[str, Tensor], 
 
 
 def _commit(
-    writer: CheckpointWriter, commit: Commit, seconds: Mapping[str, float], layers: list[dict[str, Any]]
+    writer: CheckpointWriter,
+    commit: Commit,
+    seconds: Mapping[str, float],
+    layers: list[dict[str, Any]],
 ) -> None:
     late = {} if commit.late is None else commit.late()
     phases = added_up([commit.facts.get("phases", {}), seconds])
@@ -134,7 +160,10 @@ def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
     else:
         known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
         known["digest"] = q.digest if isinstance(q, Packed) else q.digest()
-    return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}
+    return {
+        **known,
+        **{key: value for key, value in (item.facts or {}).items() if key not in known},
+    }
 
 
 def finish(
@@ -149,19 +178,23 @@ def finish(
     trust_remote_code: bool = False,
     measure: Measure | None = None,
 ) -> dict[str, Any]:
-    """Open the folder as its readers do, write config, report, recipe and model card, then publish it.
+    """Open the folder as its readers do, write config, report, recipe and model card, then publish
+    it.
 
-    `measure` is given the folder as a checkpoint, and returns the report's `evaluation`. A dense model has no
-    `schemes`, and the config of its source. The layers state the true shapes of padded weights. `share` is the part of
-    the decoder's weights that changed. A folder that a reader would open wrongly is not published; see `open_folder`
-    for its CheckpointError. `clock` has run since the command began.
+    `measure` is given the folder as a checkpoint, and returns the report's `evaluation`. A dense
+    model has no `schemes`, and the config of its source. The layers state the true shapes of padded
+    weights. `share` is the part of the decoder's weights that changed. A folder that a reader would
+    open wrongly is not published; see `open_folder` for its CheckpointError. `clock` has run since
+    the command began.
     """
     with clock.phase("write"):
         writer.arrange()
     src, partial, layout = writer.like, writer.partial, writer.layout
     true = {layer["name"]: layer.get("true_shape") for layer in report["layers"]}
     config = output_config(src, layout, schemes, true, report.get("recipe_sha256"))
-    weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))
+    weights = sum(
+        n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"])
+    )
     report["totals"] = {
         "quantized_weights": weights if layout else 0,
         "share": share,
@@ -171,7 +204,10 @@ def finish(
         **({} if layout is None else _dense(partial, writer.hashes(), report)),
     }
 
-    names = {src.path: src.path.name, **dict.fromkeys((partial, partial.resolve(), out.absolute()), out.name)}
+    names = {
+        src.path: src.path.name,
+        **dict.fromkeys((partial, partial.resolve(), out.absolute()), out.name),
+    }
 
     def sealed(written: dict[str, str]) -> dict[str, bytes]:
         report["files"] = written
@@ -190,11 +226,16 @@ def finish(
         if THEIRS in opening.refused:
             report["readers"] = [reader for reader in report.get("readers", []) if reader != TRIED]
         if not opening.readers:
-            report["notices"].append(f"the output could not be opened here: {opening.untried[OURS]}")
+            report["notices"].append(
+                f"the output could not be opened here: {opening.untried[OURS]}"
+            )
         if opening.readers and src.config.get("is_encoder_decoder") is True:
             auto = auto_class(src, config_of(src, trust_remote_code), trust_remote_code)
             report["auto_class"] = auto.__name__
-        report["left_out"], report["chat_template"] = list(writer.left_out), has_chat_template(partial)
+        report["left_out"], report["chat_template"] = (
+            list(writer.left_out),
+            has_chat_template(partial),
+        )
         if measure is not None:
             try:
                 with clock.phase("evaluate"):
@@ -214,7 +255,8 @@ def finish(
 
 def _report_and_card(report: dict[str, Any]) -> dict[str, bytes]:
     """Seal a report; return the files of the report and of the model card."""
-    # The model card names the report's hash, so the report cannot have the card's. People edit the card.
+    # The model card names the report's hash, so the report cannot have the card's. People edit the
+    # card.
     report[SEAL] = seal(report)
     return {REPORT: dump_json(report), "README.md": model_card(report, digest(report)).encode()}
 
@@ -226,9 +268,13 @@ def rewrite_report(folder: Path, report: dict[str, Any]) -> None:
 
 
 def _dense(partial: Path, files_: Iterable[str], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Add up the bytes of the tensors that stay dense, and name the largest kinds: the same tensor of all blocks."""
+    """Add up the bytes of the tensors that stay dense, and name the largest kinds: the same tensor
+    of all blocks.
+    """
     packed = {layer["name"] for layer in report["layers"]}
-    stored = {name: info for file in files_ for name, info in read_header(partial / file)[0].items()}
+    stored = {
+        name: info for file in files_ for name, info in read_header(partial / file)[0].items()
+    }
     dense = {name: info for name, info in stored.items() if name.rpartition(".")[0] not in packed}
     sizes = Counter[str]()
     for name, info in dense.items():
@@ -257,10 +303,17 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
     return found, sum(found.values())
 
 
-def publish_complete(partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool) -> dict[str, Any]:
-    """Publish the folder of a run that was stopped before its last step, if the source and the recipe match."""
+def publish_complete(
+    partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool
+) -> dict[str, Any]:
+    """Publish the folder of a run that was stopped before its last step, if the source and the
+    recipe match.
+    """
     report = load_report(partial)
-    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != source_hashes(src)[0]:
+    if (
+        report.get("recipe_sha256") != recipe.sha256()
+        or report["source"].get("files") != source_hashes(src)[0]
+    ):
         raise CheckpointError(
             "holds the result of another recipe or source",
             "remove it",

@@ -1,7 +1,7 @@
 """Upload a verified folder to the hub.
 
-Large files go first. The hub knows them by their hash, so a second attempt sends only missing files. One commit at the
-end makes the whole model visible.
+Large files go first. The hub knows them by their hash, so a second attempt sends only missing
+files. One commit at the end makes the whole model visible.
 """
 
 from __future__ import annotations
@@ -30,10 +30,19 @@ CARD = "README.md"
 GIVEN = ".gitattributes"
 #: Status code of the hub -> the rule, and the way out.
 REFUSALS = {
-    401: ("the hub does not know the token", "make one with write access, then hf auth login or set HF_TOKEN"),
-    402: ("the hub asks for a payment before it stores more", "see the storage page of the account"),
+    401: (
+        "the hub does not know the token",
+        "make one with write access, then hf auth login or set HF_TOKEN",
+    ),
+    402: (
+        "the hub asks for a payment before it stores more",
+        "see the storage page of the account",
+    ),
     403: ("the token may not write there", "use one with write access, or another name"),
-    404: ("the hub has no such user, organization or repository that the token can see", "check the name"),
+    404: (
+        "the hub has no such user, organization or repository that the token can see",
+        "check the name",
+    ),
     409: ("the name is taken, or another upload is running", "choose another name, or push again"),
     412: ("it changed during the upload", "look at it, then push again"),
     413: ("the hub stores no more there", "see the storage page of the account"),
@@ -45,8 +54,9 @@ REFUSALS = {
 class Pushed:
     """The repository `repository` at `url`, and what this push sent to it.
 
-    `commit` is the new commit, None if nothing was missing. `uploaded` are the files sent, `bytes` their size. `kept`
-    are the files that the repository has in another version and that people edit, so they were not replaced.
+    `commit` is the new commit, None if nothing was missing. `uploaded` are the files sent, `bytes`
+    their size. `kept` are the files that the repository has in another version and that people
+    edit, so they were not replaced.
     """
 
     repository: str
@@ -60,7 +70,8 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Target:
-    """A repository of the hub as it was found: `head` is its last commit, None if there is no such repository yet.
+    """A repository of the hub as it was found: `head` is its last commit, None if there is no such
+    repository yet.
 
     `contents` has the hub's entry of each file.
     """
@@ -85,10 +96,14 @@ class Target:
             )
 
 
-def reach(repository: str, *, public: bool = False, endpoint: str | None = None, token: str | None = None) -> Target:
-    """Look at a repository of the hub, before any work; RecipeError for a malformed name, HubError otherwise.
+def reach(
+    repository: str, *, public: bool = False, endpoint: str | None = None, token: str | None = None
+) -> Target:
+    """Look at a repository of the hub, before any work; RecipeError for a malformed name, HubError
+    otherwise.
 
-    `endpoint` and `token` default to those of huggingface_hub: HF_ENDPOINT, HF_TOKEN, and the login.
+    `endpoint` and `token` default to those of huggingface_hub: HF_ENDPOINT, HF_TOKEN, and the
+    login.
     """
     if HUB_ID.fullmatch(repository) is None:
         raise RecipeError(f"{repository!r} is no repository of the hub", "write it like ORG/NAME")
@@ -98,7 +113,9 @@ def reach(repository: str, *, public: bool = False, endpoint: str | None = None,
     with _one_line(repository, token):
         token = token or get_token()
     if token is None:
-        raise HubError("no token to push with", "log in by hf auth login", "set HF_TOKEN", subject=repository)
+        raise HubError(
+            "no token to push with", "log in by hf auth login", "set HF_TOKEN", subject=repository
+        )
     api = HfApi(endpoint=endpoint or os.environ.get("HF_ENDPOINT"), token=token)
     with _one_line(repository, token):
         try:
@@ -114,10 +131,13 @@ def reach(repository: str, *, public: bool = False, endpoint: str | None = None,
     return Target(api, repository, public, bool(info.private), info.sha, contents)
 
 
-def upload(folder: Path, names: list[str], edited: tuple[str, ...], target: Target, progress: Progress) -> Pushed:
+def upload(
+    folder: Path, names: list[str], edited: tuple[str, ...], target: Target, progress: Progress
+) -> Pushed:
     """Upload the files `names` of a folder that the repository lacks, in one commit.
 
-    HubError if the repository holds other files, refuses, or is not reached. Files in `edited` may differ there.
+    HubError if the repository holds other files, refuses, or is not reached. Files in `edited` may
+    differ there.
     """
     from huggingface_hub import CommitOperationAdd
 
@@ -126,9 +146,15 @@ def upload(folder: Path, names: list[str], edited: tuple[str, ...], target: Targ
         with files.open_regular(folder / name) as file, files.guarded(folder / name):
             content: Path | bytes = folder / name
             if name == CARD:
-                content = for_repository(file.read().decode(errors="replace"), target.repository).encode()
+                content = for_repository(
+                    file.read().decode(errors="replace"), target.repository
+                ).encode()
             local[name] = CommitOperationAdd(name, content)
-    same = {name: _is_same(local[name], target.contents[name]) for name in local if name in target.contents}
+    same = {
+        name: _is_same(local[name], target.contents[name])
+        for name in local
+        if name in target.contents
+    }
     kept = tuple(name for name in edited if not same.get(name, True))
     target.require_only(same | dict.fromkeys(kept, True))
     missing = [local[name] for name in local if name not in target.contents]
@@ -146,11 +172,18 @@ def upload(folder: Path, names: list[str], edited: tuple[str, ...], target: Targ
         message = "Upload the folder that quantkit verified"
         commit = api.create_commit(repository, missing, commit_message=message, parent_commit=head)
     sent = tuple(addition.path_in_repo for addition in missing)
-    return replace(done, commit=commit.oid, uploaded=sent, bytes=sum(addition.upload_info.size for addition in missing))
+    return replace(
+        done,
+        commit=commit.oid,
+        uploaded=sent,
+        bytes=sum(addition.upload_info.size for addition in missing),
+    )
 
 
 def _is_same(addition: CommitOperationAdd, there: RepoSibling) -> bool:
-    """Compare a file with one on the hub: by SHA-256 if that is stored as a large file, else by git's hash."""
+    """Compare a file with one on the hub: by SHA-256 if that is stored as a large file, else by
+    git's hash.
+    """
     from huggingface_hub.utils.sha import git_hash
 
     if there.lfs is not None:
@@ -164,7 +197,11 @@ def _is_same(addition: CommitOperationAdd, there: RepoSibling) -> bool:
 @contextmanager
 def _silent_client() -> Iterator[None]:
     """Run without the client's own bars, and its warnings about entries that a card could have."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     shown = not are_progress_bars_disabled()
     if shown:
@@ -180,19 +217,28 @@ def _silent_client() -> Iterator[None]:
 
 @contextmanager
 def _one_line(repository: str, token: str | None) -> Iterator[None]:
-    """Turn every exception of the hub's client into a HubError without the token and without signed addresses."""
+    """Turn every exception of the hub's client into a HubError without the token and without signed
+    addresses.
+    """
     try:
         yield
     except QuantkitError:
         raise
-    except Exception as error:  # the client, its HTTP library and its storage library each have their own
+    except (
+        Exception
+    ) as error:  # the client, its HTTP library and its storage library each have their own
         status = _status(error)
         if status is not None:
-            rule, way = REFUSALS.get(status, (f"the hub answers with HTTP {status}", "push again later"))
+            rule, way = REFUSALS.get(
+                status, (f"the hub answers with HTTP {status}", "push again later")
+            )
         else:
             text = re.sub(r"\?\S+", "", reason(list(_causes(error))[-1]))
             text = text.replace(token, "...") if token else text
-            rule, way = f"the hub was not reached ({text})", "push again, what has arrived is not sent a second time"
+            rule, way = (
+                f"the hub was not reached ({text})",
+                "push again, what has arrived is not sent a second time",
+            )
         raise HubError(rule, way, subject=repository) from None  # the chain could print addresses
 
 
@@ -204,6 +250,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Find the HTTP status of the answer that an exception is about, None if there was no answer."""
-    codes = (getattr(getattr(found, "response", None), "status_code", None) for found in _causes(error))
+    """Find the HTTP status of the answer that an exception is about, None if there was
+    no answer.
+    """
+    codes = (
+        getattr(getattr(found, "response", None), "status_code", None) for found in _causes(error)
+    )
     return next((code for code in codes if isinstance(code, int)), None)

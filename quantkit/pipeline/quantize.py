@@ -1,7 +1,8 @@
 """The whole job: plan, one of two loops, one writer.
 
-`streamed` needs no activations and walks the shards, one tensor in memory; `calibrated` (in `calibration.loop`) walks
-the blocks. Both yield items; `publish.write` packs and stores them, commits to the journal and collects the report.
+`streamed` needs no activations and walks the shards, one tensor in memory; `calibrated` (in
+`calibration.loop`) walks the blocks. Both yield items; `publish.write` packs and stores them,
+commits to the journal and collects the report.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ from quantkit.core.tensors import dtype_name
 from quantkit.core.work_queue import WorkQueue
 from quantkit.engines.readers import limit_of_signed_scales
 from quantkit.engines.tables import TARGETS
-from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Setting, Words
+from quantkit.errors import (
+    CheckpointError,
+    Command,
+    Option,
+    QuantkitError,
+    RecipeError,
+    Setting,
+    Words,
+)
 from quantkit.io.staging import WRITTEN, check_staging, is_complete, staging
 from quantkit.keys import keys_of
 from quantkit.layouts.schemes import Schemes
@@ -80,7 +89,9 @@ class _Led(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Hold a source, its model, the recipe as it fits them, the goal of each linear (None: left dense), the plan."""
+    """Hold a source, its model, the recipe as it fits them, the goal of each linear (None: left
+    dense), the plan.
+    """
 
     src: Checkpoint
     model: BlockRunner
@@ -102,17 +113,19 @@ def plan(
 ) -> Plan:
     """Plan the output of `quantize` from config, headers and calibration text.
 
-    If `quantize` would refuse the run, the plan has its error. The error is raised only if no plan can be made. Values
-    of weights and hashes of files are not checked. `gpu_memory` are the bytes of a GPU that is not here. `target` and
-    `gpu` name a program and a GPU; the plan then lists their kernels. With `probe`, a part of a long run is measured to
-    estimate its duration.
+    If `quantize` would refuse the run, the plan has its error. The error is raised only if no plan
+    can be made. Values of weights and hashes of files are not checked. `gpu_memory` are the bytes
+    of a GPU that is not here. `target` and `gpu` name a program and a GPU; the plan then lists
+    their kernels. With `probe`, a part of a long run is measured to estimate its duration.
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
     job = survey(dense_source(model, run, recipe), recipe, out, run, gpu_memory)
     if target is not None and served_on is not None and job.plan.folder is not None:
         found = serving(job.plan.rows, job.plan.folder, target, *served_on)
-        limit = limit_of_signed_scales(TARGETS[target], job.plan.layout) if job.recipe.signed else None
+        limit = (
+            limit_of_signed_scales(TARGETS[target], job.plan.layout) if job.recipe.signed else None
+        )
         remarks = (*job.plan.remarks, *([Words(f"{target}:", limit)] if limit else []))
         job = job._replace(plan=replace(job.plan, serving=found, remarks=remarks))
     try:
@@ -122,7 +135,8 @@ def plan(
     facts, bounded = text.facts, []
     if job.recipe.calibrated and job.recipe.calibration.is_written:
         bounded = [
-            "the model writes its calibration text in the run: its tokens are counted as if all were the longest, and "
+            "the model writes its calibration text in the run: its tokens are counted as if all "
+            "were the longest, and "
             "no duration is known"
         ]
         facts = {key: value for key, value in facts.items() if key not in ("sha256", "sources")}
@@ -137,7 +151,9 @@ def plan(
 
 
 def _duration(job: Job, text: Calibration, run: RunOptions) -> tuple[Duration | None, list[str]]:
-    """Estimate the duration of a run by a probe, if it is long; else, or if the probe fails, None and the reason."""
+    """Estimate the duration of a run by a probe, if it is long; else, or if the probe fails, None
+    and the reason.
+    """
     weights = sum(prod(row.shape) for row in job.plan.quantized)
     if job.recipe.calibrated and not text.sequences:  # only the last step is left
         return None, []
@@ -159,12 +175,19 @@ def _duration(job: Job, text: Calibration, run: RunOptions) -> tuple[Duration | 
 
 
 def survey(
-    src: Checkpoint, recipe: Recipe, out: str | Path | None, run: RunOptions, gpu_memory: int | None = None
+    src: Checkpoint,
+    recipe: Recipe,
+    out: str | Path | None,
+    run: RunOptions,
+    gpu_memory: int | None = None,
 ) -> Job:
     """Match a dense source with its model, and plan its output; raises if no plan can be made."""
     if gpu_memory is not None and run.device == "cpu":
         raise RecipeError(
-            Words(Option("gpu_memory"), "is about a GPU, and", Option("device", "cpu"), "uses none"), "drop one of them"
+            Words(
+                Option("gpu_memory"), "is about a GPU, and", Option("device", "cpu"), "uses none"
+            ),
+            "drop one of them",
         )
     require_complete_source(src, run.trust_remote_code)
     # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
@@ -175,10 +198,12 @@ def survey(
     if recipe.layout is None and skeleton.sliced:
         way = Words("use", Command("quantize", Setting("prune", "2:4")))
         raise CheckpointError(
-            f"{skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for each, "
+            f"{skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor "
+            "for each, "
             "which no reader of dense models takes"
             if recipe.only_prunes
-            else f"{skeleton.sliced[0]} holds all experts of a layer, and no layout stores {label(recipe.scheme)}",
+            else f"{skeleton.sliced[0]} holds all experts of a layer, "
+            f"and no layout stores {label(recipe.scheme)}",
             way if recipe.only_prunes else "compare other schemes",
             subject=src.path,
         )
@@ -213,7 +238,9 @@ def job_of(
         act_budget=run.act_budget,
         gpu_memory=gpu_memory,
     )
-    planned = replace(planned, remarks=(*sized, *planned.remarks, *_remarks(recipe, skeleton, chosen), *unused))
+    planned = replace(
+        planned, remarks=(*sized, *planned.remarks, *_remarks(recipe, skeleton, chosen), *unused)
+    )
     if recipe.fused_alike:
         asked = goals_of(replace(recipe, fused_alike=False), skeleton.paths, skeleton.kept_dense)
         planned = replace(planned, remarks=(*planned.remarks, *changes(asked, chosen)))
@@ -222,10 +249,16 @@ def job_of(
 
 
 def _with_files(job: Job) -> Plan:
-    """Return the plan with the files of the output. A config can be made only if the layout holds all weights."""
+    """Return the plan with the files of the output. A config can be made only if the layout holds
+    all weights.
+    """
     recipe = job.recipe
-    output = output_files(job.src, job.plan, recipe.output_layout, _schemes(job), recipe, _units(job))
-    planned = replace(job.plan, files=output.files, before_last=output.before_last, joined=output.joined)
+    output = output_files(
+        job.src, job.plan, recipe.output_layout, _schemes(job), recipe, _units(job)
+    )
+    planned = replace(
+        job.plan, files=output.files, before_last=output.before_last, joined=output.joined
+    )
     return replace(planned, report_bytes=report_bytes(job.src, planned))
 
 
@@ -240,12 +273,19 @@ def _units(job: Job) -> Iterator[list[str]]:
 
 
 def require_runnable(
-    job: Job, out: Path | None, run: RunOptions, is_plan: bool = False, text: Calibration | None = None, more: int = 0
+    job: Job,
+    out: Path | None,
+    run: RunOptions,
+    is_plan: bool = False,
+    text: Calibration | None = None,
+    more: int = 0,
 ) -> tuple[Job, Calibration]:
-    """Raise the first error that needs no computation; return the job and the calibration sequences.
+    """Raise the first error that needs no computation; return the job and the calibration
+    sequences.
 
-    `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. Text that the model writes
-    itself is only bounded in a plan. Without `text` it is drawn, with up to `more` sequences that do not calibrate.
+    `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. Text that
+    the model writes itself is only bounded in a plan. Without `text` it is drawn, with up to `more`
+    sequences that do not calibrate.
     """
     recipe = job.recipe
     job.plan.require()
@@ -253,7 +293,9 @@ def require_runnable(
         run.progress.note(*job.plan.notices)
     if not any(job.chosen.values()):
         what = "prune" if recipe.only_prunes else "quantize"
-        raise RecipeError("every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip")))
+        raise RecipeError(
+            "every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip"))
+        )
     job.plan.require_share(run.min_share)
     if recipe.calibrated:
         job.model.require_runnable()
@@ -267,8 +309,12 @@ def require_runnable(
     job.plan.memory.of_sequences(0, run.act_budget).require()
     layout = recipe.output_layout
     if layout is not None:
-        config = planned_config(job.src, job.plan, layout, _schemes(job), recipe)["quantization_config"]
-        require_right_weights(job.model.module, job.src, layout, config, job.plan, run.trust_remote_code)
+        config = planned_config(job.src, job.plan, layout, _schemes(job), recipe)[
+            "quantization_config"
+        ]
+        require_right_weights(
+            job.model.module, job.src, layout, config, job.plan, run.trust_remote_code
+        )
     before = None
     if out is not None:
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
@@ -277,7 +323,14 @@ def require_runnable(
     if text is None and (recipe.calibrated or more):
         saved = before / WRITTEN if before is not None and run.resume else None
         text = calibration_text(
-            recipe.calibration, job.src, job.model, run.progress, run.trust_remote_code, saved, is_plan, more
+            recipe.calibration,
+            job.src,
+            job.model,
+            run.progress,
+            run.trust_remote_code,
+            saved,
+            is_plan,
+            more,
         )
     text = text or Calibration([], {})
     if recipe.calibrated:
@@ -295,7 +348,9 @@ def require_runnable(
         of_gradients = lengths[: gradient_documents(lengths)] if recipe.output_aware else []
         gradients = job.plan.memory.token_bytes * sum(of_gradients)
         stores = (activations, activations if recipe.tune else 0, gradients)
-        mapped = sum(size for size in stores if run.act_budget is not None and size > count * run.act_budget)
+        mapped = sum(
+            size for size in stores if run.act_budget is not None and size > count * run.act_budget
+        )
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
         sums = count * job.plan.memory.sum_bytes if of_gradients else 0
         parts = disk_peak(job.plan, activations, len(job.model.blocks), mapped, gradients, sums)
@@ -315,12 +370,14 @@ def quantize(
     text: Calibration | None = None,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
-    """Quantize or prune (ALGORITHMS 9) a causal LM (folder or hub id) into a new folder `out`; return its report.
+    """Quantize or prune (ALGORITHMS 9) a causal LM (folder or hub id) into a new folder `out`;
+    return its report.
 
-    QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
-    continues. `measure` evaluates the finished folder before it is published. `text` is the recipe's, if it is drawn.
-    If the caller has joined a process group, its ranks share a calibrated run. All of them call this alike, and the
-    first one reads, writes and prints. All return the same report or raise the same error.
+    QuantkitError is raised for anything that cannot be done. An interrupted run leaves
+    `out.partial-*`, which `resume` continues. `measure` evaluates the finished folder before it is
+    published. `text` is the recipe's, if it is drawn. If the caller has joined a process group, its
+    ranks share a calibrated run. All of them call this alike, and the first one reads, writes and
+    prints. All return the same report or raise the same error.
     """
     run, here = RunOptions(**options), ranks()
     progress = run.progress or Progress(quiet=True)
@@ -334,7 +391,9 @@ def quantize(
 
 
 def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
-    """Return a context that makes the rank's GPU torch's current one, so that no rank allocates on another's."""
+    """Return a context that makes the rank's GPU torch's current one, so that no rank allocates on
+    another's.
+    """
     if here.count == 1 or device_of(device).type == "cpu":
         return nullcontext()
     return torch.cuda.device(device)
@@ -368,7 +427,9 @@ def require_devices(device: torch.device, here: Ranks) -> None:
         return
     here.device = device
     used: dict[tuple[str, str], int] = {}
-    for rank, (machine, kind, name) in enumerate(here.exchange((platform.node(), device.type, str(device)))):
+    for rank, (machine, kind, name) in enumerate(
+        here.exchange((platform.node(), device.type, str(device)))
+    ):
         first = used.setdefault((machine, name), rank)
         if kind == "cuda" and first != rank:
             raise RecipeError(
@@ -378,9 +439,18 @@ def require_devices(device: torch.device, here: Ranks) -> None:
 
 
 def _quantize(
-    model: str | Path, out: Path, recipe: Recipe, measure: Measure | None, text: Calibration | None, run: RunOptions
+    model: str | Path,
+    out: Path,
+    recipe: Recipe,
+    measure: Measure | None,
+    text: Calibration | None,
+    run: RunOptions,
 ) -> dict[str, Any]:
-    clock, here, progress = Clock(torch.device("cpu")), ranks(), run.progress or Progress(quiet=True)
+    clock, here, progress = (
+        Clock(torch.device("cpu")),
+        ranks(),
+        run.progress or Progress(quiet=True),
+    )
     command = "prune" if recipe.only_prunes else "quantize"
     with clock.phase("prepare"):
         job = survey(dense_source(model, run, recipe), recipe, out, run)
@@ -391,7 +461,8 @@ def _quantize(
         recipe = job.recipe
         require_tied(job.model.module, job.src, job.model.states.stored)
         require_devices(job.model.device, here)
-    # On a GPU the first block soon says how much is left, and a probe would take a tenth of the run.
+    # On a GPU the first block soon says how much is left, and a probe would take a tenth of the
+    # run.
     if not progress.quiet and not run.resume and here.count == 1 and job.model.device.type == "cpu":
         with clock.phase("probe"):
             duration, why = _duration(job, text, run)
@@ -400,15 +471,23 @@ def _quantize(
     # The commit of a snapshot in the hub's cache is more precise than a branch.
     revision = src.path.name if src.path.parent.name == "snapshots" else run.revision
     base, unread = origin(src, model, revision)
-    lacking = unread  # of the source's card, what the file system cannot do, and files edited since they were recorded
-    with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append) as partial:
+    # of the source's card, what the file system cannot do, and files edited since they were
+    # recorded
+    lacking = unread
+    with staging(
+        out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append
+    ) as partial:
         if is_complete(partial):
             here.broadcast(None)
             return publish_complete(partial, out, without_paths(asked), src, run.overwrite)
         if recipe.calibrated and recipe.calibration.is_written:
             save_text(partial / WRITTEN, text)
         writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout)
-        report = {**heading(command, name_of(model), revision, {}, base), **_known(job), "calibration": text.facts}
+        report = {
+            **heading(command, name_of(model), revision, {}, base),
+            **_known(job),
+            "calibration": text.facts,
+        }
         if src.low_bit is not None:
             report["source"]["weights"] = f"{src.low_bit}, dequantized"
         report["notices"] += [*text.notices, *lacking]
@@ -448,11 +527,15 @@ def _quantize(
             )
             items = calibrated(begun, writer.done)
         else:
-            items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
+            items = clock.around(
+                "solve", streamed(src, recipe, job.chosen, writer.items_done(), progress)
+            )
         queue = WorkQueue(job.model.device, beside)
         # A signal that raised while this thread waits for the other could leave a lock taken.
         with progress.loop() if queue.beside else nullcontext():
-            report["layers"] = write(items, writer, report, clock, queue, begin if hashes_beside else None)
+            report["layers"] = write(
+                items, writer, report, clock, queue, begin if hashes_beside else None
+            )
         report |= _ranks_of(writer.done)
         kept = None if recipe.layout is None else without_paths(recipe)
         rest = clock, run.overwrite, kept, run.trust_remote_code, measure
@@ -460,23 +543,35 @@ def _quantize(
 
 
 def _ranks_of(done: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the report's `ranks` of a run that used several: their number, or a list if it changed on the way."""
+    """Return the report's `ranks` of a run that used several: their number, or a list if it changed
+    on the way.
+    """
     counts = [line["facts"]["ranks"] for line in done if "ranks" in line.get("facts", {})]
     found = [count for count, _ in groupby(counts)]
     return {} if found in ([], [1]) else {"ranks": found[0] if len(found) == 1 else found}
 
 
 def streamed(
-    src: Checkpoint, recipe: Recipe, chosen: Mapping[str, Goal | None], done: set[str], progress: Progress
+    src: Checkpoint,
+    recipe: Recipe,
+    chosen: Mapping[str, Goal | None],
+    done: set[str],
+    progress: Progress,
 ) -> Iterator[Item | Commit]:
-    """Yield every tensor of a dense checkpoint once, its linears rounded or pruned; one weight in memory at a time."""
+    """Yield every tensor of a dense checkpoint once, its linears rounded or pruned; one weight in
+    memory at a time.
+    """
     names = [name for name in src.names() if name not in done]
     last = {unit[-1] for unit in _streamed_units(src, names)}
     for name in progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)):
         module = name.removesuffix(".weight")
         scheme = chosen.get(module) if module != name else None
         # The weight has no name here, so that its memory is free when the next one is read.
-        yield Item(name, src.get(name)) if scheme is None else solve_uncalibrated(module, src.get(name), scheme, recipe)
+        yield (
+            Item(name, src.get(name))
+            if scheme is None
+            else solve_uncalibrated(module, src.get(name), scheme, recipe)
+        )
         if name in last:
             yield Commit({})
 
@@ -515,15 +610,24 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
     found = list(model.notices)
     wide = [name for name in model.src.names() if model.src.written(name) == torch.float32]
     if recipe.dense_dtype is not None and model.src.written_dtype != torch.float32 and wide:
-        found.append(f"{len(wide)} tensors stay float32, because transformers keeps them so: first {wide[0]}")
+        found.append(
+            f"{len(wide)} tensors stay float32, because transformers keeps them so: first {wide[0]}"
+        )
     wide = [name for name in model.src.names() if model.src.written(name).itemsize > 2]
-    if not isinstance(recipe.scheme, Scheme) or model.src.dtype_of_model.itemsize == 2 or recipe.dense_dtype:
+    if (
+        not isinstance(recipe.scheme, Scheme)
+        or model.src.dtype_of_model.itemsize == 2
+        or recipe.dense_dtype
+    ):
         wide = []
-    dense = sum(model.src.nbytes(name) for name in wide if chosen.get(name.removesuffix(".weight")) is None)
+    dense = sum(
+        model.src.nbytes(name) for name in wide if chosen.get(name.removesuffix(".weight")) is None
+    )
     if dense:
         found.append(
             Words(
-                f"dense tensors stay {dtype_name(model.src.dtype_of_model)} like the source ({dense / 1e9:.3g} GB);",
+                f"dense tensors stay {dtype_name(model.src.dtype_of_model)} like the source "
+                f"({dense / 1e9:.3g} GB);",
                 "for 16 bits use",
                 Setting("dense_dtype", "bfloat16"),
             )
@@ -532,16 +636,28 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
     for name, reason in model.kept_dense.items():
         if chosen[name] is None:
             reasons.setdefault(reason, []).append(name)
-    found += [f"{names[0]}: left dense, {reason} ({len(names)} in all)" for reason, names in reasons.items()]
+    found += [
+        f"{names[0]}: left dense, {reason} ({len(names)} in all)"
+        for reason, names in reasons.items()
+    ]
     if not recipe.calibrated:
-        keys = [key for key in keys_of(type(recipe)) if key.path[0] in ("calibration", "gptq") and key.default]
-        idle = [key for key in keys if key.default is not ... and reduce(getattr, key.path, recipe) != key.default]
+        keys = [
+            key
+            for key in keys_of(type(recipe))
+            if key.path[0] in ("calibration", "gptq") and key.default
+        ]
+        idle = [
+            key
+            for key in keys
+            if key.default is not ... and reduce(getattr, key.path, recipe) != key.default
+        ]
         if idle:
             named = [part for key in idle for part in (",", Setting(key.keyword))][1:]
             found.append(Words("no text is read, and so nothing depends on", *named))
     if recipe.calibrated and model.text_path:
         found.append(
-            f"calibrated through {model.text_path}, on text alone: {type(model.module).__name__} asks for other inputs"
+            f"calibrated through {model.text_path}, on text alone: {type(model.module).__name__} "
+            "asks for other inputs"
         )
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
         asked = recipe.calibration.max_length
@@ -556,16 +672,24 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
 
 
 def _schemes(job: Job) -> Schemes | None:
-    """State the checkpoint's schemes, with every exception under its exact name; None if weights stay dense.
+    """State the checkpoint's schemes, with every exception under its exact name; None if weights
+    stay dense.
 
-    In a few families a linear has another name in the model than in the checkpoint. Public readers go by the model's.
+    In a few families a linear has another name in the model than in the checkpoint. Public readers
+    go by the model's.
     """
     usual = job.recipe.scheme
     if not isinstance(usual, Scheme) or job.recipe.layout is None:
         return None
     paths = job.model.paths
-    named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, paths.get(m, m)))]
-    overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != usual)
+    named = [
+        (name, scheme)
+        for m, scheme in job.chosen.items()
+        for name in dict.fromkeys((m, paths.get(m, m)))
+    ]
+    overrides = tuple(
+        (re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != usual
+    )
     dense = [*(name for name, s in named if s is None), *job.model.outside.dense_entries(job.src)]
     return Schemes(usual, overrides, ignore=tuple(dense))
 
@@ -580,10 +704,11 @@ def calibration_text(
     is_plan: bool = False,
     more: int = 0,
 ) -> Calibration:
-    """Draw the calibration sequences for a model by the tokenizer of `src`, with notes for the user.
+    """Draw the calibration sequences for a model by the tokenizer of `src`, with notes for the
+    user.
 
-    Without `progress` nothing is said: a plan lists it. Text of the model's own is read from `saved`, if that is there.
-    Otherwise the model writes it, except for a plan.
+    Without `progress` nothing is said: a plan lists it. Text of the model's own is read from
+    `saved`, if that is there. Otherwise the model writes it, except for a plan.
     """
 
     def write(count: int) -> Text:
@@ -622,7 +747,10 @@ def _known(job: Job) -> dict[str, Any]:
         "compute_dtype": dtype_name(job.model.dtype),
         "layout": job.plan.layout,
         "scheme": job.plan.scheme,
-        "dense": [*(module for module, goal in job.chosen.items() if goal is None), *job.model.outside.modules],
+        "dense": [
+            *(module for module, goal in job.chosen.items() if goal is None),
+            *job.model.outside.modules,
+        ],
         **job.model.outside.counted(),
         "notices": list(job.plan.remarks),
         "layout_notices": list(job.plan.layout_remarks),

@@ -1,4 +1,5 @@
-"""One packed weight in another layout: recast to the same values, or rounded again if the user allows it.
+"""One packed weight in another layout: recast to the same values, or rounded again if the user
+allows it.
 
 The plan chose scheme and shape from headers; here the data decide whether that is lossless.
 """
@@ -23,7 +24,15 @@ from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import is_expert
 from quantkit.engines.readers import sums_in_float16
-from quantkit.errors import CheckpointError, LayoutError, Option, QuantkitError, Setting, Words, about
+from quantkit.errors import (
+    CheckpointError,
+    LayoutError,
+    Option,
+    QuantkitError,
+    Setting,
+    Words,
+    about,
+)
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
@@ -53,9 +62,10 @@ OUTDATED = (
 class Repacker:
     """Reads weights of a checkpoint and packs them as `planned`; several threads may do so at once.
 
-    `recorded` has the facts of each linear from the source's report. `requantize` allows rounding a weight again if no
-    lossless way exists. `requantize_scales` allows rounding scales that float16 does not hold. LayoutError, naming the
-    weight, if there is no lossless way and rounding is not allowed; CheckpointError for a damaged weight.
+    `recorded` has the facts of each linear from the source's report. `requantize` allows rounding a
+    weight again if no lossless way exists. `requantize_scales` allows rounding scales that float16
+    does not hold. LayoutError, naming the weight, if there is no lossless way and rounding is not
+    allowed; CheckpointError for a damaged weight.
     """
 
     def __init__(
@@ -68,7 +78,10 @@ class Repacker:
     ) -> None:
         self._src, self._recorded = src, recorded
         self._requantize, self._requantize_scales = requantize, requantize_scales
-        self._layout, self._rows = LAYOUTS[planned.layout], {row.module: row for row in planned.rows}
+        self._layout, self._rows = (
+            LAYOUTS[planned.layout],
+            {row.module: row for row in planned.rows},
+        )
         self._modules = {f"{module}.weight": module for module in src.modules()}
         self._notices: dict[str, list[str]] = {}
 
@@ -101,7 +114,9 @@ class Repacker:
         if not sums_in_float16(self._layout.NAME, scheme, *row.stored, is_expert(module)):
             before = {key: value for key, value in before.items() if key != ROW_SUM}
         if (same := self.by_rows(tensors, before.get("digest"), row, notices)) is not None:
-            return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"})
+            return Item(
+                name, same, {key: value for key, value in before.items() if key != "true_shape"}
+            )
         q = self._src.record(module, tensors, notices)
         tensors.clear()
         digest = _checked_digest(name, q, before.get("digest"))
@@ -109,15 +124,17 @@ class Repacker:
         with about(name):
             value, facts = _as_planned(self._src, q, before, row, self._requantize)
             digest = digest if value is q else value.digest()
-            return Item(name, Packed(value.scheme, value.shape, self._layout.pack(value), digest), facts)
+            return Item(
+                name, Packed(value.scheme, value.shape, self._layout.pack(value), digest), facts
+            )
 
     def by_rows(
         self, tensors: Mapping[str, Tensor], recorded: str | None, row: Row, notices: list[str]
     ) -> Packed | None:
         """Pack a weight a few rows at a time, so that its codes stay in the cache.
 
-        None if the weight must be recast, or fails a check: then it is processed whole, so that the error can name the
-        position.
+        None if the weight must be recast, or fails a check: then it is processed whole, so that the
+        error can name the position.
         """
         scheme = self._src.scheme(row.module)
         if self._src.is_padded(row.module) or row.padded or row.scheme not in (None, scheme.label):
@@ -125,14 +142,19 @@ class Repacker:
         with suppress(QuantkitError):
             given = self._src.unpacking(row.module, tensors, notices)
             (n, k), scales, zeros = given.shape, given.scales, given.zeros
-            made, digest = self._layout.packing(scheme, given.shape, scales, zeros), Digest(scheme, given.shape)
+            made, digest = (
+                self._layout.packing(scheme, given.shape, scales, zeros),
+                Digest(scheme, given.shape),
+            )
             step = TILE * -(-CODES // (TILE * k))
             buffer = torch.empty((min(n, step), k), dtype=torch.uint8)
             for first in range(0, n, step):
                 some = slice(first, min(n, first + step))
                 codes = buffer[: some.stop - first]
                 given.fill(first, codes)
-                QuantizedTensor(scheme, codes, scales[some], None if zeros is None else zeros[some])  # checks them
+                QuantizedTensor(
+                    scheme, codes, scales[some], None if zeros is None else zeros[some]
+                )  # checks them
                 digest.update(codes)
                 made.add(first, codes)
             found = digest.finish(scales, zeros)
@@ -142,14 +164,19 @@ class Repacker:
 
 
 def _round_scales(src: Checkpoint, module: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Round the scales among a weight's `tensors` to float16, in place; return their number and relative errors.
+    """Round the scales among a weight's `tensors` to float16, in place; return their number and
+    relative errors.
 
     Nothing is rounded if all scales are float16 values, or if one is beyond them.
     """
     assert src.layout is not None
     for suffix, (dtype, _) in src.layout.stored(src.scheme(module), *src.size(module)).items():
         exact = tensors.get(suffix)
-        if dtype != torch.float16 or exact is None or exact.dtype not in (torch.float32, torch.bfloat16):
+        if (
+            dtype != torch.float16
+            or exact is None
+            or exact.dtype not in (torch.float32, torch.bfloat16)
+        ):
             continue
         half, exact = exact.to(torch.float16), exact.float()
         changed = half.float() != exact
@@ -157,16 +184,24 @@ def _round_scales(src: Checkpoint, module: str, tensors: dict[str, Tensor]) -> d
             tensors[suffix] = half
             error = torch.where(changed, (half.float() / exact - 1).abs(), 0)
             worst, mean = float(error.max()), float(error.mean())
-            return {"rounded_scales": int(changed.sum()), "scale_error": worst, "mean_scale_error": mean}
+            return {
+                "rounded_scales": int(changed.sum()),
+                "scale_error": worst,
+                "mean_scale_error": mean,
+            }
     return {}
 
 
 def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:
-    """Compute the digest of a weight; CheckpointError if it is not the one that its report recorded."""
+    """Compute the digest of a weight; CheckpointError if it is not the one that its report
+    recorded.
+    """
     digest = q.digest()
     if recorded is not None and digest != recorded and not q.matches(recorded):
         raise CheckpointError(
-            f"codes or scales differ from what {REPORT} recorded", "the file is damaged, quantize again", subject=name
+            f"codes or scales differ from what {REPORT} recorded",
+            "the file is damaged, quantize again",
+            subject=name,
         )
     return digest
 
@@ -183,7 +218,9 @@ def _trusted_labels(src: Checkpoint) -> list[str]:
 def _as_planned(
     src: Checkpoint, q: QuantizedTensor, before: Mapping[str, Any], row: Row, requantize: bool
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
-    """Recast or round a weight to the planned scheme and shape; return it with its facts. `before` has its report's."""
+    """Recast or round a weight to the planned scheme and shape; return it with its facts. `before`
+    has its report's.
+    """
     _check_scales(q)
     padded = src.is_padded(row.module)
     true = src.true_size(row.module) if padded else q.shape  # headers may know k only roughly
@@ -198,30 +235,51 @@ def _as_planned(
         if not requantize:
             raise LayoutError(error.rule, *_ways_out(src, q.scheme, true)) from error
         value, lost = _rounded(q, true, scheme, shape, src.dtype_of_model)
-        facts = {key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")} | lost
+        facts = {
+            key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")
+        } | lost
     return value, facts | ({} if shape == true else {"true_shape": list(true)})
 
 
 def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
-    names = [x.NAME for x in LAYOUTS.values() if x is not src.layout and broken_rule(x, scheme, *shape) is None]
-    kept = [Words("use", Setting("layout", name), f", which holds {scheme.label} as it is") for name in names[:1]]
+    names = [
+        x.NAME
+        for x in LAYOUTS.values()
+        if x is not src.layout and broken_rule(x, scheme, *shape) is None
+    ]
+    kept = [
+        Words("use", Setting("layout", name), f", which holds {scheme.label} as it is")
+        for name in names[:1]
+    ]
     return [*kept, Words("add", Option("requantize", True), "to round again (lossy)")]
 
 
 def _rounded(
-    q: QuantizedTensor, true: tuple[int, int], scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype
+    q: QuantizedTensor,
+    true: tuple[int, int],
+    scheme: Scheme,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
-    """Round the decoded weight to nearest in another scheme, padded with zeros; return it with the loss.
+    """Round the decoded weight to nearest in another scheme, padded with zeros; return it with the
+    loss.
 
-    INT4 scales are searched by squared error, floating formats follow the published rule (LAYOUTS 6.3), a weight that
-    becomes 2:4 keeps the two largest of each four.
+    INT4 scales are searched by squared error, floating formats follow the published rule (LAYOUTS
+    6.3), a weight that becomes 2:4 keeps the two largest of each four.
     """
     (n, k), (more, wider) = true, shape
     weight = pad(q.dequantize()[:n, :k], (0, wider - k, 0, more - n))
-    value, facts = rtn.quantize(weight.to(dtype), scheme, clip="none" if scheme.format.is_float else "search")
+    value, facts = rtn.quantize(
+        weight.to(dtype), scheme, clip="none" if scheme.format.is_float else "search"
+    )
     error = relative_error(weight, value)
     facts |= zeroed(weight, value)
-    return value, {**facts, "method": "rtn", "requantized_from": q.scheme.label, "requantized_error": error}
+    return value, {
+        **facts,
+        "method": "rtn",
+        "requantized_from": q.scheme.label,
+        "requantized_error": error,
+    }
 
 
 def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
@@ -230,11 +288,17 @@ def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
     if not q.scheme.format.is_float or not len(rows):
         return []
     lost = int((q.scheme.format.decode(q.codes[rows]) != 0).any(1).sum())
-    return [f"{name}: {lost} of {len(q.codes)} rows have a stored scale of 0: their weights are zeros"] if lost else []
+    return (
+        [f"{name}: {lost} of {len(q.codes)} rows have a stored scale of 0: their weights are zeros"]
+        if lost
+        else []
+    )
 
 
 def _check_scales(q: QuantizedTensor) -> None:
-    """Raise CheckpointError for integer groups with a zero scale but nonzero codes, a sign of damage (not for FPx)."""
+    """Raise CheckpointError for integer groups with a zero scale but nonzero codes, a sign of
+    damage (not for FPx).
+    """
     if q.scheme.format.is_float or not bool((q.scales == 0).any()):
         return
     n, g = q.scales.shape
@@ -243,6 +307,7 @@ def _check_scales(q: QuantizedTensor) -> None:
     if bool(lost.any()):
         row, group = lost.nonzero()[0].tolist()
         raise CheckpointError(
-            f"{int(lost.sum())} of {lost.numel()} scales are 0 over codes that are not, first row {row}, group {group}:"
+            f"{int(lost.sum())} of {lost.numel()} scales are 0 over codes that are not, first row "
+            f"{row}, group {group}:"
             " those weights are lost, quantize the original model again"
         )

@@ -13,10 +13,11 @@ from quantkit.reporting.short_repr import ShortRepr
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Result(ShortRepr, Mapping[str, Any]):
-    """The folder `path` that a run wrote, and its `report`, which is the content of quantkit_report.json.
+    """The folder `path` that a run wrote, and its `report`, which is the content of
+    quantkit_report.json.
 
-    A result is a mapping of the report too: `result["totals"]`. `notices` are the report's.
-    Those of this run name options as keywords. Those of its source stay as the source's report has them.
+    A result is a mapping of the report too: `result["totals"]`. `notices` are the report's. Those
+    of this run name options as keywords. Those of its source stay as the source's report has them.
     `print` shows the closing table of the command line.
     """
 
@@ -36,12 +37,16 @@ class Result(ShortRepr, Mapping[str, Any]):
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """The facts of each linear that was changed: name, shape, scheme, relative_error and more."""
+        """The facts of each linear that was changed: name, shape, scheme,
+        relative_error and more.
+        """
         return list(self.report["layers"])
 
     @property
     def bits_per_weight(self) -> float | None:
-        """The stored bits per quantized weight, scales and zero points included; None for a pruned model."""
+        """The stored bits per quantized weight, scales and zero points included; None for a pruned
+        model.
+        """
         bits: float | None = self.report["totals"]["bits_per_weight"]
         return bits
 

@@ -1,4 +1,5 @@
-"""Choose a scheme for each linear: least harm within a number of bytes, by an integer programme (ALGORITHMS 17).
+"""Choose a scheme for each linear: least harm within a number of bytes, by an integer programme
+(ALGORITHMS 17).
 
 Linears that engines join, and all experts of a layer, decide as one.
 """
@@ -40,7 +41,8 @@ POINTS = 9
 
 @dataclass(frozen=True)
 class Group:
-    """List linears that decide as one, their weights, and the bytes that they take in each scheme, by its label.
+    """List linears that decide as one, their weights, and the bytes that they take in each scheme,
+    by its label.
 
     A group `is_fixed` to a single scheme if the recipe pins it, or if it has no measured harm.
     """
@@ -59,7 +61,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Space:
-    """Hold what can be chosen in a layout. `overhead` are the bytes of a folder beside the linears, about."""
+    """Hold what can be chosen in a layout. `overhead` are the bytes of a folder beside the linears,
+    about.
+    """
 
     layout: str
     groups: Sequence[Group]
@@ -67,11 +71,14 @@ class Space:
 
     @property
     def uniform(self) -> dict[str, Choice]:
-        """The choice of each scheme that all groups can take, by its label; fixed groups keep their own."""
+        """The choice of each scheme that all groups can take, by its label; fixed groups keep their
+        own.
+        """
         free = [set(group.bytes) for group in self.groups if not group.is_fixed]
         labels = sorted(set.intersection(*free) - {DENSE}) if free else []
         return {
-            each: {g.name: each if each in g.bytes else next(iter(g.bytes)) for g in self.groups} for each in labels
+            each: {g.name: each if each in g.bytes else next(iter(g.bytes)) for g in self.groups}
+            for each in labels
         }
 
     def size(self, choice: Choice) -> int:
@@ -92,7 +99,9 @@ class Space:
         return self._dense + int((bits + 0.0005) * self.weights / 8)
 
     def bits(self, size: int) -> float:
-        """Return the mean bits of a weight if the linears take `size` bytes; inverse of `budget`."""
+        """Return the mean bits of a weight if the linears take `size` bytes; inverse of
+        `budget`.
+        """
         return round(8 * (size - self._dense) / self.weights, 3)
 
     @cached_property
@@ -100,10 +109,11 @@ class Space:
         return sum(group.bytes[DENSE] for group in self.groups if group.is_dense)
 
     def choose(self, harm: Harm, budget: int, most_dense: float = 0.0) -> Choice | None:
-        """Choose a scheme for each group: least harm, linears in at most `budget` bytes; None if there is no choice.
+        """Choose a scheme for each group: least harm, linears in at most `budget` bytes; None if
+        there is no choice.
 
-        At most `most_dense` weights stay dense by choice. The result is the same each time. Its harm may be
-        above the least by a part of 1e-4.
+        At most `most_dense` weights stay dense by choice. The result is the same each time. Its
+        harm may be above the least by a part of 1e-4.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
@@ -111,41 +121,63 @@ class Space:
         costs = np.array([harm(*each) for each in found])
         limits = [
             [group.bytes[label] / max(1, budget) for group, label in found],
-            [group.weights / max(1.0, most_dense) * (label == DENSE and not group.is_fixed) for group, label in found],
+            [
+                group.weights / max(1.0, most_dense) * (label == DENSE and not group.is_fixed)
+                for group, label in found
+            ],
         ]
         solved = milp(
             costs / max(costs.max(initial=0.0), 1e-300),
             integrality=np.ones(len(found)),
             bounds=Bounds(0, 1),
             constraints=[
-                LinearConstraint([[float(one is group) for one, _ in found] for group in self.groups], 1, 1),
+                LinearConstraint(
+                    [[float(one is group) for one, _ in found] for group in self.groups], 1, 1
+                ),
                 LinearConstraint(limits, -np.inf, [1, most_dense >= 1]),
             ],
             options={"mip_rel_gap": 1e-4},
         )
         if solved.x is None:
             return None
-        return {group.name: label for (group, label), taken in zip(found, solved.x, strict=True) if taken > 0.5}
+        return {
+            group.name: label
+            for (group, label), taken in zip(found, solved.x, strict=True)
+            if taken > 0.5
+        }
 
     def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
         """List bytes, bits and harm of each uniform scheme and, if asked, of mixes between them."""
         rows = [(label, choice) for label, choice in self.uniform.items()]
         sizes = [self.size(choice) for _, choice in rows]
         for point in range(POINTS if mixes and rows else 0):
-            choice = self.choose(harm, min(sizes) + point * (max(sizes) - min(sizes)) // (POINTS - 1))
+            choice = self.choose(
+                harm, min(sizes) + point * (max(sizes) - min(sizes)) // (POINTS - 1)
+            )
             rows += [] if choice is None or choice in self.uniform.values() else [("mixed", choice)]
         facts = [(name, self.size(choice), self.harm(choice, harm)) for name, choice in rows]
         return [
-            {"scheme": n, "layout": self.layout, "bytes": self.overhead + b, "bits": self.bits(b), "harm": h}
+            {
+                "scheme": n,
+                "layout": self.layout,
+                "bytes": self.overhead + b,
+                "bits": self.bits(b),
+                "harm": h,
+            }
             for n, b, h in facts
         ]
 
     def with_fixed(self, known: Collection[str], choice: Choice) -> Space:
-        """Fix the groups whose harm is not `known` to their scheme in `choice`, or to their widest one."""
+        """Fix the groups whose harm is not `known` to their scheme in `choice`, or to their widest
+        one.
+        """
         found = []
         for group in self.groups:
             if group.name not in known:
-                chosen = max(group.bytes, key=lambda label: (label == choice[group.name], group.bytes[label], label))
+                chosen = max(
+                    group.bytes,
+                    key=lambda label: (label == choice[group.name], group.bytes[label], label),
+                )
                 group = replace(group, bytes={chosen: group.bytes[chosen]}, is_fixed=True)
             found.append(group)
         return replace(self, groups=found)
@@ -154,8 +186,8 @@ class Space:
 def schemes_of(allowed: str | None, recipe: Recipe) -> list[Scheme | None]:
     """List the schemes to choose from; None stands for dense linears.
 
-    `allowed` names formats or schemes, None for all. The recipe decides on zero points and, if it states one, on the
-    group size. RecipeError for an unknown name.
+    `allowed` names formats or schemes, None for all. The recipe decides on zero points and, if it
+    states one, on the group size. RecipeError for an unknown name.
     """
     assert isinstance(recipe.scheme, Scheme)
     sizes = [recipe.scheme.group_size] if recipe.size_stated else [*GROUP_SIZES, None]
@@ -178,17 +210,21 @@ def groups_of(
     layout: Layout,
     recipe: Recipe,
 ) -> list[Group]:
-    """Group the `linears` (name -> `(n, k)`) that decide as one, with the bytes that they take in each of `schemes`.
+    """Group the `linears` (name -> `(n, k)`) that decide as one, with the bytes that they take in
+    each of `schemes`.
 
-    `goals` are those of the recipe, whose overrides and skips are pins: a group takes the widest of its own. A scheme
-    that does not hold all linears of a group is left out; RecipeError if none is left.
+    `goals` are those of the recipe, whose overrides and skips are pins: a group takes the widest of
+    its own. A scheme that does not hold all linears of a group is left out; RecipeError if none is
+    left.
     """
     joined: dict[str, list[str]] = {}
     for name in linears:
         joined.setdefault(joined_name(name) or name, []).append(name)
     found = []
     for name, members in joined.items():
-        pins = treat_alike({m: goals[m] for m in members if goals[m] is None or _is_pinned(recipe, m)})
+        pins = treat_alike(
+            {m: goals[m] for m in members if goals[m] is None or _is_pinned(recipe, m)}
+        )
         sizes: dict[str, int] = {}
         for goal in list(pins.values())[:1] or schemes:
             shapes = (
@@ -199,19 +235,25 @@ def groups_of(
             if not isinstance(goal, Scheme):
                 sizes[DENSE] = sum(map(dense_bytes, members))
             elif None not in shapes:
-                sizes[goal.label] = sum(stored_bytes(layout, goal, *shape) for shape in shapes if shape)
+                sizes[goal.label] = sum(
+                    stored_bytes(layout, goal, *shape) for shape in shapes if shape
+                )
         if not sizes:
             raise RecipeError(
-                f"{layout.NAME} holds {members[0]} {list(linears[members[0]])} in no scheme that is allowed",
+                f"{layout.NAME} holds {members[0]} {list(linears[members[0]])} in no scheme that "
+                "is allowed",
                 Words("allow others with", Option("allowed")),
                 Words("leave it dense with", Setting("skip", re.escape(members[0]))),
             )
-        found.append(Group(name, tuple(members), sum(prod(linears[m]) for m in members), sizes, bool(pins)))
+        found.append(
+            Group(name, tuple(members), sum(prod(linears[m]) for m in members), sizes, bool(pins))
+        )
     return found
 
 
 def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
-    """Make the recipe of a choice: the scheme of most weights, overrides for others, and skips for dense linears.
+    """Make the recipe of a choice: the scheme of most weights, overrides for others, and skips for
+    dense linears.
 
     Keys that the recipe leaves at the default of its schemes get the default of the new ones.
     """
@@ -220,10 +262,21 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
         weights[choice[group.name]] += group.weights if choice[group.name] != DENSE else 0
     usual = min(weights, key=lambda label: (-weights[label], label))
     if not weights[usual]:
-        raise RecipeError("every linear would stay dense", Words("allow more with", Option("allowed")))
-    overrides, skip = {pattern: scheme.label for pattern, scheme in recipe.overrides}, list(recipe.skip)
+        raise RecipeError(
+            "every linear would stay dense", Words("allow more with", Option("allowed"))
+        )
+    overrides, skip = (
+        {pattern: scheme.label for pattern, scheme in recipe.overrides},
+        list(recipe.skip),
+    )
     for label in sorted({*choice.values()} - {usual}):
-        named = [m for g in space.groups if choice[g.name] == label for m in g.linears if not _says(recipe, m, label)]
+        named = [
+            m
+            for g in space.groups
+            if choice[g.name] == label
+            for m in g.linears
+            if not _says(recipe, m, label)
+        ]
         if label == DENSE:
             skip += patterns(named)
         else:
@@ -231,8 +284,12 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
     mapping = recipe.to_mapping()
     stated = {key: mapping[key] for key in ("scheme", "method", "overrides")}
     before = from_mapping(stated).to_mapping()
-    kept: dict[str, Any] = {key: value for key, value in mapping.items() if before.get(key) != value}
-    kept["gptq"] = {key: value for key, value in mapping["gptq"].items() if before["gptq"][key] != value}
+    kept: dict[str, Any] = {
+        key: value for key, value in mapping.items() if before.get(key) != value
+    }
+    kept["gptq"] = {
+        key: value for key, value in mapping["gptq"].items() if before["gptq"][key] != value
+    }
     now = {"scheme": written(Scheme.parse(usual)), "method": recipe.method, "layout": space.layout}
     return from_mapping({**kept, **now, "skip": skip, "overrides": overrides})
 
@@ -244,11 +301,14 @@ def _is_pinned(recipe: Recipe, name: str) -> bool:
 def _says(recipe: Recipe, name: str, label: str) -> bool:
     """Return True if an override or a skip of the recipe itself gives a linear this goal."""
     goal = recipe.scheme_of(name)
-    return goal is None if label == DENSE else _is_pinned(recipe, name) and goal == Scheme.parse(label)
+    return (
+        goal is None if label == DENSE else _is_pinned(recipe, name) and goal == Scheme.parse(label)
+    )
 
 
 def patterns(names: Iterable[str]) -> list[str]:
-    """Write few patterns for names: numbers of layers, then linears; an expert stands for all of its layer.
+    """Write few patterns for names: numbers of layers, then linears; an expert stands for all of
+    its layer.
 
     >>> patterns(["model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"])
     ['model\\\\.layers\\\\.(0|2)\\\\.mlp\\\\.up_proj']
@@ -265,7 +325,10 @@ def patterns(names: Iterable[str]) -> list[str]:
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (head, end), numbers in layers.items():
         alike.setdefault((head, tuple(numbers)), []).append(end)
-    return [f"{head}\\.{_any(map(str, numbers))}\\.{_any(ends)}" for (head, numbers), ends in alike.items()] + found
+    return [
+        f"{head}\\.{_any(map(str, numbers))}\\.{_any(ends)}"
+        for (head, numbers), ends in alike.items()
+    ] + found
 
 
 def _any(options: Iterable[str]) -> str:
@@ -274,7 +337,9 @@ def _any(options: Iterable[str]) -> str:
 
 
 def expected_harm(recipe: Recipe, group: Group, label: str) -> float:
-    """Compute the harm in a plan: the squared error of normally distributed weights, times their number."""
+    """Compute the harm in a plan: the squared error of normally distributed weights, times their
+    number.
+    """
     if label == DENSE:
         return 0.0
     scheme = Scheme.parse(label)

@@ -1,4 +1,5 @@
-"""Weights that a layout cannot hold as asked: the rule that each breaks, and the options that would help.
+"""Weights that a layout cannot hold as asked: the rule that each breaks, and the options that would
+help.
 
 An option is offered only after the layouts' own `check` has accepted it.
 """
@@ -46,8 +47,8 @@ def ways_out(
 ) -> tuple[str, ...]:
     """Write a line for each broken rule: its weights by shape, and the options that help.
 
-    `schemes` has the goal of every linear, misfit or not. `layout` is None if weights stay dense, `recipe` is None for
-    a conversion, `source` is the layout of its source.
+    `schemes` has the goal of every linear, misfit or not. `layout` is None if weights stay dense,
+    `recipe` is None for a conversion, `source` is the layout of its source.
     """
     rules: dict[str, list[Misfit]] = {}
     for misfit in misfits:
@@ -61,14 +62,24 @@ def ways_out(
     for rule, group in rules.items():
         options: list[str] = []
         if layout is not None:
-            options = [] if _fits(group, layout) else [*joint] or _one_change(group, layout, recipe, source)
+            options = (
+                []
+                if _fits(group, layout)
+                else [*joint] or _one_change(group, layout, recipe, source)
+            )
             if recipe is not None and _padding_helps(group, layout):
                 options.append(Words("add", Setting("pad", True), FILLED))
         if recipe is not None and not everything:
             pattern = skip_pattern([misfit.module for misfit in group], schemes)
             options.append(Words("leave them dense with", Setting("skip", pattern)))
-        last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
-        lines.append(LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed)
+        last = (
+            "quantize the original model in another way"
+            if recipe is None
+            else "download or convert the model again"
+        )
+        lines.append(
+            LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed
+        )
     return tuple(lines)
 
 
@@ -78,13 +89,18 @@ def _by_shape(group: list[Misfit]) -> str:
     for misfit in group:
         shapes.setdefault(misfit.shape, []).append(misfit.module)
     return ", ".join(
-        f"{modules[0]} is {list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
+        f"{modules[0]} is "
+        f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
         for shape, modules in shapes.items()
     )
 
 
-def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None) -> list[str]:
-    """List the options that make all weights of a group fit; none if the source, not the layout, is at fault."""
+def _one_change(
+    group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None
+) -> list[str]:
+    """List the options that make all weights of a group fit; none if the source, not the layout, is
+    at fault.
+    """
     if _fits(group, layout):
         return []
     options = [] if recipe is not None else _for_conversion(group, layout)
@@ -96,16 +112,24 @@ def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
             options.append(Words("drop", Setting("asym", True)))
         if _dense_integers(group) and _fits(group, layout, sparsity="2:4"):
             options.append(Words("add", Setting("prune", "2:4")))
-    others = [name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)]
+    others = [
+        name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)
+    ]
     return options + _instead(layout, others, Scheme.parse(group[0].scheme))
 
 
 def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
-    """Suggest layouts that hold the weights: one with a kernel if this one has a kernel, and the default layout."""
+    """Suggest layouts that hold the weights: one with a kernel if this one has a kernel, and the
+    default layout.
+    """
     kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
     usual = scheme.format.layout
     names = dict.fromkeys([*kernels[:1], *([usual] if usual in others else others[:1])])
-    return [Words("use", *[part for name in names for part in ("or", Setting("layout", name))][1:])] if names else []
+    return (
+        [Words("use", *[part for name in names for part in ("or", Setting("layout", name))][1:])]
+        if names
+        else []
+    )
 
 
 def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
@@ -113,13 +137,17 @@ def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
     pad_, again = Option("pad", True), Option("requantize", True)
     flags = ((pad_, target, True), (again, nearest, False), (Words(pad_, again), nearest, True))
     for flag, find, pad in flags:
-        if all(find(layout, Scheme.parse(misfit.scheme), *misfit.shape, pad=pad) for misfit in group):
+        if all(
+            find(layout, Scheme.parse(misfit.scheme), *misfit.shape, pad=pad) for misfit in group
+        ):
             return [Words("add", flag, "to round again (lossy)" if find is nearest else FILLED)]
     return []
 
 
 def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
-    """Return True if the layout refuses the weights of a group, but would hold them in larger shapes."""
+    """Return True if the layout refuses the weights of a group, but would hold them in larger
+    shapes.
+    """
     asked = [(misfit.rule, Scheme.parse(misfit.scheme), *misfit.shape) for misfit in group]
     return all(
         broken_rule(layout, scheme, n, k) == rule and padded_shape(layout, scheme, n, k) is not None
@@ -128,11 +156,21 @@ def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
 
 
 def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
-    """Suggest a layout and a group size that together hold all misfits, if one change does not help."""
+    """Suggest a layout and a group size that together hold all misfits, if one change does not
+    help.
+    """
     if recipe is None or not misfits:
         return []
-    both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
-    return [Words("use", Setting("layout", name), Setting("group_size", g or "channel")) for name, g in islice(both, 1)]
+    both = (
+        (name, g)
+        for name, layout in LAYOUTS.items()
+        for g in GROUP_SIZES
+        if _fits(misfits, layout, group_size=g)
+    )
+    return [
+        Words("use", Setting("layout", name), Setting("group_size", g or "channel"))
+        for name, g in islice(both, 1)
+    ]
 
 
 def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
@@ -147,7 +185,13 @@ def _dense_integers(group: list[Misfit]) -> bool:
 
 
 def skip_pattern(modules: Collection[str], schemes: Mapping[str, Goal | None]) -> str:
-    """Make a --skip pattern for exactly these linears: by last name parts if these match no other one."""
+    """Make a --skip pattern for exactly these linears: by last name parts if these match no other
+    one.
+    """
     leaves = sorted({module.rpartition(".")[2] for module in modules})
-    same = {m for m, scheme in schemes.items() if scheme is not None and m.rpartition(".")[2] in leaves}
-    return "|".join(re.escape(name) for name in (leaves if same == set(modules) else sorted(modules)))
+    same = {
+        m for m, scheme in schemes.items() if scheme is not None and m.rpartition(".")[2] in leaves
+    }
+    return "|".join(
+        re.escape(name) for name in (leaves if same == set(modules) else sorted(modules))
+    )

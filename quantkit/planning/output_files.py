@@ -1,7 +1,8 @@
 """The files of an output folder and their bytes, before any is written.
 
-The parts that write a folder predict their files here: the writer its shards, the layout its side file, the pipeline
-config.json. Only report and model card hold measured values; their size has an upper bound.
+The parts that write a folder predict their files here: the writer its shards, the layout its side
+file, the pipeline config.json. Only report and model card hold measured values; their size has an
+upper bound.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from quantkit.planning.plan import Plan
 from quantkit.planning.rows import Row
 from quantkit.recipes.recipe import Recipe, without_paths
 
-#: Upper bounds of the bytes of report and model card: of any model, of a changed linear, of any other tensor or file.
+#: Upper bounds of the bytes of report and model card: of any model, of a changed linear, of any
+#: other tensor or file.
 REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
 
 
 class Output(NamedTuple):
-    """The bytes of each file but report and card, of all tensors but those of the last two commits, and of a join.
+    """The bytes of each file but report and card, of all tensors but those of the last two commits,
+    and of a join.
 
-    The last two commits of a calibrated run are its last block and the tensors outside the blocks. While small files
-    are joined, the largest weight file may be there twice.
+    The last two commits of a calibrated run are its last block and the tensors outside the blocks.
+    While small files are joined, the largest weight file may be there twice.
     """
 
     files: dict[str, int]
@@ -51,11 +54,16 @@ def output_files(
 ) -> Output:
     """Return the exact bytes of every file of an output but report and model card.
 
-    `units` are the tensors of the source by commit. `layout` and `schemes` are None for a dense output.
+    `units` are the tensors of the source by commit. `layout` and `schemes` are None for a dense
+    output.
     """
     rows = {f"{row.module}.weight": row for row in planned.quantized}
     written = [
-        {key: size for name in unit for key, size in _tensors(src, layout, name, rows.get(name)).items()}
+        {
+            key: size
+            for name in unit
+            for key, size in _tensors(src, layout, name, rows.get(name)).items()
+        }
         for unit in units
     ]
     shards = planned_shards(written)
@@ -96,12 +104,15 @@ def report_bytes(src: Checkpoint, planned: Plan) -> int:
     return REPORT_BYTES + LINEAR_BYTES * len(planned.quantized) + 2 * names + others + 4 * lines
 
 
-def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradients: int, sums: int) -> dict[str, int]:
+def disk_peak(
+    planned: Plan, activations: int, blocks: int, mapped: int, gradients: int, sums: int
+) -> dict[str, int]:
     """Return the peak bytes of a run on the disk, by part.
 
-    `activations` are the bytes of all hidden states, 0 without calibration. Two of their snapshots stay until the end,
-    and a third exists while the older one is replaced. `mapped` are the bytes of stores that are files. `gradients` are
-    the bytes of one block's, 0 without any. They give way to `sums`, the bytes of a block's sum, which stay to the end.
+    `activations` are the bytes of all hidden states, 0 without calibration. Two of their snapshots
+    stay until the end, and a third exists while the older one is replaced. `mapped` are the bytes
+    of stores that are files. `gradients` are the bytes of one block's, 0 without any. They give way
+    to `sums`, the bytes of a block's sum, which stay to the end.
     """
     saved = max(0, blocks - 1)
     written, kept = max(
@@ -115,9 +126,14 @@ def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradien
     return {"output": written, "activations": kept + mapped, GRADIENTS: later}
 
 
-def _tensors(src: Checkpoint, layout: Layout | None, name: str, row: Row | None) -> Mapping[str, int]:
+def _tensors(
+    src: Checkpoint, layout: Layout | None, name: str, row: Row | None
+) -> Mapping[str, int]:
     """Return the bytes of each tensor that a tensor of the source becomes."""
     if row is None or layout is None or row.scheme is None:
         return {name: src.bytes_written(name)}
     stored = layout.stored(Scheme.parse(row.scheme), *row.stored)
-    return {f"{row.module}.{suffix}": dtype.itemsize * prod(shape) for suffix, (dtype, shape) in stored.items()}
+    return {
+        f"{row.module}.{suffix}": dtype.itemsize * prod(shape)
+        for suffix, (dtype, shape) in stored.items()
+    }

@@ -1,7 +1,9 @@
-"""Plan a run from config.json and safetensors headers: its output, its memory, and everything that it must refuse.
+"""Plan a run from config.json and safetensors headers: its output, its memory, and everything that
+it must refuse.
 
-All misfits are found at once, before any work. Byte counts are exact, because each layout states the tensors that it
-stores, and the writer the files that it makes of them. Memory is an estimate, with its parts listed.
+All misfits are found at once, before any work. Byte counts are exact, because each layout states
+the tensors that it stores, and the writer the files that it makes of them. Memory is an estimate,
+with its parts listed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ from quantkit.reporting.short_repr import ShortRepr
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = Words(
-    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, and "
+    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, "
+    "and "
     "recover by fine-tuning with the mask held; late layers are the sensitive ones:",
     Setting("skip"),
     "them first",
@@ -61,19 +64,20 @@ DENSE = "dense"
 class Plan(ShortRepr):
     """Describe the output of `quantize` or `pack`; `bytes` counts exactly the output's tensors.
 
-    A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the options that help.
-    `problems` are other reasons to refuse. `remarks` are about this model in any layout, `layout_remarks` about the
-    readers of this layout. `readers` are the programs that open the output. `decoder` has the elements of each matrix
-    in the decoder's blocks.
+    A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the
+    options that help. `problems` are other reasons to refuse. `remarks` are about this model in any
+    layout, `layout_remarks` about the readers of this layout. `readers` are the programs that open
+    the output. `decoder` has the elements of each matrix in the decoder's blocks.
 
-    Of `quantize` alone: `files` has the exact bytes of every file but report and model card, which together take at
-    most `report_bytes`; it is empty if there are misfits. `before_last` are the bytes of tensors written before the
-    last block, and `joined` those of a file that is made of smaller ones. `calibration` are the facts of the sequences.
-    `refusal` is the error with which `quantize` would end before it computes anything. `folder` has the facts on which
-    readers depend, and `serving` the kernels of the program that was asked about. `duration` are the least and the most
-    seconds by a measured probe; the most is None if they are only known to be more. `fit` has the
-    sizes of the schemes that a run with a target size chooses from. `for_python` spells the options in
-    notices and errors as keywords.
+    Of `quantize` alone: `files` has the exact bytes of every file but report and model card, which
+    together take at most `report_bytes`; it is empty if there are misfits. `before_last` are the
+    bytes of tensors written before the last block, and `joined` those of a file that is made of
+    smaller ones. `calibration` are the facts of the sequences. `refusal` is the error with which
+    `quantize` would end before it computes anything. `folder` has the facts on which readers
+    depend, and `serving` the kernels of the program that was asked about. `duration` are the least
+    and the most seconds by a measured probe; the most is None if they are only known to be more.
+    `fit` has the sizes of the schemes that a run with a target size chooses from. `for_python`
+    spells the options in notices and errors as keywords.
     """
 
     layout: str
@@ -125,28 +129,40 @@ class Plan(ShortRepr):
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits per quantized weight, scales and zero points included; None if there is none."""
+        """Stored bits per quantized weight, scales and zero points included; None if
+        there is none.
+        """
         weights = sum(prod(row.shape) for row in self.quantized)
         return 8 * self.packed_bytes / weights if weights else None
 
     @property
     def share(self) -> float | None:
-        """The share of the decoder's weights that do not stay dense; None if no blocks are found."""
+        """The share of the decoder's weights that do not stay dense; None if no blocks
+        are found.
+        """
         return share_of(self.decoder, [row.module for row in self.quantized])
 
     def require_share(self, least: float) -> None:
-        """Raise ThresholdError, naming the largest weights that stay dense, if the share is below `least`."""
+        """Raise ThresholdError, naming the largest weights that stay dense, if the share is below
+        `least`.
+        """
         if self.share is None or self.share >= least:
             return
         done = "pruned" if self.layout == DENSE else "quantized"
         linears = {f"{row.module}.weight": "skipped" for row in self.rows}
         others = [
-            f"{name} and its like in other blocks ({100 * share:.1f} %, {linears.get(name, 'no linear')})"
+            f"{name} and its like in other blocks ({100 * share:.1f} %, "
+            f"{linears.get(name, 'no linear')})"
             for name, share in largest_others(self.decoder, [row.module for row in self.quantized])
         ]
         more = f" and {len(others) - 3} more kinds" if len(others) > 3 else ""
-        share, asked = f"{100 * self.share:.1f} % of the decoder's weights would be {done},", Option("min_share")
-        rule = Words(share, asked, f"asks for {100 * least:g} %: {', '.join(others[:3])}{more} stay dense")
+        share, asked = (
+            f"{100 * self.share:.1f} % of the decoder's weights would be {done},",
+            Option("min_share"),
+        )
+        rule = Words(
+            share, asked, f"asks for {100 * least:g} %: {', '.join(others[:3])}{more} stay dense"
+        )
         error = ThresholdError(rule, "skip fewer linears", Words("lower", asked))
         error.for_python = self.for_python
         raise error
@@ -203,7 +219,9 @@ class Plan(ShortRepr):
             else {"exit_code": self.refusal.exit_code, "message": str(self.refusal)},
             "calibration": dict(self.calibration) or None,
             "serving": None if self.serving is None else self.serving.to_dict(),
-            "duration": None if self.duration is None else {"low": self.duration[0], "high": self.duration[1]},
+            "duration": None
+            if self.duration is None
+            else {"low": self.duration[0], "high": self.duration[1]},
             "fit": None if self.fit is None else dict(self.fit),
             "notices": self.notices,
             "linears": [asdict(row) for row in self.rows],
@@ -226,10 +244,11 @@ def plan_quantize(
 ) -> Plan:
     """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
 
-    `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that share their weight
-    with the embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers), and `outside` the
-    modules that the model does not have. The free disk space is that at `out`. `device` is where the run would compute
-    (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU that is not here.
+    `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that
+    share their weight with the embeddings. `inside` names the tensors of the decoder's blocks
+    (None: by their numbers), and `outside` the modules that the model does not have. The free disk
+    space is that at `out`. `device` is where the run would compute (None: a GPU if there is one);
+    `gpu_memory` are the bytes of a GPU that is not here.
     """
     layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
@@ -254,9 +273,12 @@ def plan_quantize(
         memory = streamed_memory(src, quantized)
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
-        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out, outside), decoder=decoder_weights(src, inside)
+        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out, outside),
+        decoder=decoder_weights(src, inside),
     )
-    remarks = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in goals.values()) else []
+    remarks = (
+        [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in goals.values()) else []
+    )
     lines = ways_out(misfits, goals, layout, recipe, None)
     return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
 
@@ -272,9 +294,9 @@ def plan_pack(
 ) -> Plan:
     """Plan to rewrite a quantized checkpoint in another layout, without reading its values.
 
-    If the layout does not hold a weight's scheme, the weight is recast to one with the same values. If there is none,
-    `requantize` takes the nearest scheme. `pad` enlarges a shape that does not fit (LAYOUTS 11). `outside` names
-    the modules that the model does not have.
+    If the layout does not hold a weight's scheme, the weight is recast to one with the same values.
+    If there is none, `requantize` takes the nearest scheme. `pad` enlarges a shape that does not
+    fit (LAYOUTS 11). `outside` names the modules that the model does not have.
     """
     rows, misfits = [], []
     changes: Counter[str] = Counter()
@@ -295,7 +317,16 @@ def plan_pack(
         rows.append(Row(module, (n, k), now.label, stored_bytes(layout, now, *shape), padded))
     assert src.schemes is not None
     plan = replace(
-        _assemble(src, layout, src.schemes.default, rows, misfits, streamed_memory(src, sizes), out, outside),
+        _assemble(
+            src,
+            layout,
+            src.schemes.default,
+            rows,
+            misfits,
+            streamed_memory(src, sizes),
+            out,
+            outside,
+        ),
         decoder=decoder_weights(src),
     )
     remarks = (f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
@@ -306,7 +337,12 @@ def plan_pack(
 
 
 def _row(
-    src: Checkpoint, recipe: Recipe, module: str, shape: tuple[int, int], goal: Goal | None, in_source: bool
+    src: Checkpoint,
+    recipe: Recipe,
+    module: str,
+    shape: tuple[int, int],
+    goal: Goal | None,
+    in_source: bool,
 ) -> Row:
     """Return the row of a linear with its goal, or of one that stays dense (None)."""
     dense = src.bytes_written(f"{module}.weight") if in_source else 0
@@ -320,10 +356,14 @@ def _row(
     return Row(module, shape, goal.label, stored_bytes(layout, goal, *stored), padded)
 
 
-def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requantize: bool) -> Target | None:
-    """Return the scheme and shape for a packed weight that change it least; None if the layout cannot hold it.
+def _destination(
+    src: Checkpoint, module: str, layout: Layout, pad: bool, requantize: bool
+) -> Target | None:
+    """Return the scheme and shape for a packed weight that change it least; None if the layout
+    cannot hold it.
 
-    Padding is removed if the last group of columns is complete without it, and the layout does not need it.
+    Padding is removed if the last group of columns is complete without it, and the layout does not
+    need it.
     """
     scheme, true, stored = src.scheme(module), src.true_size(module), src.size(module)
     shapes = [true, stored] if scheme.padded_k(true[1]) == true[1] else [stored]
@@ -341,12 +381,16 @@ def _change(scheme: Scheme, now: Scheme) -> str:
         return f"{scheme.label} is rounded again to {now.label}, which is lossy"
     needs = [] if scheme.symmetric == now.symmetric else ["codes fit around zero points of 8"]
     needs += [] if scheme.sparsity == now.sparsity else ["the weight is 2:4"]
-    return f"{scheme.label} restated as {now.label}, the same values" + (f", if {' and '.join(needs)}" if needs else "")
+    return f"{scheme.label} restated as {now.label}, the same values" + (
+        f", if {' and '.join(needs)}" if needs else ""
+    )
 
 
 def stored_bytes(layout: Layout, scheme: Scheme, n: int, k: int) -> int:
     """Return the bytes of all tensors that a layout stores for an `[n, k]` weight."""
-    return sum(dtype.itemsize * prod(shape) for dtype, shape in layout.stored(scheme, n, k).values())
+    return sum(
+        dtype.itemsize * prod(shape) for dtype, shape in layout.stored(scheme, n, k).values()
+    )
 
 
 def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None:
@@ -370,9 +414,13 @@ def _assemble(
     out: Path | None,
     outside: Collection[str],
 ) -> Plan:
-    """Add the other tensors of the output, the remarks and the free disk space. `default` is for no linear at all."""
+    """Add the other tensors of the output, the remarks and the free disk space. `default` is for no
+    linear at all.
+    """
     labels = Counter(row.scheme for row in rows if row.scheme is not None)
-    linears = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
+    linears = {row.module + ".weight" for row in rows} | {
+        name for m in src.modules() for name in src.parts(m).values()
+    }
     others = sum(src.bytes_written(name) for name in src.names() if name not in linears)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
@@ -393,7 +441,9 @@ def _assemble(
     )
 
 
-def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], own_weight: bool) -> str | None:
+def _source_rule(
+    src: Checkpoint, module: str, shape: tuple[int, int], own_weight: bool
+) -> str | None:
     """Return the rule, independent of the layout, by which a weight cannot be quantized."""
     name = f"{module}.weight"
     if not own_weight:
@@ -409,30 +459,40 @@ def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], own_weigh
 
 
 def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> Folder:
-    """Collect the facts of the output on which its readers depend; of a packed source, dense linears are known by name.
+    """Collect the facts of the output on which its readers depend; of a packed source, dense
+    linears are known by name.
 
-    A source's config may leave out dense linears, so the other members of each fused group are looked up in its files.
+    A source's config may leave out dense linears, so the other members of each fused group are
+    looked up in its files.
     """
-    linears = {row.module: (Scheme.parse(row.scheme), row.stored) for row in rows if row.scheme is not None}
+    linears = {
+        row.module: (Scheme.parse(row.scheme), row.stored) for row in rows if row.scheme is not None
+    }
     dense = dict.fromkeys(row.module for row in rows if row.scheme is None)
     if src.schemes is not None:
         stored = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
         dense |= dict.fromkeys(src.schemes.ignore)
         dense |= dict.fromkeys(name for name in stored if joined_name(name) and name not in linears)
     is_half = (src.written_dtype or src.dtype_of_model) == torch.float16
-    return Folder(layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config, is_half)
+    return Folder(
+        layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config, is_half
+    )
 
 
 def _layout_remarks(layout: Layout, rows: list[Row], folder: Folder) -> list[str]:
-    """Return the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
+    """Return the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and
+    10).
+    """
     found = [*readers.refusals(folder), *readers.cautions(folder)]
     if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
         found.append(layout.ZEROS_NOTICE)
     padded = [row for row in rows if row.scheme is not None and row.padded]
     if padded:
         found.append(
-            f"{len(padded)} weights are padded with zeros (first {padded[0].module} {list(padded[0].shape)} to "
-            f"{list(padded[0].stored)}): only quantkit reads their true shapes, and this folder right"
+            f"{len(padded)} weights are padded with zeros (first {padded[0].module} "
+            f"{list(padded[0].shape)} to "
+            f"{list(padded[0].stored)}): only quantkit reads their true shapes, and this folder "
+            "right"
         )
     return found
 
@@ -444,9 +504,12 @@ def disk_problem(planned: Plan, out: Path | None, needed: int, gradients: int = 
     """
     if planned.disk_free is None or needed <= planned.disk_free:
         return None
-    also = Words("use", Setting("output_aware", False), f": {format_bytes(gradients)} are for gradients")
+    also = Words(
+        "use", Setting("output_aware", False), f": {format_bytes(gradients)} are for gradients"
+    )
     return CheckpointError(
-        f"the run takes {format_bytes(needed)} of disk and {format_bytes(planned.disk_free)} are free",
+        f"the run takes {format_bytes(needed)} of disk and {format_bytes(planned.disk_free)} are "
+        "free",
         Words("free some or use another", Option("out")),
         *([also] if gradients else []),
         subject=out,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One linear of a plan: shape `[n, k]`, the label of its scheme (None: dense), its bytes in the output.
+    """One linear of a plan: shape `[n, k]`, the label of its scheme (None: dense), its bytes in the
+    output.
 
     `padded` is the stored shape if zeros are added.
     """

@@ -1,7 +1,8 @@
 """Which kernel will multiply each linear of a planned output, in one program on one GPU.
 
-Engines join linears (`engines.joined`), and choose a kernel for the joined one. The tables of `engines` answer for
-engines, the registry in `kernels` for quantkit. A case that neither covers is unknown.
+Engines join linears (`engines.joined`), and choose a kernel for the joined one. The tables of
+`engines` answer for engines, the registry in `kernels` for quantkit. A case that neither covers is
+unknown.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from quantkit.planning.rows import Row
 class Kind:
     """The linears of one kind, from all blocks.
 
-    `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins. `shape`
-    is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or if it
-    is not known; `why` says more.
+    `name` has N in place of the numbers, `members` are the last name parts of the linears that an
+    engine joins. `shape` is `[n, k]` of the joined linear, of one expert if they are `experts`.
+    `kernel` is None if there is none, or if it is not known; `why` says more.
     """
 
     name: str
@@ -47,7 +48,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Serving:
-    """The kernels of a planned output in one program on a GPU of a compute capability, named `gpu`."""
+    """The kernels of a planned output in one program on a GPU of a compute capability,
+    named `gpu`.
+    """
 
     target: str
     gpu: str
@@ -66,14 +69,16 @@ class Serving:
 
 
 def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]] | None:
-    """Find name and compute capability of the GPU asked about, None if no program is; RecipeError if there is none.
+    """Find name and compute capability of the GPU asked about, None if no program is; RecipeError
+    if there is none.
 
     `gpu` is a name of `GPUS`, or None for the GPU that is here.
     """
     if program is None:
         if gpu is not None:
             raise RecipeError(
-                Words(Option("gpu"), "says where a program runs, and none is named"), Words("add", Option("target"))
+                Words(Option("gpu"), "says where a program runs, and none is named"),
+                Words("add", Option("target")),
             )
         return None
     require_known("program", program, TARGETS)
@@ -88,16 +93,24 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
     return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
-def serving(planned: Sequence[Row], folder: Folder, program: str, gpu: str, capability: tuple[int, int]) -> Serving:
-    """Find the kernels that serve a planned output, with the facts `folder`, in one of `TARGETS`."""
+def serving(
+    planned: Sequence[Row], folder: Folder, program: str, gpu: str, capability: tuple[int, int]
+) -> Serving:
+    """Find the kernels that serve a planned output, with the facts `folder`, in one of
+    `TARGETS`.
+    """
     groups: dict[tuple[Any, ...], list[list[Row]]] = {}
     for name, rows in _joined(planned, TARGETS[program].joins).items():
         labels = sorted({str(row.scheme) for row in rows})
         shapes = tuple(dict.fromkeys(row.stored for row in rows))
-        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), *labels, shapes), []).append(rows)
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), *labels, shapes), []).append(
+            rows
+        )
     engine = TARGETS[program]
     refused = refusal(folder, engine)
-    kinds = [_kind(key[0], alike, folder, engine, capability, refused) for key, alike in groups.items()]
+    kinds = [
+        _kind(key[0], alike, folder, engine, capability, refused) for key, alike in groups.items()
+    ]
     return Serving(program, gpu, capability, tuple(kinds))
 
 
@@ -110,12 +123,20 @@ def _joined(rows: Sequence[Row], join: bool) -> dict[str, list[Row]]:
 
 
 def _kind(
-    name: str, alike: list[list[Row]], folder: Folder, engine: Engine, capability: tuple[int, int], refused: str | None
+    name: str,
+    alike: list[list[Row]],
+    folder: Folder,
+    engine: Engine,
+    capability: tuple[int, int],
+    refused: str | None,
 ) -> Kind:
     rows = alike[0]
     experts = is_expert(rows[0].module)
     members = tuple(dict.fromkeys(row.module.rpartition(".")[2] for row in rows))
-    n, k = (max(row.stored[0] for row in rows) if experts else sum(row.stored[0] for row in rows)), rows[0].stored[1]
+    n, k = (
+        (max(row.stored[0] for row in rows) if experts else sum(row.stored[0] for row in rows)),
+        rows[0].stored[1],
+    )
     schemes = {row.scheme for row in rows}
     scheme = rows[0].scheme if len(schemes) == 1 else None
     kernel, why, source = None, None, None
@@ -128,27 +149,44 @@ def _kind(
     elif has_own_linears(folder, engine):
         kernel, why = _own_kernel(folder.layout, Scheme.parse(scheme), n, k, capability)
     else:
-        kernel, why, source = engine_kernel(engine, folder.layout, Scheme.parse(scheme), n, k, capability, experts)
+        kernel, why, source = engine_kernel(
+            engine, folder.layout, Scheme.parse(scheme), n, k, capability, experts
+        )
     return Kind(name, members, len(alike), (n, k), scheme, kernel, why, source)
 
 
 def _own_kernel(
     layout: str, scheme: Scheme, n: int, k: int, capability: tuple[int, int]
 ) -> tuple[str | None, str | None]:
-    """Find the source of quantkit's kernel for a weight; the second text says how the weight gets there, or why not."""
+    """Find the source of quantkit's kernel for a weight; the second text says how the weight gets
+    there, or why not.
+    """
     try:
         hopper = arch_name(*capability) == "sm_90a"
     except KernelError as error:
         return None, error.rule
     for name in (layout, *preferred()):
-        place = target(LAYOUTS[name], scheme, n, k, pad=name != layout) if name in LAUNCHERS else None
-        # `load` also tries changes that few weights allow: one of a dense weight into 2:4 is not promised here.
-        if place is None or (place[0] != scheme and (name == layout or place[0].sparsity != scheme.sparsity)):
+        place = (
+            target(LAYOUTS[name], scheme, n, k, pad=name != layout) if name in LAUNCHERS else None
+        )
+        # `load` also tries changes that few weights allow: one of a dense weight into 2:4 is not
+        # promised here.
+        if place is None or (
+            place[0] != scheme and (name == layout or place[0].sparsity != scheme.sparsity)
+        ):
             continue
         kernels = LAUNCHERS[name].kernels(place[0], *place[1])
-        source = kernels.hopper.source if hopper and kernels.hopper is not None else kernels.portable.source
+        source = (
+            kernels.hopper.source
+            if hopper and kernels.hopper is not None
+            else kernels.portable.source
+        )
         if name == layout:
             return source, None
-        condition = "" if place[0].symmetric == scheme.symmetric else ", if its codes fit around zero points of 8"
+        condition = (
+            ""
+            if place[0].symmetric == scheme.symmetric
+            else ", if its codes fit around zero points of 8"
+        )
         return source, f"after load has recast it to {name}{condition}"
     return None, f"no kernel takes {scheme.label} of [{n}, {k}]: each call decodes the weight"

@@ -1,1 +1,3 @@
-"""The recipe: every choice that decides the bytes of an output, the goal of each linear, and the identity of a run."""
+"""The recipe: every choice that decides the bytes of an output, the goal of each linear, and the
+identity of a run.
+"""

@@ -17,9 +17,11 @@ Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 
 @dataclass(frozen=True)
 class Calib:
-    """Name the calibration text: a data set, file or mixture, the number of sequences, their maximum length, the seed.
+    """Name the calibration text: a data set, file or mixture, the number of sequences, their
+    maximum length, the seed.
 
-    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). RecipeError for a value out of range.
+    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). RecipeError for a value out
+    of range.
     """
 
     data: str | Sources = key(
@@ -67,7 +69,11 @@ class Calib:
         when="If your records have another name for it.",
     )
     split: str | None = key(
-        "Split of a hub data set", default=None, usual="train", may_lack=True, when="If the data set has other splits."
+        "Split of a hub data set",
+        default=None,
+        usual="train",
+        may_lack=True,
+        when="If the data set has other splits.",
     )
     template_args: dict[str, Any] | None = key(
         "Arguments of the chat template, as JSON or KEY=VALUE",
@@ -78,7 +84,8 @@ class Calib:
         typed="Mapping[str, Any] | None",
         may_lack=True,
         more="In a file a mapping. `tools` and `chat_template_kwargs` of a record go before them.",
-        when="To calibrate a model as it will be used: `enable_thinking=false`, `reasoning_effort=high`.",
+        when="To calibrate a model as it will be used: `enable_thinking=false`, "
+        "`reasoning_effort=high`.",
     )
     skip_bad_records: Count = key(
         "Most broken records of a source that are left out; more are refused",
@@ -86,7 +93,8 @@ class Calib:
         level="option",
         section="Calibration",
         may_lack=True,
-        more="A record is broken if it is no JSON, breaks the form of messages, or is refused by the chat template. "
+        more="A record is broken if it is no JSON, breaks the form of messages, or is refused by "
+        "the chat template. "
         "Records without text are always left out, and counted.",
         when="For large data sets with a few faults.",
     )
@@ -95,12 +103,17 @@ class Calib:
         check(self, "calibration")
         if wrong := [name for name in self.template_args or () if name in RESERVED]:
             raise RecipeError(
-                Words(Setting("template_args"), f"has {wrong[0]}, which is no argument of a chat template"), "drop it"
+                Words(
+                    Setting("template_args"),
+                    f"has {wrong[0]}, which is no argument of a chat template",
+                ),
+                "drop it",
             )
 
     @property
     def is_written(self) -> bool:
         """Whether the model writes a part of the text."""
         return any(
-            each.partition(":")[0] == SELF for each in ([self.data] if isinstance(self.data, str) else self.data)
+            each.partition(":")[0] == SELF
+            for each in ([self.data] if isinstance(self.data, str) else self.data)
         )

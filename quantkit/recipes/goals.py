@@ -1,4 +1,6 @@
-"""The goal of a linear: codes of a scheme, or a dense 2:4 weight. Linears that engines join can be treated alike."""
+"""The goal of a linear: codes of a scheme, or a dense 2:4 weight. Linears that engines join can be
+treated alike.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def is_sparse(goal: Goal) -> bool:
 
 
 def treat_alike(goals: Mapping[str, Goal | None]) -> dict[str, Goal | None]:
-    """Give all linears of a joined group its widest goal: dense (None) if one is, else the scheme with most bits.
+    """Give all linears of a joined group its widest goal: dense (None) if one is, else the scheme
+    with most bits.
 
     Among schemes with equal bits, more scales win, then zero points, then the first.
     """
@@ -40,7 +43,8 @@ def changes(before: Mapping[str, Goal | None], after: Mapping[str, Goal | None])
         if (was := before[module]) != goal:
             found.setdefault(f"{_name(goal)} instead of {_name(was)}", []).append(module)
     return [
-        f"{len(modules)} linears are {change}, like the widest linear that engines join them with (first {modules[0]})"
+        f"{len(modules)} linears are {change}, like the widest linear that engines join them with "
+        f"(first {modules[0]})"
         for change, modules in found.items()
     ]
 
@@ -48,7 +52,12 @@ def changes(before: Mapping[str, Goal | None], after: Mapping[str, Goal | None])
 def _width(goal: Goal | None) -> tuple[float, ...]:
     if not isinstance(goal, Scheme):
         return (float("inf"),)
-    return (goal.format.bits, goal.sparsity is None, 1 / goal.group_size if goal.group_size else 0, not goal.symmetric)
+    return (
+        goal.format.bits,
+        goal.sparsity is None,
+        1 / goal.group_size if goal.group_size else 0,
+        not goal.symmetric,
+    )
 
 
 def _name(goal: Goal | None) -> str:

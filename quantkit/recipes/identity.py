@@ -18,7 +18,8 @@ from quantkit.recipes.schema import RecipeKeys
 
 #: The number of threads, which decides the bytes of calibrated runs on a CPU.
 THREADS = "OMP_NUM_THREADS"
-#: Who solves on a GPU: quantkit's kernels, or torch where they cannot be compiled. Ties between codes fall differently.
+#: Who solves on a GPU: quantkit's kernels, or torch where they cannot be compiled. Ties between
+#: codes fall differently.
 SOLVER = "solver"
 #: The dtype of products while a CPU tunes by gradient: bfloat16 where that is fast.
 PRODUCTS = "tuning_dtype"
@@ -36,16 +37,24 @@ class Difference(NamedTuple):
 
 def identity(report: Mapping[str, Any]) -> dict[str, Any]:
     """Collect everything that decides the bytes of a run, from its report before the work."""
-    same = {key: report[key] for key in ("quantkit", "recipe", "recipe_sha256", "device", "compute_dtype")}
+    same = {
+        key: report[key]
+        for key in ("quantkit", "recipe", "recipe_sha256", "device", "compute_dtype")
+    }
     same |= {name: report["environment"][name] for name in ("torch", "transformers")}
     if report["device"] == "cpu" and report["calibration"]:
-        # The libraries that compute a model's forward may share out a sum among the threads (RELIABILITY 1.4).
+        # The libraries that compute a model's forward may share out a sum among the threads
+        # (RELIABILITY 1.4).
         same[THREADS] = report["environment"]["threads"]
         if report["recipe"].get("tune"):
             same[PRODUCTS] = "bfloat16" if is_fast_in_bfloat16(torch.device("cpu")) else "float32"
     elif report["calibration"]:
         same[SOLVER] = "kernels" if gptq.runs_on(torch.device("cuda")) else "torch"
-    return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}
+    return {
+        **same,
+        "source": report["source"]["files"],
+        "calibration": report["calibration"].get("sha256"),
+    }
 
 
 def difference(
@@ -53,7 +62,8 @@ def difference(
 ) -> Words | None:
     """Say how `before` differs from `now`, and how to undo it; None if the two are the same.
 
-    Keys that `now` lacks are not compared. `before` may be of an older version, whose journals lack the recipe.
+    Keys that `now` lacks are not compared. `before` may be of an older version, whose journals lack
+    the recipe.
     """
     found = list(_differences(before, now, keys))
     if not found:
@@ -66,10 +76,14 @@ def difference(
     return Words(", ".join(each.clause for each in found), ":", *remedy, ", or", overwrite)
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]) -> Iterator[Difference]:
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]
+) -> Iterator[Difference]:
     for name in ("quantkit", "torch", "transformers"):
         if name in now and before.get(name) != now[name]:
-            yield Difference(_was(name, before.get(name), now[name]), words=f"install {name} {before.get(name)}")
+            yield Difference(
+                _was(name, before.get(name), now[name]), words=f"install {name} {before.get(name)}"
+            )
     same_recipe = before.get("recipe_sha256") == now["recipe_sha256"]
     if not same_recipe:
         found = list(_recipes(before["recipe"], now["recipe"], keys)) if "recipe" in before else []
@@ -93,11 +107,17 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequen
         yield Difference(clause, words="continue on a CPU like that one")
     if "source" in now and before.get("source") != now["source"]:
         yield _files(before.get("source") or {}, now["source"])
-    if same_recipe and before.get("calibration") != now["calibration"]:  # another recipe draws another text
-        yield Difference("the calibration text or the tokenizer has changed", words="restore the text")
+    if (
+        same_recipe and before.get("calibration") != now["calibration"]
+    ):  # another recipe draws another text
+        yield Difference(
+            "the calibration text or the tokenizer has changed", words="restore the text"
+        )
 
 
-def _recipes(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]) -> Iterator[Difference]:
+def _recipes(
+    before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]
+) -> Iterator[Difference]:
     if ("layout" in before) != ("layout" in now):  # the options of prune have no layout
         command = Command("quantize" if "layout" in before else "prune")
         yield Difference(f"the command was {command.parts[0]}", words=Words("use", command))
@@ -122,14 +142,18 @@ def _undone(key: Key, value: Any) -> tuple[str, str]:
         return "", f"set {key.name} to {value} in the recipe"
     values = [f"{k}={v}" for k, v in value.items()] if isinstance(value, Mapping) else value
     values = values if isinstance(values, list) else [] if values is None else [values]
-    values = [each for each in values if (key.path, each) != (("skip",), "lm_head")]  # which is always skipped
+    values = [
+        each for each in values if (key.path, each) != (("skip",), "lm_head")
+    ]  # which is always skipped
     if not values:
         return "", Words("drop", Setting(key.keyword))
     return Words(*(Setting(key.keyword, each) for each in values)), ""
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Return a recipe's values by their path. Overrides are one value, and so are several calibration texts."""
+    """Return a recipe's values by their path. Overrides are one value, and so are several
+    calibration texts.
+    """
     found: dict[tuple[str, ...], Any] = {}
     for key, value in recipe.items():
         if isinstance(value, Mapping) and key != "overrides":
@@ -148,4 +172,6 @@ def _files(before: Mapping[str, str], now: Mapping[str, str]) -> Difference:
     found += [f"{name} is new" for name in now if name not in before]
     found += [f"{name} has changed" for name in now if name in before and before[name] != now[name]]
     more = f" (and {len(found) - MOST_FILES} more files)" if len(found) > MOST_FILES else ""
-    return Difference(f"of the source {', '.join(found[:MOST_FILES])}{more}", words="restore the source")
+    return Difference(
+        f"of the source {', '.join(found[:MOST_FILES])}{more}", words="restore the source"
+    )

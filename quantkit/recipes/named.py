@@ -24,10 +24,14 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def load_named(recipe: str | Path) -> Mapping[str, Any]:
-    """Read the mapping of a YAML file or of a recipe that comes with quantkit; RecipeError if it is neither."""
+    """Read the mapping of a YAML file or of a recipe that comes with quantkit; RecipeError if it is
+    neither.
+    """
     shipped = shipped_recipes()
     if not Path(recipe).is_file() and str(recipe) not in shipped:
-        raise RecipeError("no such recipe", f"give a YAML file or one of {', '.join(shipped)}", subject=recipe)
+        raise RecipeError(
+            "no such recipe", f"give a YAML file or one of {', '.join(shipped)}", subject=recipe
+        )
     return load(Path(recipe) if Path(recipe).is_file() else shipped[str(recipe)])
 
 
@@ -44,5 +48,6 @@ def load_named_or_scheme(recipe: str) -> Mapping[str, Any]:
         return {"scheme": written(Scheme.parse(scheme)), "method": method}
     near = [*get_close_matches(recipe, shipped, 2, 0.5), "a YAML file"]
     raise RecipeError(
-        f"unknown recipe {recipe!r}", f"use {', '.join(near)}, or a scheme with a method like int4:g64:gptq"
+        f"unknown recipe {recipe!r}",
+        f"use {', '.join(near)}, or a scheme with a method like int4:g64:gptq",
     )

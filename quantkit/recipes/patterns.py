@@ -1,4 +1,6 @@
-"""Patterns of a recipe that have no effect on a model: refused, with the names that were perhaps meant."""
+"""Patterns of a recipe that have no effect on a model: refused, with the names that were perhaps
+meant.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ SHOWN = 3
 def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[str]) -> list[str]:
     """Raise RecipeError with a line for each skip or override that changes nothing.
 
-    `linears` names all linears, and `dense` the other matrices that stay dense, which a skip may name. The default skip
-    may match nothing, as not every model has such a linear: a remark for each such pattern is returned.
+    `linears` names all linears, and `dense` the other matrices that stay dense, which a skip may
+    name. The default skip may match nothing, as not every model has such a linear: a remark for
+    each such pattern is returned.
     """
     lines, remarks = [], []
     for pattern in recipe.skip:
@@ -27,12 +30,16 @@ def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[s
                 remarks.append(what)
             else:
                 lines.append(f"{what}: {_meant(pattern, linears)}")
-    quantized = [name for name in linears if not any(matches(pattern, name) for pattern in recipe.skip)]
+    quantized = [
+        name for name in linears if not any(matches(pattern, name) for pattern in recipe.skip)
+    ]
     for pattern, scheme in recipe.overrides:
         if not any(matches(pattern, name) for name in quantized):
             what = f"override {pattern!r} to {scheme.label} matches"
             if any(matches(pattern, name) for name in linears):
-                lines.append(f"{what} only linears that are skipped: drop the override, or the skip")
+                lines.append(
+                    f"{what} only linears that are skipped: drop the override, or the skip"
+                )
             else:
                 lines.append(f"{what} no linear: {_meant(pattern, linears)}")
     if lines:
@@ -41,7 +48,9 @@ def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[s
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Find names similar to a regular expression, or their last parts if the pattern has fewer parts."""
+    """Find names similar to a regular expression, or their last parts if the pattern has fewer
+    parts.
+    """
     plain = re.sub(r"\\(?=\W)", "", re.sub(r"\.[*+?]|[\^$()\[\]{}|*+?]", "", pattern)).strip(".")
     depth = plain.count(".") + 1
     ends = dict.fromkeys(".".join(name.split(".")[-depth:]) for name in names)
@@ -49,4 +58,7 @@ def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _meant(pattern: str, linears: Iterable[str]) -> str:
-    return f"the nearest names are {', '.join(nearest_names(pattern, linears))}: correct the pattern, or drop it"
+    return (
+        f"the nearest names are {', '.join(nearest_names(pattern, linears))}: correct the pattern, "
+        "or drop it"
+    )

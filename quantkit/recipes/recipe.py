@@ -1,7 +1,8 @@
 """A recipe: the `Recipe` dataclass, its YAML form, and the goal of each linear.
 
-Command-line options are merged over a recipe's mapping before it is read. An option thus overrides its key, and one
-function, `from_mapping`, checks both. Unknown keys are errors. Defaults depend on the format (ALGORITHMS 0).
+Command-line options are merged over a recipe's mapping before it is read. An option thus overrides
+its key, and one function, `from_mapping`, checks both. Unknown keys are errors. Defaults depend on
+the format (ALGORITHMS 0).
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ DESCENT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(RecipeKeys):
-    """Hold everything that decides the bytes of a quantized or pruned checkpoint, besides its source.
+    """Hold everything that decides the bytes of a quantized or pruned checkpoint, besides its
+    source.
 
-    `scheme` is the goal of every linear, and `layout` how its codes are stored. If the goal is 2:4 without codes, the
-    weights stay dense: there is no `layout`, and `method` and `prune` are the rule that chooses the mask.
-    With a scheme and no `layout`, the output has the values of the codes. docs/recipes.md describes each key. A group
-    size that was not `size_stated` gives way to one that fits the model, and a layout that was not `layout_stated` to
-    one in which a size is fitted better.
+    `scheme` is the goal of every linear, and `layout` how its codes are stored. If the goal is 2:4
+    without codes, the weights stay dense: there is no `layout`, and `method` and `prune` are the
+    rule that chooses the mask. With a scheme and no `layout`, the output has the values of the
+    codes. docs/recipes.md describes each key. A group size that was not `size_stated` gives way to
+    one that fits the model, and a layout that was not `layout_stated` to one in which a size is
+    fitted better.
     """
 
     size_stated: bool = field(default=True, compare=False)
@@ -54,7 +57,9 @@ class Recipe(RecipeKeys):
 
     @property
     def calibrated(self) -> bool:
-        """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, wanda's mask, or tuning."""
+        """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, wanda's
+        mask, or tuning.
+        """
         searched = self.clip == "search" and self.metric != "mse"
         return self.factored or searched or self.prune == "wanda"
 
@@ -76,33 +81,47 @@ class Recipe(RecipeKeys):
     @property
     def schemes(self) -> list[Scheme]:
         """All schemes that linears may get."""
-        return [goal for goal in (self.scheme, *(scheme for _, scheme in self.overrides)) if isinstance(goal, Scheme)]
+        return [
+            goal
+            for goal in (self.scheme, *(scheme for _, scheme in self.overrides))
+            if isinstance(goal, Scheme)
+        ]
 
     @property
     def descends_by_default(self) -> bool:
         """Whether descent has the passes that it has by default (ALGORITHMS 0)."""
-        return self.gptq.descent == (DESCENT if _refined_by_default(self.method, self.schemes) else 0)
+        return self.gptq.descent == (
+            DESCENT if _refined_by_default(self.method, self.schemes) else 0
+        )
 
     def scheme_of(self, module: str) -> Goal | None:
         """Return the goal of the linear called `module`, None if it is skipped."""
         if any(matches(pattern, module) for pattern in self.skip):
             return None
-        return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
+        return next(
+            (scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme
+        )
 
     def solving(self, goal: Goal) -> Recipe:
-        """Return the recipe that linears of a goal are solved by: signed scales are for symmetric integers alone."""
+        """Return the recipe that linears of a goal are solved by: signed scales are for symmetric
+        integers alone.
+        """
         if not self.signed or not isinstance(goal, Scheme) or takes_signed(goal):
             return self
         return replace(self, signed=False, gptq=replace(self.gptq, signed=False))
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the mapping from which `from_mapping`, or `pruning_from_mapping`, makes an equal recipe."""
+        """Return the mapping from which `from_mapping`, or `pruning_from_mapping`, makes an equal
+        recipe.
+        """
         keys = pruning_keys(type(self)) if self.only_prunes else keys_of(type(self))
         found: dict[str, Any] = {}
         for key in keys:
             value = self._written(key)
             if not (key.may_lack and value == key.default):
-                (found.setdefault(key.path[0], {}) if len(key.path) > 1 else found)[key.path[-1]] = value
+                (found.setdefault(key.path[0], {}) if len(key.path) > 1 else found)[
+                    key.path[-1]
+                ] = value
         return found
 
     def _written(self, key: Key) -> Any:
@@ -131,19 +150,32 @@ class Recipe(RecipeKeys):
 def goal_of(recipe: Recipe, name: str, path: str) -> Goal | None:
     """Return the goal of a linear, None if it is skipped.
 
-    A recipe may call it by its `name` in the checkpoint or its `path` in the model, which differ in a few families.
+    A recipe may call it by its `name` in the checkpoint or its `path` in the model, which differ in
+    a few families.
     """
     by_path, by_name = recipe.scheme_of(path), recipe.scheme_of(name)
-    return None if by_path is None or by_name is None else by_path if by_name == recipe.scheme else by_name
+    return (
+        None
+        if by_path is None or by_name is None
+        else by_path
+        if by_name == recipe.scheme
+        else by_name
+    )
 
 
-def goals_of(recipe: Recipe, paths: Mapping[str, str], kept_dense: Mapping[str, str]) -> dict[str, Goal | None]:
-    """Return the goal of every linear, by its name in the checkpoint; None for one that stays dense.
+def goals_of(
+    recipe: Recipe, paths: Mapping[str, str], kept_dense: Mapping[str, str]
+) -> dict[str, Goal | None]:
+    """Return the goal of every linear, by its name in the checkpoint; None for one that stays
+    dense.
 
-    `paths`: name -> path in the model. `kept_dense`: name -> reason, of matrices that stay dense, linears or not; an
-    override that matches no other linear is for them. RecipeError if such an override names a router.
+    `paths`: name -> path in the model. `kept_dense`: name -> reason, of matrices that stay dense,
+    linears or not; an override that matches no other linear is for them. RecipeError if such an
+    override names a router.
     """
-    goals = {name: goal_of(recipe, name, path) for name, path in paths.items() if name not in kept_dense}
+    goals = {
+        name: goal_of(recipe, name, path) for name, path in paths.items() if name not in kept_dense
+    }
     named: dict[str, Goal] = {}
     for pattern, scheme in recipe.overrides:
         if any(matches(pattern, each) for name in goals for each in (name, paths[name])):
@@ -152,7 +184,10 @@ def goals_of(recipe: Recipe, paths: Mapping[str, str], kept_dense: Mapping[str, 
             if not matches(pattern, name) and not matches(pattern, paths.get(name, name)):
                 continue
             if name not in paths or why == ROUTER:
-                raise RecipeError(f"override {pattern!r} names {name}, {why}, which stays dense", "drop the override")
+                raise RecipeError(
+                    f"override {pattern!r} names {name}, {why}, which stays dense",
+                    "drop the override",
+                )
             named.setdefault(name, scheme)
     goals |= {name: named.get(name) for name in kept_dense}
     return treat_alike(goals) if recipe.fused_alike else goals
@@ -162,7 +197,11 @@ def without_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with the names of its calibration files in the place of their paths."""
     data = recipe.calibration.data
     names = name_of_text(data) if isinstance(data, str) else tuple(map(name_of_text, data))
-    return recipe if names == data else replace(recipe, calibration=replace(recipe.calibration, data=names))
+    return (
+        recipe
+        if names == data
+        else replace(recipe, calibration=replace(recipe.calibration, data=names))
+    )
 
 
 def stored_shape(recipe: Recipe, goal: Goal, n: int, k: int) -> tuple[int, int]:
@@ -204,7 +243,9 @@ def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
 
 
 def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Recipe:
-    """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong value."""
+    """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong
+    value.
+    """
     refuse_gone(mapping)
     asked = read(mapping, keys_of(kind))
     form = asked.pop("scheme", {})
@@ -215,12 +256,19 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     asked.setdefault("metric", "block" if method == "gptq" else "mse")
     stated: Any = {"size_stated": "group_size" in form, "layout_stated": "layout" in asked}
     asked.setdefault("layout", scheme.format.layout)
-    overrides = tuple((_pattern(p), Scheme.parse(label)) for p, label in (asked.pop("overrides", None) or {}).items())
+    overrides = tuple(
+        (_pattern(p), Scheme.parse(label))
+        for p, label in (asked.pop("overrides", None) or {}).items()
+    )
     schemes = [scheme, *(other for _, other in overrides)]
     refined = _refined_by_default(method, schemes)
     asked.setdefault("signed", refined)
     asked["prune"] = _prune_rule(asked.get("prune"), method, schemes)
-    fixed = {name: asked[name] for name in ("clip", "metric", "signed", "prune") if asked[name] is not None}
+    fixed = {
+        name: asked[name]
+        for name in ("clip", "metric", "signed", "prune")
+        if asked[name] is not None
+    }
     gptq = Options(**{"descent": DESCENT if refined else 0, **asked.pop("gptq", {})}, **fixed)
     shared = _read_shared(asked)
     found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **shared)
@@ -228,7 +276,9 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     return found
 
 
-def _scheme(format: str = "int4", group_size: Any = ..., symmetric: bool = True, sparsity: Any = None) -> Scheme:
+def _scheme(
+    format: str = "int4", group_size: Any = ..., symmetric: bool = True, sparsity: Any = None
+) -> Scheme:
     number = FORMATS[format]
     size = number.group_size if group_size is ... else group_size
     return Scheme(number, None if size == "channel" else size, symmetric, sparsity)
@@ -251,7 +301,10 @@ def _check(recipe: Recipe) -> None:
     if method != "gptq" and refining:
         off = {**refining, "output_aware": False} if recipe.output_aware else refining
         raise RecipeError(
-            Words(Setting(next(iter(refining))), f"starts from the codes of gptq, the method is {method}"),
+            Words(
+                Setting(next(iter(refining))),
+                f"starts from the codes of gptq, the method is {method}",
+            ),
             Words("use", Setting("method", "gptq")),
             Words("use", *(Setting(name, value) for name, value in off.items())),
         )
@@ -282,7 +335,9 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 
 def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
-    """Return True if signed scales and descent are the default: by GPTQ, if there are symmetric integers, all dense."""
+    """Return True if signed scales and descent are the default: by GPTQ, if there are symmetric
+    integers, all dense.
+    """
     schemes = list(schemes)
     return method == "gptq" and any(map(takes_signed, schemes)) and not any(map(is_sparse, schemes))
 
@@ -292,7 +347,9 @@ def _pattern(pattern: str) -> str:
         expressions.compiled(pattern)  # alone, so that positions in a message are the user's
         matches(pattern, "")
     except ValueError as error:
-        raise RecipeError(f"{pattern!r} is not a regular expression ({error})", "write it like '.*k_proj'") from error
+        raise RecipeError(
+            f"{pattern!r} is not a regular expression ({error})", "write it like '.*k_proj'"
+        ) from error
     return pattern
 
 
@@ -303,7 +360,9 @@ def load(path: Path) -> dict[str, Any]:
             mapping = yaml.load(file, Loader=_StrictLoader)
     except OSError as error:
         raise RecipeError(
-            f"cannot read the recipe ({error.strerror})", "give the path of a YAML file", subject=path
+            f"cannot read the recipe ({error.strerror})",
+            "give the path of a YAML file",
+            subject=path,
         ) from error
     except Exception as error:  # yaml also raises errors of int(), date() and recursion
         raise RecipeError(f"not a YAML recipe ({reason(error)})", _COMPARE, subject=path) from error
@@ -313,7 +372,9 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
-    """Read the mapping that `--set KEY=VALUE` gives; RecipeError names an unknown key or a wrong value."""
+    """Read the mapping that `--set KEY=VALUE` gives; RecipeError names an unknown key or a wrong
+    value.
+    """
     known = {key.name: key for key in keys}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -324,7 +385,9 @@ def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
             refuse_gone([name])
             meant = [key.name for key in known.values() if name in (key.keyword, key.path[-1])]
             near = [*meant, *get_close_matches(name, known, 1)][:1]
-            raise RecipeError(f"unknown key {name!r}", f"use {near[0]}" if near else "--help-all lists all keys")
+            raise RecipeError(
+                f"unknown key {name!r}", f"use {near[0]}" if near else "--help-all lists all keys"
+            )
         key = known[name]
         value = yaml.safe_load(text) if text[:1] in ("[", "{") else text
         value = {"on": True, "off": False}.get(text, value) if key.is_switch else value
@@ -337,7 +400,9 @@ def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `flags` merged over it, section by section; flags that are None change nothing."""
+    """Return `base` with `flags` merged over it, section by section; flags that are None change
+    nothing.
+    """
     merged = dict(base)
     for key, value in flags.items():
         if isinstance(value, Mapping):
@@ -355,5 +420,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep=deep)
         if len(mapping) != len(node.value):
-            raise yaml.constructor.ConstructorError(None, None, "a key is repeated", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key is repeated", node.start_mark
+            )
         return mapping

@@ -1,4 +1,6 @@
-"""The options of a run besides its recipe: which revision, which device, and what becomes of the output."""
+"""The options of a run besides its recipe: which revision, which device, and what becomes of the
+output.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,37 @@ class RunKeywords(Settings, total=False):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Hold the options of one run. Without `progress` it is quiet. RecipeError for a value out of range."""
+    """Hold the options of one run. Without `progress` it is quiet. RecipeError for a value out of
+    range.
+    """
 
     revision: str | None = key(
-        "Branch, tag or commit of a hub model", default=None, usual="its main branch", section="Advanced"
+        "Branch, tag or commit of a hub model",
+        default=None,
+        usual="its main branch",
+        section="Advanced",
     )
-    device: str = key("Where to compute: auto, cpu, cuda, cuda:1 ...", default="auto", level="shown", section="Basic")
+    device: str = key(
+        "Where to compute: auto, cpu, cuda, cuda:1 ...",
+        default="auto",
+        level="shown",
+        section="Basic",
+    )
     resume: bool = key(
-        "Continue the interrupted run that left OUT.partial-*", default=False, level="shown", section="Output"
+        "Continue the interrupted run that left OUT.partial-*",
+        default=False,
+        level="shown",
+        section="Output",
     )
-    overwrite: bool = key("Replace OUT when the new folder is complete", default=False, level="shown", section="Output")
-    trust_remote_code: bool = key("Run Python code that comes with the model", default=False, section="Advanced")
+    overwrite: bool = key(
+        "Replace OUT when the new folder is complete",
+        default=False,
+        level="shown",
+        section="Output",
+    )
+    trust_remote_code: bool = key(
+        "Run Python code that comes with the model", default=False, section="Advanced"
+    )
     act_budget: Count | None = key(
         "Bytes of calibration activations kept in RAM, like 8GB; more go to disk",
         default=None,

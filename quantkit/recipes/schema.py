@@ -1,4 +1,6 @@
-"""The keys of a recipe, each declared once. This module imports no torch, so that `--help` is quick."""
+"""The keys of a recipe, each declared once. This module imports no torch, so that `--help` is
+quick.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class SchemeKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeKeys:
-    """Everything that decides the bytes of a quantized or pruned checkpoint, besides its source, in a file's order."""
+    """Everything that decides the bytes of a quantized or pruned checkpoint, besides its source, in
+    a file's order.
+    """
 
     scheme: Goal = section("The form of each weight.", SchemeKeys)
     prune: Rule | None = key(
@@ -87,7 +91,8 @@ class RecipeKeys:
         section="Basic",
         form=Method,
         pruning=Rule,
-        more="`gptq` lets later columns make up for rounding errors, and needs text. `rtn` rounds each weight to "
+        more="`gptq` lets later columns make up for rounding errors, and needs text. `rtn` rounds "
+        "each weight to "
         "nearest.",
         when="`rtn` for speed.",
     )
@@ -99,7 +104,8 @@ class RecipeKeys:
     metric: Metric = key(
         "The error that the search minimises",
         usual="gptq: block, rtn: mse",
-        more="`mse` is the weight's own. `diag` is weighted by each channel's activations, `block` by their "
+        more="`mse` is the weight's own. `diag` is weighted by each channel's activations, `block` "
+        "by their "
         "correlations in the group; both need text.",
         when="`block` with `rtn`, if there is text.",
     )
@@ -108,7 +114,8 @@ class RecipeKeys:
         default=False,
         usual="gptq of symmetric integers without 2:4: on, else off",
         more="The extreme weight of a group then gets the code −8 exactly.",
-        when="`false` for W4A8 in vLLM (`VLLM_MARLIN_INPUT_DTYPE=int8`), which reads negative scales as positive, and "
+        when="`false` for W4A8 in vLLM (`VLLM_MARLIN_INPUT_DTYPE=int8`), which reads negative "
+        "scales as positive, and "
         "for an engine that refuses them. `true` for accuracy with `rtn` or 2:4.",
     )
     gptq: Options = section("Damping, column order and what follows the sweep.", Options)
@@ -116,9 +123,11 @@ class RecipeKeys:
         "Weigh the error of tune by gradients of the model's likelihood",
         default=False,
         may_lack=True,
-        more="Needs `tune`. See [algorithms.md](algorithms.md) 8.3. For models whose blocks pass on nothing but a "
+        more="Needs `tune`. See [algorithms.md](algorithms.md) 8.3. For models whose blocks pass "
+        "on nothing but a "
         "hidden state.",
-        when="`true` for accuracy, if a forward and a backward pass over 65,536 tokens are affordable.",
+        when="`true` for accuracy, if a forward and a backward pass over 65,536 tokens are "
+        "affordable.",
     )
     tune: Count = key(
         "Steps by gradient that tune the codes and scales of each block after gptq",
@@ -133,7 +142,9 @@ class RecipeKeys:
         pruning=True,
         when="Rarely: `false` saves time only where memory is short (algorithms.md 12).",
     )
-    calibration: Calib = section("The text that calibrates.", Calib, heading="Calibration", pruning=True)
+    calibration: Calib = section(
+        "The text that calibrates.", Calib, heading="Calibration", pruning=True
+    )
     layout: str | None = key(
         "Layout to write",
         usual="fp6/fp5: humming, else compressed-tensors",
@@ -166,7 +177,8 @@ class RecipeKeys:
         default=False,
         section="Output",
         may_lack=True,
-        more="Engines join these linears. The widest treatment is dense if one is, else the scheme with most bits.",
+        more="Engines join these linears. The widest treatment is dense if one is, else the scheme "
+        "with most bits.",
         when="If `plan` says that a group mixes treatments.",
     )
     skip: tuple[str, ...] = key(
@@ -196,7 +208,9 @@ def pruning_keys(declared: type = RecipeKeys) -> list[Key]:
     """List the keys of `prune`, with the values that they have there."""
     found = [each for each in keys_of(declared) if each.pruning]
     rule: Any = {"help": "Which two of four weights stay", "usual": "sparsegpt", "more": ""}
-    return [each if each.pruning is True else replace(each, type=each.pruning, **rule) for each in found]
+    return [
+        each if each.pruning is True else replace(each, type=each.pruning, **rule) for each in found
+    ]
 
 
 def refuse_gone(names: Iterable[str]) -> None:

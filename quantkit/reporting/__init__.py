@@ -1,1 +1,3 @@
-"""The account of a run: model card, closing table, HTML page, from plain report dictionaries. Begin with `facts`."""
+"""The account of a run: model card, closing table, HTML page, from plain report dictionaries. Begin
+with `facts`.
+"""

@@ -1,4 +1,6 @@
-"""The parts of a page that its templates draw: tables, bars, and charts of errors over the blocks."""
+"""The parts of a page that its templates draw: tables, bars, and charts of errors over
+the blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from typing import Any, NamedTuple
 from quantkit.core.units import format_bytes, format_seconds
 from quantkit.reporting.layer_errors import Point, Series, bits, weights
 
-#: Colours of series on a light and on a dark page, after Okabe and Ito, who chose them for colour-blind readers. They
-#: are darkened or lightened to a contrast of 3 to 1; marks differ too, so that no reader needs the colours.
+#: Colours of series on a light and on a dark page, after Okabe and Ito, who chose them for
+#: colour-blind readers. They are darkened or lightened to a contrast of 3 to 1; marks differ too,
+#: so that no reader needs the colours.
 LIGHT = ("#0072b2", "#d55e00", "#008766", "#b0578b", "#a06e00", "#3d8fc4", "#5b4b9e", "#6b7480")
 DARK = ("#4fa8e0", "#ff8a4c", "#2fc49a", "#e39ac3", "#f0b429", "#8fd0ff", "#a99bea", "#a9b4bf")
-#: Marks of series as SVG paths around the origin: circle, square, triangles, diamond, cross, pentagon, hexagon.
+#: Marks of series as SVG paths around the origin: circle, square, triangles, diamond, cross,
+#: pentagon, hexagon.
 MARKS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
     "M-3.6-3.6h7.2v7.2h-7.2z",
@@ -76,7 +80,9 @@ class Chart:
     @property
     def name(self) -> str:
         """The chart in words."""
-        return f"{self.title} of {sum(point.count for point in self._points)} linears over the blocks"
+        return (
+            f"{self.title} of {sum(point.count for point in self._points)} linears over the blocks"
+        )
 
     @cached_property
     def axis(self) -> list[float]:
@@ -106,12 +112,15 @@ class Chart:
         found = [{point.block: point.text for point in line.points} for line in self.series]
         blocks = sorted({point.block for point in self._points})
         rows = [(str(block), *(line.get(block, "–") for line in found)) for block in blocks]
-        return Table(("block", *(line.kind for line in self.series)), rows, "dense", range(1, len(found) + 1))
+        return Table(
+            ("block", *(line.kind for line in self.series)), rows, "dense", range(1, len(found) + 1)
+        )
 
     def x(self, block: int) -> str:
         """Place a block, in percent of the width."""
         first, last = self._ends
-        return f"{INSET + (100 - 2 * INSET) * ((block - first) / (last - first) if last > first else 0.5):.2f}%"
+        place = (block - first) / (last - first) if last > first else 0.5
+        return f"{INSET + (100 - 2 * INSET) * place:.2f}%"
 
     def y(self, value: float) -> str:
         """Place a value, in pixels."""
@@ -132,7 +141,9 @@ class Chart:
 
 
 def ticks(top: float) -> list[float]:
-    """Choose three to six round values from 0 to at least `top`, for an axis; `[0, 1]` if all is about 0."""
+    """Choose three to six round values from 0 to at least `top`, for an axis; `[0, 1]` if all is
+    about 0.
+    """
     if top < 1e-12:
         return [0.0, 1.0]
     unit = 10.0 ** math.floor(math.log10(top / 4))
@@ -159,7 +170,11 @@ def sizes(report: Mapping[str, Any]) -> list[Bar]:
 def memory(report: Mapping[str, Any]) -> list[Bar]:
     """List the peak of each kind of memory."""
     peak = report.get("totals", {}).get("peak_memory", {})
-    return [Bar(str(kind).upper(), float(count), format_bytes(count)) for kind, count in peak.items() if count]
+    return [
+        Bar(str(kind).upper(), float(count), format_bytes(count))
+        for kind, count in peak.items()
+        if count
+    ]
 
 
 def widths(report: Mapping[str, Any]) -> list[Bar]:
@@ -172,6 +187,10 @@ def widths(report: Mapping[str, Any]) -> list[Bar]:
             linears, count = found.get(key, (0, 0))
             found[key] = (linears + 1, count + weights(layer))
     return [
-        Bar(f"{scheme}, {width:.3f} bits", float(count), f"{count / 1e6:,.1f} M weights, {linears} linears")
+        Bar(
+            f"{scheme}, {width:.3f} bits",
+            float(count),
+            f"{count / 1e6:,.1f} M weights, {linears} linears",
+        )
         for (width, scheme), (linears, count) in sorted(found.items())
     ]

@@ -21,11 +21,19 @@ EVENTS = {
     "rungs": "needed more damping than asked",
     "reason": "were rounded to nearest although the recipe calibrates",
     "by_magnitude": "were pruned by magnitude although the method calibrates",
-    "dead_columns": "have input channels that no calibration token reached (kept, rounded to nearest)",
+    "dead_columns": (
+        "have input channels that no calibration token reached (kept, rounded to nearest)"
+    ),
     "descent_skipped": "were not refined by descent, which needs 16 tokens for each input channel",
-    "few_routed": "belong to experts that see too few tokens, and were calibrated on all tokens of their layer",
+    "few_routed": (
+        "belong to experts that see too few tokens, and were calibrated on all tokens of their "
+        "layer"
+    ),
     "guard_rows": "have rows where rounding was better than GPTQ and was kept",
-    "raised_scales": "have rows with larger scales, so that vLLM's Humming kernels can hold their sums in float16",
+    "raised_scales": (
+        "have rows with larger scales, so that vLLM's Humming kernels can hold their sums in "
+        "float16"
+    ),
     "floored_scales": "have scales raised to 2^-20",
     "subnormal_scales": "have scales below the normal float16 range",
     "zeroed": "have weights that became 0, below 2^-20 of the largest of their group",
@@ -38,57 +46,91 @@ _COUNTED = re.compile(r"(\d+) tokens for (\d+) input channels")
 
 def schemes(report: Mapping[str, Any]) -> str:
     """Name the scheme of the linears; each with its number of linears if there are several."""
-    counts = Counter(str(layer["scheme"]) for layer in report.get("layers", []) if "scheme" in layer)
+    counts = Counter(
+        str(layer["scheme"]) for layer in report.get("layers", []) if "scheme" in layer
+    )
     if len(counts) < 2:
         return str(report.get("scheme"))
     return " + ".join(f"{scheme} ({count})" for scheme, count in counts.most_common())
 
 
 def same_values(report: Mapping[str, Any]) -> tuple[str, str]:
-    """Say how many packed weights a conversion left with the same values; ("", "") if nothing was converted."""
+    """Say how many packed weights a conversion left with the same values; ("", "") if nothing was
+    converted.
+    """
     same, count = report.get("same_values"), len(report.get("layers", []))
     if same is None:
         return "", ""
-    return "lossless" if same == count else "lossy", f"{same} of {count} tensors represent the same values"
+    return (
+        "lossless" if same == count else "lossy",
+        f"{same} of {count} tensors represent the same values",
+    )
 
 
 def sizes(totals: Mapping[str, Any]) -> str:
     """Describe the bytes before and after, and the bits per weight."""
     bits, before, after = (totals.get(key) for key in ("bits_per_weight", "source_bytes", "bytes"))
-    parts = [f"{format_bytes(before)} before, {format_bytes(after)} after"] if before and after else []
-    return ", ".join([*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])])
+    parts = (
+        [f"{format_bytes(before)} before, {format_bytes(after)} after"] if before and after else []
+    )
+    return ", ".join(
+        [*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])]
+    )
 
 
 def dense(totals: Mapping[str, Any]) -> str:
-    """Describe the tensors that stay dense, the largest by name, empty if the report does not know."""
-    size, bits, largest = (totals.get(key) for key in ("dense_bytes", "dense_bits", "dense_largest"))
+    """Describe the tensors that stay dense, the largest by name, empty if the report
+    does not know.
+    """
+    size, bits, largest = (
+        totals.get(key) for key in ("dense_bytes", "dense_bits", "dense_largest")
+    )
     if not isinstance(size, int) or not size or not isinstance(largest, Mapping):
         return ""
-    named = [f"{name} {format_bytes(count)}" for name, count in largest.items() if isinstance(count, int)]
+    named = [
+        f"{name} {format_bytes(count)}" for name, count in largest.items() if isinstance(count, int)
+    ]
     tied = ["the head is tied to it"] if totals.get("tied_head") else []
     return f"{format_bytes(size)} of it, in {bits} bits: {', '.join([*named, *tied])}"
 
 
 def share(report: Mapping[str, Any]) -> str:
-    """Describe how much of the decoder is quantized or pruned, empty if the report does not know."""
+    """Describe how much of the decoder is quantized or pruned, empty if the report does
+    not know.
+    """
     found = report.get("totals", {}).get("share")
     return "" if found is None else f"{100 * found:.2f} % of the decoder's weights"
 
 
 def openings(report: Mapping[str, Any]) -> str:
-    """List the readers that opened the folder before it was published, empty if the report does not know."""
+    """List the readers that opened the folder before it was published, empty if the report does not
+    know.
+    """
     readers = [str(reader) for reader in report.get("opened_by", [])]
-    return ", ".join(readers) if readers else "no reader here, see the notes" if "opened_by" in report else ""
+    return (
+        ", ".join(readers)
+        if readers
+        else "no reader here, see the notes"
+        if "opened_by" in report
+        else ""
+    )
 
 
 def methods(layers: Iterable[Mapping[str, Any]]) -> str:
     """List the methods of the linears."""
-    return ", ".join(sorted({str(layer["method"]) for layer in layers if layer.get("method")})) or "as in the source"
+    return (
+        ", ".join(sorted({str(layer["method"]) for layer in layers if layer.get("method")}))
+        or "as in the source"
+    )
 
 
 def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
     """List (value, name) of each layer that has a number under `key`."""
-    return [(float(layer[key]), str(layer.get("name"))) for layer in layers if layer.get(key) is not None]
+    return [
+        (float(layer[key]), str(layer.get("name")))
+        for layer in layers
+        if layer.get(key) is not None
+    ]
 
 
 def weight_error(layers: Iterable[Mapping[str, Any]]) -> str:
@@ -97,7 +139,10 @@ def weight_error(layers: Iterable[Mapping[str, Any]]) -> str:
     if not found:
         return ""
     worst, name = max(found)
-    return f"relative, mean {sum(value for value, _ in found) / len(found):.4g}, worst {worst:.4g} ({name})"
+    return (
+        f"relative, mean {sum(value for value, _ in found) / len(found):.4g}, worst {worst:.4g} "
+        f"({name})"
+    )
 
 
 def sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
@@ -106,11 +151,15 @@ def sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
     zeros, kept = (sum(layer.get(key) or 0 for layer in pruned) for key in ("zeros", "kept"))
     rules = ", ".join(sorted({str(layer.get("prune") or layer.get("method")) for layer in pruned}))
     share = f"{100 * zeros / max(1, zeros + kept):.2f} % of their weights are zero"
-    return f"{len(pruned)} linears by {rules}, {share}, at most two of four are not" if pruned else ""
+    return (
+        f"{len(pruned)} linears by {rules}, {share}, at most two of four are not" if pruned else ""
+    )
 
 
 def ratios(layers: Iterable[Mapping[str, Any]], over: str = "rtn_loss") -> list[tuple[float, str]]:
-    """List (loss / `over`, name) of each layer that has both figures; `rtn_loss` is the loss of rounding to nearest."""
+    """List (loss / `over`, name) of each layer that has both figures; `rtn_loss` is the loss of
+    rounding to nearest.
+    """
     return [
         (float(layer["loss"]) / float(layer[over]), str(layer.get("name")))
         for layer in layers
@@ -119,14 +168,19 @@ def ratios(layers: Iterable[Mapping[str, Any]], over: str = "rtn_loss") -> list[
 
 
 def losses(layers: Iterable[Mapping[str, Any]]) -> str:
-    """Describe the output losses relative to rounding to nearest, or to the outputs of a pruned model."""
+    """Describe the output losses relative to rounding to nearest, or to the outputs of a pruned
+    model.
+    """
     found, whose = ratios(layers), "rounding's"
     if not found:  # a pruned model was not rounded
         found, whose = ratios(layers, "norm"), "the outputs' own squares"
     if not found:
         return ""
     worst, name = max(found)
-    return f"{sum(r for r, _ in found) / len(found):.3f} of {whose} on average, worst {worst:.3f} ({name})"
+    return (
+        f"{sum(r for r, _ in found) / len(found):.3f} of {whose} on average, worst {worst:.3f} "
+        f"({name})"
+    )
 
 
 def protocol(report: Mapping[str, Any]) -> str:
@@ -135,7 +189,8 @@ def protocol(report: Mapping[str, Any]) -> str:
     if not facts:
         return "None: every weight was done by itself, no text was read."
     text = (
-        f"{facts.get('sequences', '?')} sequences, {facts.get('tokens', '?')} tokens of {facts.get('source', '?')}"
+        f"{facts.get('sequences', '?')} sequences, {facts.get('tokens', '?')} tokens of "
+        f"{facts.get('source', '?')}"
         f" ({facts.get('rule', 'unknown rule')}), lengths {facts.get('lengths', '?')} up to"
         f" {facts.get('max_length', '?')}, seed {facts.get('seed', '?')}"
     )
@@ -144,19 +199,25 @@ def protocol(report: Mapping[str, Any]) -> str:
     for each in sources if len(sources) > 1 else []:
         share, digest = 100 * (each.get("share") or 0), str(each.get("sha256", "?"))[:16]
         name, sequences, tokens = (each.get(key, "?") for key in ("source", "sequences", "tokens"))
-        parts.append(f"{share:.4g} % of them from {name}: {sequences} sequences, {tokens} tokens, SHA-256 {digest}")
+        parts.append(
+            f"{share:.4g} % of them from {name}: {sequences} sequences, {tokens} tokens, SHA-256 "
+            f"{digest}"
+        )
     return "; ".join(parts)
 
 
 def distillation(report: Mapping[str, Any]) -> str:
-    """Describe the tuning of the whole model against the unquantized one, empty if there was none."""
+    """Describe the tuning of the whole model against the unquantized one, empty if
+    there was none.
+    """
     found = report.get("distillation", {})
     before, after = found.get("kl_before"), found.get("kl_after")
     if not before or after is None:
         return ""
     learned = "scales, norms and codes" if found.get("codes") else "scales and norms"
     return (
-        f"{learned} tuned for {found.get('steps', '?')} steps, {found.get('tokens', '?')} tokens, best step "
+        f"{learned} tuned for {found.get('steps', '?')} steps, {found.get('tokens', '?')} tokens, "
+        "best step "
         f"{found.get('best_step', '?')}: KL divergence {before:.6f} before, {after:.6f} after "
         f"({100 * (after / before - 1):+.2f} %) on {found.get('held_out', '?')} held-out sequences"
     )
@@ -174,13 +235,16 @@ def fit(report: Mapping[str, Any]) -> str:
     if found.get("best_uniform") is None:
         judged += "; no uniform scheme fits"
     return (
-        f"{asked} asked, {found.get('chosen')} chosen: KL divergence on {held.get('tokens', '?')} held-out tokens of "
+        f"{asked} asked, {found.get('chosen')} chosen: KL divergence on {held.get('tokens', '?')} "
+        "held-out tokens of "
         f"{held.get('source', '?')}: {judged}"
     )
 
 
 def evaluation(report: Mapping[str, Any]) -> str:
-    """Describe perplexity before and after, the KL divergence and their protocol, empty if nothing was evaluated."""
+    """Describe perplexity before and after, the KL divergence and their protocol, empty if nothing
+    was evaluated.
+    """
     found = report.get("evaluation", {})
     before, after, kld, top1 = (found.get(key) for key in ("before", "after", "kld", "top1"))
     if not before or not after or kld is None or top1 is None:
@@ -194,7 +258,8 @@ def evaluation(report: Mapping[str, Any]) -> str:
         f"{'with' if found.get('bos') else 'without'} BOS{rule}"
     )
     return (
-        f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %), KL divergence "
+        f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %), "
+        "KL divergence "
         f"{kld:.6f} nats{f' ({more})' if more else ''}, top-1 agreement {100 * top1:.2f} %, on "
         f"{found.get('data', '?')}: {pieces}, {found.get('tokens', '?')} predictions; "
         f"{found.get('weights', 'unknown products')}"
@@ -202,10 +267,14 @@ def evaluation(report: Mapping[str, Any]) -> str:
 
 
 def tails(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List the interval and the tails of a KL divergence in nats, each with its label. Older reports have none."""
+    """List the interval and the tails of a KL divergence in nats, each with its label. Older
+    reports have none.
+    """
     quantiles = {"median": "kld_median", "p99": "kld_p99", "p99.9": "kld_p999"}
     shown = {"95 % interval": interval(found.get("kld_low"), found.get("kld_high"))}
-    shown |= {label: f"{found[key]:.6f}" for label, key in quantiles.items() if found.get(key) is not None}
+    shown |= {
+        label: f"{found[key]:.6f}" for label, key in quantiles.items() if found.get(key) is not None
+    }
     if found.get("kld_above") is not None:
         shown["above 0.1 nat"] = f"{100 * found['kld_above']:.3f} %"
     return [(label, value) for label, value in shown.items() if value]
@@ -228,19 +297,26 @@ def events(report: Mapping[str, Any]) -> list[str]:
     found = [str(notice) for key in ("layout_notices", "notices") for notice in report.get(key, [])]
     dense = [str(name) for name in report.get("dense", [])]
     if dense:
-        found.append(f"left dense: {', '.join(dense[:5])}{f' and {len(dense) - 5} more' if len(dense) > 5 else ''}")
+        found.append(
+            "left dense: "
+            f"{', '.join(dense[:5])}{f' and {len(dense) - 5} more' if len(dense) > 5 else ''}"
+        )
     layers = report.get("layers", [])
     for fact, meaning in EVENTS.items():
         hit = [layer for layer in layers if _count(fact, layer.get(fact))]
         if hit:
-            total = hit[0][fact] if fact in WORDS else sum(_count(fact, layer[fact]) for layer in hit)
+            total = (
+                hit[0][fact] if fact in WORDS else sum(_count(fact, layer[fact]) for layer in hit)
+            )
             line = f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}"
             found.append(Words(line, *_way_out(fact, hit, report.get("calibration") or {})))
     return found + _row_sums(layers, len(layers))
 
 
 def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
-    """Warn in one line of sums near the most that vLLM's kernel holds, if any of `count` layers has them (ROW_SUM)."""
+    """Warn in one line of sums near the most that vLLM's kernel holds, if any of `count` layers has
+    them (ROW_SUM).
+    """
     hit = [(layer, found) for layer in layers if (found := number(layer.get(ROW_SUM)))]
     if not hit:
         return []
@@ -248,15 +324,26 @@ def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
     ways: list[Any] = [f"serve it with vLLM's {BY_QUANTKIT} or use", Setting("layout", "tcfpx")]
     if not all(str(layer.get("scheme")).startswith("fp") for layer, _ in hit):
         ways = ["quantize in groups, like", Setting("group_size", 64)]
-    what = f"{len(hit)} of {count} linears sum to {most:.0f} before a row's scale is applied (worst {layer['name']});"
+    what = (
+        f"{len(hit)} of {count} linears sum to {most:.0f} before a row's scale is applied (worst "
+        f"{layer['name']});"
+    )
     why = "vLLM's Humming kernels hold at most 65504 there in float16, and give NaN beyond:"
     return [Words(what, why, *ways)]
 
 
-def _way_out(fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[str, Any]) -> list[str]:
-    """Say which number of samples lets every linear have the step that it missed, if a report tells."""
+def _way_out(
+    fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[str, Any]
+) -> list[str]:
+    """Say which number of samples lets every linear have the step that it missed, if a report
+    tells.
+    """
     counted = [_COUNTED.match(str(layer[fact])) for layer in hit] if fact in NEEDED else []
-    ratios = [Fraction(NEEDED[fact] * int(each[2]), int(each[1])) for each in counted if each and int(each[1])]
+    ratios = [
+        Fraction(NEEDED[fact] * int(each[2]), int(each[1]))
+        for each in counted
+        if each and int(each[1])
+    ]
     sequences = calibration.get("sequences")
     if not ratios or not isinstance(sequences, int):
         return []
@@ -267,7 +354,9 @@ def _way_out(fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[s
 
 
 def _count(fact: str, value: Any) -> int:
-    """Count how often an event happened; of the dampings tried, the first is no event, and a text counts once."""
+    """Count how often an event happened; of the dampings tried, the first is no event, and a text
+    counts once.
+    """
     if isinstance(value, list):
         return max(0, len(value) - (fact == "rungs"))
     return int(bool(value)) if isinstance(value, str) else int(value or 0)

@@ -1,4 +1,6 @@
-"""A report as one self-contained HTML page: no other file, no network, and nothing in it that a report could run."""
+"""A report as one self-contained HTML page: no other file, no network, and nothing in it that a
+report could run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from quantkit.reporting.charts import Bar, Cell, Chart, Table
 from quantkit.reporting.layer_errors import Layer, number
 from quantkit.reporting.templates import raw, render
 
-#: Linears in the table of the worst, and the most in the table of all: each takes some 300 bytes of the page.
+#: Linears in the table of the worst, and the most in the table of all: each takes some 300 bytes of
+#: the page.
 WORST = 20
 LISTED = 1000
 
@@ -46,7 +49,10 @@ def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = Non
         dark=charts.DARK,
         proof=proof,
         chips=dict.fromkeys(
-            [*(str(report[key]) for key in ("scheme", "layout") if report.get(key)), facts.methods(layers)]
+            [
+                *(str(report[key]) for key in ("scheme", "layout") if report.get(key)),
+                facts.methods(layers),
+            ]
         ),
         tiles=list(_tiles(report, layers)),
         facts=_facts(report, source, layers, proof.sentence),
@@ -61,7 +67,9 @@ def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = Non
         notices=[*facts.events(report), *_unopened(report)],
         calibration=list(_calibration(report)),
         versions=_versions(report),
-        recipe=escape(json.dumps(recipe, indent=1)) if isinstance(recipe, dict) and recipe else None,
+        recipe=escape(json.dumps(recipe, indent=1))
+        if isinstance(recipe, dict) and recipe
+        else None,
         digests=list(_digests(report)),
         linears=_linears(layers) if len(layers) <= LISTED else None,
     )
@@ -69,7 +77,11 @@ def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = Non
 
 def _proof(report: Mapping[str, Any], verification: Mapping[str, Any] | None) -> Proof:
     if report.get("command") == "prune":
-        return Proof("", "dense output", "nothing is packed: compare its perplexity with quantkit eval ppl FOLDER")
+        return Proof(
+            "",
+            "dense output",
+            "nothing is packed: compare its perplexity with quantkit eval ppl FOLDER",
+        )
     if verification is None:
         sentence = "no: run quantkit verify FOLDER, which writes verify.json, and draw this again"
         return Proof("warn", "not verified", sentence)
@@ -79,10 +91,18 @@ def _proof(report: Mapping[str, Any], verification: Mapping[str, Any] | None) ->
         return Proof("bad", "✗ verification failed", f"failed{first}")
     hashes, files = verification.get("hashes"), report.get("files", {})
     if isinstance(hashes, dict) and any(files.get(name) != value for name, value in hashes.items()):
-        return Proof("warn", "not verified", "verify.json is about other files: run quantkit verify FOLDER again")
+        return Proof(
+            "warn",
+            "not verified",
+            "verify.json is about other files: run quantkit verify FOLDER again",
+        )
     linears, weights = (number(verification.get(key)) or 0 for key in ("linears", "weights"))
     note = verification.get("note", "")
-    return Proof("good", "✓ verified", f"yes, {linears:.0f} linears and {weights:,.0f} weights bit by bit; {note}")
+    return Proof(
+        "good",
+        "✓ verified",
+        f"yes, {linears:.0f} linears and {weights:,.0f} weights bit by bit; {note}",
+    )
 
 
 def _tiles(report: Mapping[str, Any], layers: Sequence[Layer]) -> Iterator[tuple[str, str, str]]:
@@ -92,7 +112,11 @@ def _tiles(report: Mapping[str, Any], layers: Sequence[Layer]) -> Iterator[tuple
     if (width := number(totals.get("bits_per_weight"))) is not None:
         yield "Bits per weight", f"{width:.3f}", "of quantized weights, with scales"
     if before and after:
-        yield "Size", format_bytes(after), f"{before / after:.2f} times smaller than {format_bytes(before)}"
+        yield (
+            "Size",
+            format_bytes(after),
+            f"{before / after:.2f} times smaller than {format_bytes(before)}",
+        )
     if (share := number(totals.get("share"))) is not None:
         done = "pruned" if report.get("command") == "prune" else "quantized"
         yield f"Decoder {done}", f"{100 * share:.2f} %", f"of its weights, in {len(layers)} linears"
@@ -128,22 +152,39 @@ def _facts(
 def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
     """Compare quality before and after, if the run measured it, and name the text."""
     found = report.get("evaluation", {})
-    before, after, kld, top1 = (number(found.get(key)) for key in ("before", "after", "kld", "top1"))
+    before, after, kld, top1 = (
+        number(found.get(key)) for key in ("before", "after", "kld", "top1")
+    )
     rows = []
     if before and after is not None:
-        rows.append(("Perplexity", f"{before:.4f}", f"{after:.4f}", f"{100 * (after / before - 1):+.2f} %"))
+        rows.append(
+            ("Perplexity", f"{before:.4f}", f"{after:.4f}", f"{100 * (after / before - 1):+.2f} %")
+        )
     if kld is not None:
         rows.append(("KL divergence, nats", "0", f"{kld:.6f}", "–"))
-        rows += [(f"KL divergence, {label}", "–", value, "–") for label, value in facts.tails(found)]
+        rows += [
+            (f"KL divergence, {label}", "–", value, "–") for label, value in facts.tails(found)
+        ]
     if top1 is not None:
         rows.append(("Same first choice", "100 %", f"{100 * top1:.2f} %", "–"))
-    shown = (("data", "{}"), ("windows", "{} windows"), ("window", "of {} tokens"), ("tokens", "{} predictions"))
-    about = ", ".join(words.format(found[key]) for key, words in (*shown, ("weights", "{}")) if found.get(key))
-    return Table(("", "before", "after", "change"), rows, "cards", (1, 2, 3)) if rows else None, about
+    shown = (
+        ("data", "{}"),
+        ("windows", "{} windows"),
+        ("window", "of {} tokens"),
+        ("tokens", "{} predictions"),
+    )
+    about = ", ".join(
+        words.format(found[key]) for key, words in (*shown, ("weights", "{}")) if found.get(key)
+    )
+    return Table(
+        ("", "before", "after", "change"), rows, "cards", (1, 2, 3)
+    ) if rows else None, about
 
 
 def _sizes(report: Mapping[str, Any]) -> Table:
-    """Tabulate the schemes for a target size in the layout of the output, by predicted harm and, of some, measured."""
+    """Tabulate the schemes for a target size in the layout of the output, by predicted harm and, of
+    some, measured.
+    """
     fit, totals = report.get("fit", {}), report.get("totals", {})
     harms, kld = fit.get("predicted", {}), fit.get("kld", {})
     made = {
@@ -156,7 +197,9 @@ def _sizes(report: Mapping[str, Any]) -> Table:
     rows = []
     for row in [*([made] if fit.get("chosen") == "mixed" else []), *fit.get("curve", [])]:
         size, bits, harm = (number(row.get(key)) for key in ("bytes", "bits", "harm"))
-        judged = number(kld.get("mixed" if row is made else row["scheme"] if row["scheme"] != "mixed" else None))
+        judged = number(
+            kld.get("mixed" if row is made else row["scheme"] if row["scheme"] != "mixed" else None)
+        )
         if row is made or row["layout"] == report.get("layout"):
             figures = [
                 (size, format_bytes),
@@ -173,8 +216,16 @@ def _sizes(report: Mapping[str, Any]) -> Table:
 def _charts(layers: Sequence[Layer]) -> list[Chart]:
     """Chart the errors over the blocks, output errors first."""
     kinds = (
-        ("Output error", "How far the outputs on the calibration text moved: relative, RMS.", errors.output_error),
-        ("Weight error", "How far the stored weights are from the original: relative, RMS.", errors.weight_error),
+        (
+            "Output error",
+            "How far the outputs on the calibration text moved: relative, RMS.",
+            errors.output_error,
+        ),
+        (
+            "Weight error",
+            "How far the stored weights are from the original: relative, RMS.",
+            errors.weight_error,
+        ),
     )
     found = [(title, about, errors.by_depth(layers, error)) for title, about, error in kinds]
     return [Chart(title, about, series) for title, about, series in found if series]
@@ -187,14 +238,23 @@ def _worst(layers: Sequence[Layer]) -> Table | None:
     if not found:
         return None
     outputs = error is errors.output_error
-    most_bits = max((bits for layer in layers if (bits := errors.bits(layer)) is not None), default=None)
+    most_bits = max(
+        (bits for layer in layers if (bits := errors.bits(layer)) is not None), default=None
+    )
     over_rounding = {name: ratio for ratio, name in facts.ratios(layers)}
-    head = ["linear", "output error" if outputs else "weight error", *(["weight error"] if outputs else [])]
+    head = [
+        "linear",
+        "output error" if outputs else "weight error",
+        *(["weight error"] if outputs else []),
+    ]
     head += ["loss vs rounding"] if over_rounding else []
     rows: list[list[str | Cell]] = []
     for value, layer in found:
         name = str(layer.get("name"))
-        row: list[str | Cell] = [Cell(name), Cell(format_percent(value), value / (found[0][0] or 1.0))]
+        row: list[str | Cell] = [
+            Cell(name),
+            Cell(format_percent(value), value / (found[0][0] or 1.0)),
+        ]
         if outputs:
             row.append(_percent(errors.weight_error(layer)))
         if over_rounding:
@@ -215,7 +275,10 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, str, list[Bar]]]:
 
 
 def _unopened(report: Mapping[str, Any]) -> Iterator[str]:
-    for key, what in (("not_opened_by", "did not open the folder"), ("not_tried", "was not tried on the folder")):
+    for key, what in (
+        ("not_opened_by", "did not open the folder"),
+        ("not_tried", "was not tried on the folder"),
+    ):
         yield from (f"{reader} {what}: {why}" for reader, why in report.get(key, {}).items())
 
 
@@ -230,11 +293,17 @@ def _calibration(report: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if not found:
         yield "text", facts.protocol(report)
     for key, value in found.items():
-        yield str(key).replace("_", " "), value if isinstance(value, (str, int, float)) else json.dumps(value)
+        yield (
+            str(key).replace("_", " "),
+            value if isinstance(value, (str, int, float)) else json.dumps(value),
+        )
 
 
 def _digests(report: Mapping[str, Any]) -> Iterator[tuple[str, Table]]:
-    for title, files in (("Files", report.get("files", {})), ("Source files", report.get("source", {}).get("files"))):
+    for title, files in (
+        ("Files", report.get("files", {})),
+        ("Source files", report.get("source", {}).get("files")),
+    ):
         if isinstance(files, dict) and files:
             rows = [(str(name), Cell(str(digest))) for name, digest in sorted(files.items())]
             yield title, Table(("file", "digest"), rows, "dense")

@@ -35,7 +35,8 @@ def weight_error(layer: Layer) -> float | None:
 
 
 def output_error(layer: Layer) -> float | None:
-    """Return the relative RMS error of the outputs on the calibration text, None if it is not recorded.
+    """Return the relative RMS error of the outputs on the calibration text, None if it is not
+    recorded.
 
     It is the root of `tr(D H D^T) / tr(W H W^T)`, the recorded `loss` over `norm` (ALGORITHMS 1).
     """
@@ -47,9 +48,15 @@ def output_error(layer: Layer) -> float | None:
 
 
 def leading_error(layers: Iterable[Layer]) -> Error:
-    """Choose the error that ranks the linears: the output error if at least half of them have it."""
+    """Choose the error that ranks the linears: the output error if at least half of
+    them have it.
+    """
     found = list(layers)
-    return output_error if 2 * sum(output_error(layer) is not None for layer in found) >= len(found) else weight_error
+    return (
+        output_error
+        if 2 * sum(output_error(layer) is not None for layer in found) >= len(found)
+        else weight_error
+    )
 
 
 def worst(layers: Iterable[Layer], error: Error, most: int) -> list[tuple[float, Layer]]:
@@ -59,7 +66,9 @@ def worst(layers: Iterable[Layer], error: Error, most: int) -> list[tuple[float,
 
 
 def bits(layer: Layer) -> float | None:
-    """Count the bits for each weight of a linear, with scales, zero points and 2:4 indices; None for a dense one."""
+    """Count the bits for each weight of a linear, with scales, zero points and 2:4 indices; None
+    for a dense one.
+    """
     columns = _columns(layer)
     try:
         scheme = Scheme.parse(str(layer.get("scheme")))
@@ -85,20 +94,32 @@ def _columns(layer: Layer) -> int | None:
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+    return (
+        isinstance(shape, list)
+        and len(shape) == 2
+        and all(type(size) is int and size > 0 for size in shape)
+    )
 
 
 def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
-    """List the recorded reasons for the error of a linear; `most_bits` is the width of the model's widest scheme."""
+    """List the recorded reasons for the error of a linear; `most_bits` is the width of the model's
+    widest scheme.
+    """
     found = [words.format(layer[key]) for key, words in _FALLBACKS.items() if layer.get(key)]
-    tokens, columns, peak = number(layer.get("tokens")), _columns(layer), number(layer.get("channel_peak"))
+    tokens, columns, peak = (
+        number(layer.get("tokens")),
+        _columns(layer),
+        number(layer.get("channel_peak")),
+    )
     if tokens and columns is not None and tokens < columns and not layer.get("few_routed"):
         found.append(f"few tokens: {tokens:.0f} for {columns} input channels")
     if peak and peak >= OUTLIER:
         found.append(f"outlier channel: {peak:.0f} times the median input channel")
     if len(rungs := layer.get("rungs", [])) > 1:
         found.append(f"damping raised from {rungs[0]} to {rungs[-1]}")
-    found += [words.format(f"{layer[key]:.0f}") for key, words in _COUNTED.items() if layer.get(key)]
+    found += [
+        words.format(f"{layer[key]:.0f}") for key, words in _COUNTED.items() if layer.get(key)
+    ]
     kept, zeros = layer.get("kept"), layer.get("zeros")
     if kept is not None and zeros and kept + zeros > 0:
         found.append(f"2:4 pruning: {100 * zeros / (kept + zeros):.1f} % of the weights are zero")
@@ -147,7 +168,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One kind of linear over the blocks of a model; `experts` if a point stands for all experts of its block."""
+    """One kind of linear over the blocks of a model; `experts` if a point stands for all experts of
+    its block.
+    """
 
     kind: str
     points: tuple[Point, ...]
@@ -155,7 +178,9 @@ class Series:
 
 
 def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
-    """Arrange the errors by kind of linear and by block; linears outside of numbered blocks are left out."""
+    """Arrange the errors by kind of linear and by block; linears outside of numbered blocks are
+    left out.
+    """
     found: dict[str, dict[int, list[float]]] = {}
     expert_kinds = set()
     for layer in layers:
@@ -170,7 +195,10 @@ def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
     return [
         Series(
             f"{short[kind]} (experts)" if kind in expert_kinds else short[kind],
-            tuple(Point(i, min(each), median(each), max(each), len(each)) for i, each in sorted(blocks.items())),
+            tuple(
+                Point(i, min(each), median(each), max(each), len(each))
+                for i, each in sorted(blocks.items())
+            ),
             any(len(values) > 1 for values in blocks.values()),
         )
         for kind, blocks in found.items()
@@ -178,7 +206,9 @@ def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
 
 
 def _place(name: str) -> tuple[str, int] | None:
-    """Split the name of a linear into its kind, which has no numbers, and the number of its block."""
+    """Split the name of a linear into its kind, which has no numbers, and the number of
+    its block.
+    """
     parts = name.split(".")
     numbers = [part for part in parts if part.isascii() and part.isdigit() and len(part) < 10]
     if not numbers:
@@ -188,6 +218,9 @@ def _place(name: str) -> tuple[str, int] | None:
 
 def _short_names(kinds: Sequence[str]) -> dict[str, str]:
     """Shorten each dotted kind to the shortest end that no other kind has."""
-    ends = {kind: [".".join(kind.split(".")[-i:]) for i in range(1, kind.count(".") + 2)] for kind in kinds}
+    ends = {
+        kind: [".".join(kind.split(".")[-i:]) for i in range(1, kind.count(".") + 2)]
+        for kind in kinds
+    }
     seen = Counter(end for own in ends.values() for end in own)
     return {kind: next((end for end in own if seen[end] == 1), kind) for kind, own in ends.items()}

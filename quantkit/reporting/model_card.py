@@ -22,22 +22,37 @@ _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
-    """Write the text of the README.md: YAML front matter, then scheme, readers, calibration and figures.
+    """Write the text of the README.md: YAML front matter, then scheme, readers, calibration and
+    figures.
 
     `sha256` is the `digest` of the report.
     """
     source = report.get("base") or report.get("source", {})
     layout, totals = str(report.get("layout")), report.get("totals", {})
     scheme = facts.schemes(report)
-    base = str(source.get("base_model" if source.get("relation") == "quantized" else "name") or "unknown")
+    base = str(
+        source.get("base_model" if source.get("relation") == "quantized" else "name") or "unknown"
+    )
     pruned = report.get("command") == "prune"
     revision = f" (revision {_plain(source['revision'])})" if source.get("revision") else ""
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in _front(report, source).items()), "---", ""]
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in _front(report, source).items()),
+        "---",
+        "",
+    ]
     lines += [f"# {_plain(base)}, {scheme}", ""]
-    done, check, known = ("Pruned", "eval ppl", "") if pruned else ("Quantized", "verify", "digest, ")
-    lines += [f"{done} from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.", ""]
+    done, check, known = (
+        ("Pruned", "eval ppl", "") if pruned else ("Quantized", "verify", "digest, ")
+    )
+    lines += [
+        f"{done} from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.",
+        "",
+    ]
     lines += ["| | |", "|---|---|"]
-    lines += [f"| {label} | {_cell(value)} |" for label, value in _facts(report, totals, layout, scheme)]
+    lines += [
+        f"| {label} | {_cell(value)} |" for label, value in _facts(report, totals, layout, scheme)
+    ]
     happened = facts.events(report)
     if left := facts.left_out(report):
         happened.append(f"left out: {left}")
@@ -45,17 +60,41 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
         lines += ["", "## Worth knowing", "", *(f"- {_plain(line)}" for line in happened)]
     lines += _use(report, pruned)
     lines += ["", "## Calibration", "", _plain(facts.protocol(report))]
-    more = {"Target size": facts.fit, "Distillation": facts.distillation, "Evaluation": facts.evaluation}
+    more = {
+        "Target size": facts.fit,
+        "Distillation": facts.distillation,
+        "Evaluation": facts.evaluation,
+    }
     for title, fact in more.items():
         lines += ["", f"## {title}", "", _plain(fact(report))] if fact(report) else []
     lines += ["", "## Largest errors", "", *_worst(report)]
-    lines += ["", "## Check it", "", "```", f"quantkit {check} {FOLDER}", f"quantkit inspect {FOLDER}", "```", ""]
-    lines += [f"`{REPORT}` has the hash of every file, and the {known}error and method of every linear."]
+    lines += [
+        "",
+        "## Check it",
+        "",
+        "```",
+        f"quantkit {check} {FOLDER}",
+        f"quantkit inspect {FOLDER}",
+        "```",
+        "",
+    ]
+    lines += [
+        f"`{REPORT}` has the hash of every file, and the {known}error and method of every linear."
+    ]
     if sha256:
         lines += ["", f"The SHA-256 of its hashes, names and settings is `{sha256}`."]
     if report.get("recipe"):
         recipe = json.dumps(report["recipe"], indent=1)
-        lines += ["", "## Recipe", "", f"SHA-256 `{_plain(report.get('recipe_sha256'))}`", "", "```json", recipe, "```"]
+        lines += [
+            "",
+            "## Recipe",
+            "",
+            f"SHA-256 `{_plain(report.get('recipe_sha256'))}`",
+            "",
+            "```json",
+            recipe,
+            "```",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -65,11 +104,17 @@ def for_repository(card: str, repository: str) -> str:
 
 
 def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the YAML front matter. The hub refuses a `base_model` that is no id, and has no relation for pruning."""
+    """Collect the YAML front matter. The hub refuses a `base_model` that is no id, and has no
+    relation for pruning.
+    """
     pruned = report.get("command") == "prune"
     kept = {key: source[key] for key in KEPT if _is_words(source.get(key))}
     layout, scheme = str(report.get("layout")), str(report.get("scheme")).split(":")
-    ours = ["pruned", "quantkit", ":".join(scheme)] if pruned else ["quantized", "quantkit", layout, scheme[0]]
+    ours = (
+        ["pruned", "quantkit", ":".join(scheme)]
+        if pruned
+        else ["quantized", "quantkit", layout, scheme[0]]
+    )
     theirs = kept.pop("tags", [])
     tags = [*ours, *(theirs if isinstance(theirs, list) else [theirs])]
     base, related = source.get("base_model"), source.get("relation") == "quantized" and not pruned
@@ -84,12 +129,20 @@ def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, An
 
 
 def _is_words(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(word, str) for word in value))
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(word, str) for word in value)
+    )
 
 
 def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
-    """Write the commands of the readers that open this folder; a pruned model opens as any dense one."""
-    readers = ["transformers (with compressed-tensors)"] if pruned else map(str, report.get("readers", []))
+    """Write the commands of the readers that open this folder; a pruned model opens as any dense
+    one.
+    """
+    readers = (
+        ["transformers (with compressed-tensors)"]
+        if pruned
+        else map(str, report.get("readers", []))
+    )
     auto = report.get("auto_class", CAUSAL)
     uses = (use_of(reader, report.get("chat_template") is True, auto) for reader in readers)
     found = [use for use in uses if use is not None]
@@ -97,14 +150,30 @@ def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
     recipe = report.get("recipe")
     is_signed = isinstance(recipe, Mapping) and recipe.get("signed") is True
     for title, language, text in found:
-        lines += ["", f"With {'transformers' if pruned else title}:", "", f"```{language}", text, "```"]
-        if is_signed and (limit := limit_of_signed_scales(engine_of(title), str(report.get("layout")))) is not None:
+        lines += [
+            "",
+            f"With {'transformers' if pruned else title}:",
+            "",
+            f"```{language}",
+            text,
+            "```",
+        ]
+        if (
+            is_signed
+            and (limit := limit_of_signed_scales(engine_of(title), str(report.get("layout"))))
+            is not None
+        ):
             lines += ["", _plain(f"{title}: {limit}.")]
     return lines
 
 
-def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> list[tuple[str, str]]:
-    layers, unknown = report.get("layers", []), "what loads the source" if layout == "dense" else "unknown"
+def _facts(
+    report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str
+) -> list[tuple[str, str]]:
+    layers, unknown = (
+        report.get("layers", []),
+        "what loads the source" if layout == "dense" else "unknown",
+    )
     found = [
         ("source", report.get("source", {}).get("weights")),
         ("scheme", scheme),
@@ -129,7 +198,9 @@ def _worst(report: Mapping[str, Any], most: int = 10) -> list[str]:
         return ["Not recorded."]
     over_rounding = {name: f"{ratio:.3f}" for ratio, name in facts.ratios(report.get("layers", []))}
     lines = ["| linear | relative weight error | output loss over rounding's |", "|---|---|---|"]
-    return lines + [f"| {_cell(name)} | {value:.5f} | {over_rounding.get(name, '')} |" for value, name in found]
+    return lines + [
+        f"| {_cell(name)} | {value:.5f} | {over_rounding.get(name, '')} |" for value, name in found
+    ]
 
 
 def _plain(text: Any) -> str:

@@ -1,4 +1,6 @@
-"""Rows of compared recipes as CSV and Markdown. A row is flat: `text:NAME:ppl`, `task:NAME:value`, `code:pass@1`."""
+"""Rows of compared recipes as CSV and Markdown. A row is flat: `text:NAME:ppl`, `task:NAME:value`,
+`code:pass@1`.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,37 @@ Row: TypeAlias = dict[str, Any]
 #: The name of the model that was not quantized, and the layout of a scheme that no layout stores.
 UNQUANTIZED, UNSTORED = "unquantized", "none"
 #: Columns whose values are words.
-WORDS = ("recipe", "precision", "grouping", "method", "calibration", "stored", "device", "quantkit", "command")
+WORDS = (
+    "recipe",
+    "precision",
+    "grouping",
+    "method",
+    "calibration",
+    "stored",
+    "device",
+    "quantkit",
+    "command",
+)
 #: Columns that say which row it is, in front of all others in this order.
-NAMED = ("recipe", "precision", "grouping", "method", "calibration", "seed", "stored", "bits", "bytes", "seconds")
+NAMED = (
+    "recipe",
+    "precision",
+    "grouping",
+    "method",
+    "calibration",
+    "seed",
+    "stored",
+    "bits",
+    "bytes",
+    "seconds",
+)
 DASH = "–"
 
 
 class Column(NamedTuple):
-    """A column of a table: its head, its key in a row, and how a value is written; `spreads` over seeds."""
+    """A column of a table: its head, its key in a row, and how a value is written; `spreads` over
+    seeds.
+    """
 
     head: str
     key: str
@@ -32,7 +57,11 @@ class Column(NamedTuple):
 
 def as_csv(rows: Sequence[Row]) -> str:
     """Write rows as CSV, every column that a row has."""
-    keys = [*NAMED, *(key for row in rows for key in row if key not in (*NAMED, "command")), "command"]
+    keys = [
+        *NAMED,
+        *(key for row in rows for key in row if key not in (*NAMED, "command")),
+        "command",
+    ]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(keys)), restval="", lineterminator="\n")
     writer.writeheader()
@@ -44,42 +73,65 @@ def read_csv(path: Path) -> list[Row]:
     """Read what `as_csv` wrote; an empty value is left out."""
     with path.open(newline="", encoding="utf-8") as file:
         return [
-            {key: value if key in WORDS else float(value) for key, value in row.items() if value or key in WORDS}
+            {
+                key: value if key in WORDS else float(value)
+                for key, value in row.items()
+                if value or key in WORDS
+            }
             for row in csv.DictReader(file)
         ]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Write rows as tables: quality, tails of the divergence, tasks, and the command of each row."""
+    """Write rows as tables: quality, tails of the divergence, tasks, and the command of
+    each row.
+    """
     if not rows:
         return "No row is finished.\n"
     parts = [f"## {title}\n\n{table(rows, columns)}" for title, columns in sections(rows)]
-    lines = "\n".join(f"{name(row)}: {format_seconds(float(row['seconds']))}\n  {row['command']}" for row in rows[1:])
+    lines = "\n".join(
+        f"{name(row)}: {format_seconds(float(row['seconds']))}\n  {row['command']}"
+        for row in rows[1:]
+    )
     return "\n".join([notes(rows), *parts, f"## Commands\n\n```\n{lines}\n```\n"])
 
 
 def sections(rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
     """List the tables of rows that have columns, each with its title."""
-    found = [("Quality and size", quality(rows)), ("Tails of the KL divergence", tails(rows)), ("Tasks", tasks(rows))]
+    found = [
+        ("Quality and size", quality(rows)),
+        ("Tails of the KL divergence", tails(rows)),
+        ("Tasks", tasks(rows)),
+    ]
     return [(title, columns) for title, columns in found if columns]
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """Say what stands for a thousandth, over what a deviation is, and which rows were judged without being packed."""
+    """Say what stands for a thousandth, over what a deviation is, and which rows were judged
+    without being packed.
+    """
     unpacked = dict.fromkeys(row["recipe"] for row in rows if row["stored"] == UNSTORED)
     told = "KL divergence from the unquantized model is in thousandths of a nat.\n"
     if len({row["seed"] for row in rows if _has(row, "seed")}) > 1:
         told += "Mean ± standard deviation over seeds of the calibration text.\n"
     if unpacked:
-        told += f"No layout stores {', '.join(unpacked)}: judged without packing, bits and bytes are as if packed.\n"
+        told += (
+            f"No layout stores {', '.join(unpacked)}: judged without packing, bits and bytes are "
+            "as if packed.\n"
+        )
     return told
 
 
 def quality(rows: Sequence[Row]) -> list[Column]:
     """List the columns of quality and size."""
-    found = [Column("bits", "bits", lambda value: f"{value:.3f}"), Column("size", "bytes", format_bytes)]
+    found = [
+        Column("bits", "bits", lambda value: f"{value:.3f}"),
+        Column("size", "bytes", format_bytes),
+    ]
     texts = labels(rows, "text")
-    found += [Column(f"ppl {text}", f"text:{text}:ppl", lambda value: f"{value:.3f}") for text in texts]
+    found += [
+        Column(f"ppl {text}", f"text:{text}:ppl", lambda value: f"{value:.3f}") for text in texts
+    ]
     found += [Column(f"KL {text}", f"text:{text}:kld", _thousandths) for text in texts]
     found += [Column("tasks", "tasks:value", _percent)]
     found += [Column(label, f"code:{label}", _percent) for label in labels(rows, "code")]
@@ -88,7 +140,9 @@ def quality(rows: Sequence[Row]) -> list[Column]:
 
 
 def tails(rows: Sequence[Row]) -> list[Column]:
-    """List the columns of the divergence's tails: all of the first text, of others the 99th percentile."""
+    """List the columns of the divergence's tails: all of the first text, of others the 99th
+    percentile.
+    """
     texts = labels(rows, "text")
     found = [Column(f"p99 {text}", f"text:{text}:kld_p99", _thousandths) for text in texts]
     for head, key, write in (
@@ -101,9 +155,14 @@ def tails(rows: Sequence[Row]) -> list[Column]:
 
 
 def tasks(rows: Sequence[Row]) -> list[Column]:
-    """List the columns of tasks: each value, and the mean difference to the unquantized model with its interval."""
+    """List the columns of tasks: each value, and the mean difference to the unquantized model with
+    its interval.
+    """
     found = [Column(task, f"task:{task}:value", _percent) for task in labels(rows, "task")]
-    found += [Column("mean", "tasks:value", _percent), Column("std error", "tasks:stderr", _percent, False)]
+    found += [
+        Column("mean", "tasks:value", _percent),
+        Column("std error", "tasks:stderr", _percent, False),
+    ]
     found += [Column("difference", "tasks:difference", _points)]
     found += [Column("95 % from", "tasks:difference_low", _points, False)]
     found += [Column("to", "tasks:difference_high", _points, False)]
@@ -111,7 +170,9 @@ def tasks(rows: Sequence[Row]) -> list[Column]:
 
 
 def cells(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table, in which seeds are one row, without rows that have no value."""
+    """Return the head and the rows of a table, in which seeds are one row, without rows that have
+    no value.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if any(_has(row, each.key) for each in columns):
@@ -120,7 +181,10 @@ def cells(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[list[str], li
     body = [
         [
             *(str(group[0].get(key) or DASH) for key in heads),
-            *(_cell([row[each.key] for row in group if _has(row, each.key)], each) for each in columns),
+            *(
+                _cell([row[each.key] for row in group if _has(row, each.key)], each)
+                for each in columns
+            ),
         ]
         for group in groups.values()
     ]
@@ -131,7 +195,11 @@ def identity(rows: Sequence[Row]) -> list[str]:
     """List the columns that name a row: the recipe too if the others do not tell recipes apart."""
     usual = ["precision", "grouping", "method"]
     recipes = {row["recipe"]: tuple(row.get(key) for key in usual) for row in rows}
-    return [*(["recipe"] if len(set(recipes.values())) < len(recipes) else []), *usual, "calibration"]
+    return [
+        *(["recipe"] if len(set(recipes.values())) < len(recipes) else []),
+        *usual,
+        "calibration",
+    ]
 
 
 def name(row: Row) -> str:
@@ -143,7 +211,11 @@ def name(row: Row) -> str:
 
 def labels(rows: Sequence[Row], kind: str) -> list[str]:
     """List the names of the texts, tasks or scores that rows have."""
-    return list(dict.fromkeys(key.split(":")[1] for row in rows for key in row if key.startswith(f"{kind}:")))
+    return list(
+        dict.fromkeys(
+            key.split(":")[1] for row in rows for key in row if key.startswith(f"{kind}:")
+        )
+    )
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
@@ -164,7 +236,11 @@ def _has(row: Mapping[str, Any], key: str) -> bool:
 def _cell(values: Sequence[float], column: Column) -> str:
     if not values:
         return DASH
-    spread = f" ± {column.write(stdev(values)).lstrip('+')}" if column.spreads and len(set(values)) > 1 else ""
+    spread = (
+        f" ± {column.write(stdev(values)).lstrip('+')}"
+        if column.spreads and len(set(values)) > 1
+        else ""
+    )
     return column.write(fmean(values)) + spread
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 
 class ShortRepr:
-    """The base of a class made with `dataclass(repr=False)`, which chooses the facts of its repr in `_shown`."""
+    """The base of a class made with `dataclass(repr=False)`, which chooses the facts of its repr in
+    `_shown`.
+    """
 
     def _shown(self) -> dict[str, Any]:
         raise NotImplementedError

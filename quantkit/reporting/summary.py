@@ -11,14 +11,17 @@ from quantkit.reporting.templates import printable
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """Format the closing table for a terminal: figures, then one line for each event that must not be silent."""
+    """Format the closing table for a terminal: figures, then one line for each event that must not
+    be silent.
+    """
     layers, totals = report.get("layers", []), report.get("totals", {})
     peak, ranks = totals.get("peak_memory", {}), report.get("ranks", [])
     rows = [
         ("failed", report.get("failed", "")),
         (
             "so far" if "failed" in report else "done",
-            f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, {report.get('layout')}",
+            f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, "
+            f"{report.get('layout')}",
         ),
         facts.same_values(report),
         ("size", facts.sizes(totals)),
@@ -36,16 +39,24 @@ def summary(report: Mapping[str, Any]) -> str:
         ("left out", facts.left_out(report)),
         ("processes", ", then ".join(map(str, ranks if isinstance(ranks, list) else [ranks]))),
         ("time", _times(report, totals)),
-        ("memory", ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items())),
+        (
+            "memory",
+            ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items()),
+        ),
         *(("note", line) for line in facts.events(report)),
     ]
     return "\n".join(f"{label:<13} {printable(text)}" for label, text in rows if text)
 
 
 def line(report: Mapping[str, Any]) -> str:
-    """Format a report as one line: what was done, its size, its mean error, and how many notes the report has."""
+    """Format a report as one line: what was done, its size, its mean error, and how many notes the
+    report has.
+    """
     layers, notes = report.get("layers", []), len(list(facts.events(report)))
-    head = f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, {report.get('layout')}"
+    head = (
+        f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, "
+        f"{report.get('layout')}"
+    )
     error = facts.weight_error(layers).partition(", worst")[0]
     parts = [
         head,
@@ -64,7 +75,12 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ratio = loss / rounded if loss is not None and rounded else None
         numbers = [layer.get("relative_error"), ratio, layer.get("seconds")]
         cells = [layer.get("name"), layer.get("shape"), layer.get("scheme")]
-        found.append((*(printable(str(cell)) for cell in cells), *("-" if x is None else f"{x:.4g}" for x in numbers)))
+        found.append(
+            (
+                *(printable(str(cell)) for cell in cells),
+                *("-" if x is None else f"{x:.4g}" for x in numbers),
+            )
+        )
     return found
 
 

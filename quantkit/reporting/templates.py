@@ -25,7 +25,9 @@ def raw(file: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Join untrusted text into one line without control characters, which would hide or reorder what follows."""
+    """Join untrusted text into one line without control characters, which would hide or reorder
+    what follows.
+    """
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
 
 

@@ -1,4 +1,6 @@
-"""Compare what an engine loads with the folder: its files with their recorded hashes, its tensors with the files."""
+"""Compare what an engine loads with the folder: its files with their recorded hashes, its tensors
+with the files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ PLACES, BYTES = 8, 256
 
 
 class FolderCheck:
-    """The comparison of one model: `begin` it when its files are read, and `require` it before they are used."""
+    """The comparison of one model: `begin` it when its files are read, and `require` it before they
+    are used.
+    """
 
     def __init__(self) -> None:
         self._model: tuple[str, str | None, str | None] | None = None
@@ -33,7 +37,9 @@ class FolderCheck:
         self._running: Future[None] | None = None
 
     def expect(self, model: str, revision: str | None, cache: str | None, hashes: bool) -> None:
-        """Name the folder, or the hub id whose snapshot is in `cache`; with `hashes` this process hashes its files."""
+        """Name the folder, or the hub id whose snapshot is in `cache`; with `hashes` this process
+        hashes its files.
+        """
         if os.environ.get(VARIABLE) != "0":
             self._model, self._hashes = (model, revision, cache), hashes
 
@@ -42,7 +48,10 @@ class FolderCheck:
         if self._model is None or self._folder is not None:
             return
         model, *where = self._model
-        self._model, folder = None, Path(model) if os.path.isdir(model) else _snapshot(model, *where)
+        self._model, folder = (
+            None,
+            Path(model) if os.path.isdir(model) else _snapshot(model, *where),
+        )
         if folder is None:  # other loaders of an engine read from elsewhere
             return
         self._folder = Checkpoint(folder, trust_remote_code=True)
@@ -53,7 +62,9 @@ class FolderCheck:
             pool.shutdown(wait=False)
 
     def is_stored(self, names: Iterable[str], tensor: Tensor) -> bool:
-        """Return False if the folder has a tensor of one of `names`, and `tensor` is another one in a few places."""
+        """Return False if the folder has a tensor of one of `names`, and `tensor` is another one in
+        a few places.
+        """
         name = next((name for name in names if name in self._names), None)
         if self._folder is None or name is None:
             return True
@@ -62,7 +73,9 @@ class FolderCheck:
         rows = max(1, -(-BYTES * len(tensor) // max(1, tensor.nbytes)))
         for start in sorted({len(tensor) * place // PLACES for place in range(PLACES)}):
             part = slice(start, start + rows)
-            if not torch.equal(raw_bytes(tensor[part].contiguous()), raw_bytes(self._folder.get(name, part))):
+            if not torch.equal(
+                raw_bytes(tensor[part].contiguous()), raw_bytes(self._folder.get(name, part))
+            ):
                 return False
         return True
 
@@ -96,5 +109,7 @@ def _snapshot(model: str, revision: str | None, cache: str | None) -> Path | Non
     from huggingface_hub import snapshot_download
 
     with suppress(Exception):  # the hub's client has several for what is not there
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+        )
     return None

@@ -1,7 +1,8 @@
-"""Which folders quantkit serves inside an engine, and the scheme of each layer, without an engine's classes.
+"""Which folders quantkit serves inside an engine, and the scheme of each layer, without an engine's
+classes.
 
-Engines call layers by names of their own: they join linears, and rename prefixes in wrapper models. They tell the
-config of both before they build layers.
+Engines call layers by names of their own: they join linears, and rename prefixes in wrapper models.
+They tell the config of both before they build layers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ METHOD = "quantkit"
 
 
 class EngineConfig:
-    """The layout and the schemes of a folder: the first base of an engine's config. `ENGINE` is for messages."""
+    """The layout and the schemes of a folder: the first base of an engine's config. `ENGINE` is for
+    messages.
+    """
 
     ENGINE = ""
     #: The engine's name of joined linears -> those that it joins.
@@ -41,7 +44,8 @@ class EngineConfig:
         self.damage = FolderCheck()
         self._patterns = [entry[3:] for entry in schemes.ignore if entry.startswith("re:")]
         self._dense = frozenset(schemes.ignore)
-        #: The engine's name -> the name in the folder, for names that the config states; then pairs of prefixes.
+        #: The engine's name -> the name in the folder, for names that the config states; then pairs
+        #: of prefixes.
         self._stated: dict[str, str] = {}
         self._prefixes: dict[str, str] = {}
 
@@ -66,28 +70,39 @@ class EngineConfig:
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim folders in layouts of quantkit's kernels, and any that it reads if the user asks; None for others."""
+        """Claim folders in layouts of quantkit's kernels, and any that it reads if the user asks;
+        None for others.
+        """
         return METHOD if user_quant == METHOD or is_kernel_layout(hf_quant_cfg) else None
 
     def learn_head(self, hf_config: Any) -> None:
         """Remember whether the head is tied to the embeddings."""
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-        self.is_head_tied = any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text))
+        self.is_head_tied = any(
+            getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)
+        )
 
     def learn_names(self, mapper: Any) -> None:
-        """Remember how the engine renames the tensors of a model, to find a linear's name in the folder."""
+        """Remember how the engine renames the tensors of a model, to find a linear's name in the
+        folder.
+        """
         named = [literal(pattern) for pattern, _ in self.schemes.overrides] + sorted(self._dense)
         for name in [*self._stated, *filter(None, named)]:
             for renamed in mapper.apply_list([f"{name}.weight"]):
-                self._stated.setdefault(renamed.removesuffix(".weight"), self._stated.get(name, name))
+                self._stated.setdefault(
+                    renamed.removesuffix(".weight"), self._stated.get(name, name)
+                )
         prefixes = mapper.orig_to_new_prefix.items()
         self._prefixes |= {new: old for old, new in prefixes if new is not None}
 
-    def scheme_of_layer(self, layer: Any, prefix: str, head: type, linear: type) -> tuple[Scheme | None, bool]:
-        """Return the scheme of a layer, None if it is dense or none of ours, and whether it is a linear.
+    def scheme_of_layer(
+        self, layer: Any, prefix: str, head: type, linear: type
+    ) -> tuple[Scheme | None, bool]:
+        """Return the scheme of a layer, None if it is dense or none of ours, and whether it is a
+        linear.
 
-        `head` and `linear` are the engine's classes. ValueError for a packed head, and for linears of several schemes
-        that the engine joins.
+        `head` and `linear` are the engine's classes. ValueError for a packed head, and for linears
+        of several schemes that the engine joins.
         """
         if isinstance(layer, head):
             dense = self.is_dense(prefix) or self.is_dense(prefix.rpartition(".")[2])
@@ -96,7 +111,8 @@ class EngineConfig:
             if not dense and not self.is_head_tied:
                 named = prefix or "the output head"
                 raise ValueError(
-                    f"{named} is packed, which {self.ENGINE} does not serve with quantkit: quantize without it"
+                    f"{named} is packed, which {self.ENGINE} does not serve with quantkit: "
+                    "quantize without it"
                 )
         elif isinstance(layer, linear):
             names = self.members(prefix)
@@ -121,22 +137,37 @@ class EngineConfig:
         return next(iter(first))
 
     def _mixed(self, schemes: Mapping[str, Scheme | None]) -> ValueError:
-        mixed = ", ".join(f"{name} {'dense' if s is None else s.label}" for name, s in schemes.items())
-        return ValueError(f"{self.ENGINE} joins {mixed}: quantize them alike, with --set fused_alike=true")
+        mixed = ", ".join(
+            f"{name} {'dense' if s is None else s.label}" for name, s in schemes.items()
+        )
+        return ValueError(
+            f"{self.ENGINE} joins {mixed}: quantize them alike, with --set fused_alike=true"
+        )
 
     def check_stored(self, name: str, suffix: str, tensor: Tensor) -> None:
-        """Raise LayoutError if an engine has changed a tensor of the linear `name` before it hands it on."""
+        """Raise LayoutError if an engine has changed a tensor of the linear `name` before it hands
+        it on.
+        """
         if not self.damage.is_stored((f"{each}.{suffix}" for each in self.in_folder(name)), tensor):
             raise reordered(name, self.ENGINE)
 
     def members(self, prefix: str) -> list[str]:
-        """Name the linears that the engine joins into the linear `prefix`, itself if it joins none."""
+        """Name the linears that the engine joins into the linear `prefix`, itself if it
+        joins none.
+        """
         parent, _, leaf = prefix.rpartition(".")
-        usual = next((members for joined, members in JOINED if joined == leaf), (leaf,))  # some classes do not tell
-        return [f"{parent}.{member}".lstrip(".") for member in self.packed_modules_mapping.get(leaf, usual)]
+        usual = next(
+            (members for joined, members in JOINED if joined == leaf), (leaf,)
+        )  # some classes do not tell
+        return [
+            f"{parent}.{member}".lstrip(".")
+            for member in self.packed_modules_mapping.get(leaf, usual)
+        ]
 
     def _schemes(self, prefix: str, names: list[str]) -> dict[str, Scheme | None]:
-        """Find the scheme of each linear that is joined, None for a dense one; on disk they may be joined too."""
+        """Find the scheme of each linear that is joined, None for a dense one; on disk they may be
+        joined too.
+        """
         if self.is_dense(prefix) or self.scheme(prefix) != self.schemes.default:
             return dict.fromkeys(names, None if self.is_dense(prefix) else self.scheme(prefix))
         return {name: None if self.is_dense(name) else self.scheme(name) for name in names}
@@ -144,34 +175,45 @@ class EngineConfig:
     def is_dense(self, name: str) -> bool:
         """Return True if the config leaves the linear, which the engine calls `name`, dense."""
         return any(
-            each in self._dense or any(matches(f"(?:{pattern}).*", each) for pattern in self._patterns)
+            each in self._dense
+            or any(matches(f"(?:{pattern}).*", each) for pattern in self._patterns)
             for each in self.in_folder(name)
         )
 
     def scheme(self, name: str) -> Scheme:
         """Give the scheme of the linear that the engine calls `name`."""
         found = map(self.schemes.of, self.in_folder(name))
-        return next((scheme for scheme in found if scheme != self.schemes.default), self.schemes.default)
+        return next(
+            (scheme for scheme in found if scheme != self.schemes.default), self.schemes.default
+        )
 
     def in_folder(self, name: str) -> Iterator[str]:
-        """Yield the names that a linear may have in the folder: the engine's, and those before its renaming."""
+        """Yield the names that a linear may have in the folder: the engine's, and those before its
+        renaming.
+        """
         yield name
         if name in self._stated:
             yield self._stated[name]
-        yield from (old + name[len(new) :] for new, old in self._prefixes.items() if name.startswith(new))
+        yield from (
+            old + name[len(new) :] for new, old in self._prefixes.items() if name.startswith(new)
+        )
 
 
 def reordered(name: str, engine: str) -> LayoutError:
-    """Say that an engine changes a weight before it hands it on, which would silently give a wrong one."""
+    """Say that an engine changes a weight before it hands it on, which would silently give a wrong
+    one.
+    """
     return LayoutError(
-        f"{engine}'s class of this model reorders it while loading, which packed words do not survive",
+        f"{engine}'s class of this model reorders it while loading, which packed words do not "
+        "survive",
         Words("leave it dense with", Setting("skip", f".*{name.rpartition('.')[2]}")),
         subject=name,
     )
 
 
 def is_kernel_layout(config: Mapping[str, Any]) -> bool:
-    """Return True for a `quantization_config` of a layout that one of quantkit's kernels multiplies.
+    """Return True for a `quantization_config` of a layout that one of quantkit's kernels
+    multiplies.
 
     A malformed one counts too, if another reader would take it for something else.
     """

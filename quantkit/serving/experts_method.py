@@ -1,4 +1,6 @@
-"""The packed experts of a layer inside an engine: loading parameters, a rank's experts or their shares, the product."""
+"""The packed experts of a layer inside an engine: loading parameters, a rank's experts or their
+shares, the product.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.engine_method import require_kernels
 from quantkit.serving.shards import JoinedWeight, Part, StackedWeight
 
-#: Engines' names of an expert's linears but the gate, "w1". Parameters of gate and up begin with the first of PREFIXES.
+#: Engines' names of an expert's linears but the gate, "w1". Parameters of gate and up begin with
+#: the first of PREFIXES.
 DOWN, UP = "w2", "w3"
 PREFIXES = ("w13_", "w2_")
 
 
 class ExpertSizes(NamedTuple):
-    """The features of a layer of experts: those of tokens, and those between both products in all and on a rank."""
+    """The features of a layer of experts: those of tokens, and those between both products in all
+    and on a rank.
+    """
 
     hidden: int
     inner: int
@@ -29,12 +34,15 @@ class ExpertSizes(NamedTuple):
 
 
 class PackedExpertsMethod:
-    """Loads the experts that the engine calls `prefix`, and multiplies with them: the first base of an engine's method.
+    """Loads the experts that the engine calls `prefix`, and multiplies with them: the first base of
+    an engine's method.
 
     `names` are an expert's linears in the folder: gate and up, or up alone, and down.
     """
 
-    def __init__(self, config: EngineConfig, scheme: Scheme, prefix: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, config: EngineConfig, scheme: Scheme, prefix: str, names: Sequence[str]
+    ) -> None:
         self.config, self.scheme, self.prefix, self.names = config, scheme, prefix, names
 
     def register(
@@ -45,22 +53,39 @@ class PackedExpertsMethod:
         place: tuple[int, int],
         parameter: Callable[[torch.dtype, Callable[..., bool]], Any],
     ) -> None:
-        """Register a parameter for each suffix of the layout, for the experts of this rank, which `numbers` names.
+        """Register a parameter for each suffix of the layout, for the experts of this rank, which
+        `numbers` names.
 
-        `place` is the rank, and the number of ranks that share each expert. LayoutError if experts cannot be split over
-        them, or no kernel takes them; KernelError if none runs here.
+        `place` is the rank, and the number of ranks that share each expert. LayoutError if experts
+        cannot be split over them, or no kernel takes them; KernelError if none runs here.
         """
         *firsts, down = self.names
         hidden, inner, of_rank = sizes
 
         def weight(parts: list[Part], columns: tuple[int, int]) -> JoinedWeight:
-            return JoinedWeight(parts[0].name, self.config.layout, self.scheme, parts, columns, *place, is_expert=True)
+            return JoinedWeight(
+                parts[0].name,
+                self.config.layout,
+                self.scheme,
+                parts,
+                columns,
+                *place,
+                is_expert=True,
+            )
 
-        def each(leaves: Sequence[str], size: tuple[int, int], columns: tuple[int, int]) -> StackedWeight:
-            named = [[Part(f"{self.prefix}.{number}.{leaf}", *size) for leaf in leaves] for number in numbers]
+        def each(
+            leaves: Sequence[str], size: tuple[int, int], columns: tuple[int, int]
+        ) -> StackedWeight:
+            named = [
+                [Part(f"{self.prefix}.{number}.{leaf}", *size) for leaf in leaves]
+                for number in numbers
+            ]
             return StackedWeight([weight(parts, columns) for parts in named])
 
-        both = each(firsts, (inner, of_rank), (hidden, hidden)), each([down], (hidden, hidden), (inner, of_rank))
+        both = (
+            each(firsts, (inner, of_rank), (hidden, hidden)),
+            each([down], (hidden, hidden), (inner, of_rank)),
+        )
         device = torch.empty(0).device
         require_kernels(device, self.config.ENGINE)
         layer.quantkit_experts = both
@@ -72,7 +97,9 @@ class PackedExpertsMethod:
                 layer.register_parameter(start + suffix, parameter(dtype, loader))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the loading parameters by the stacks of packed experts; CheckpointError if the folder is damaged."""
+        """Replace the loading parameters by the stacks of packed experts; CheckpointError if the
+        folder is damaged.
+        """
         self.config.damage.require()
         both = layer.__dict__.pop("quantkit_experts", None)
         if both is None:
@@ -89,7 +116,9 @@ class PackedExpertsMethod:
         outs = both[0].experts[0].out, both[1].experts[0].out
         layer.quantkit_layout = "/".join(dict.fromkeys(weight.layout for weight in found))
         layer.quantkit_out = outs[1]
-        layer.quantkit_handle = prepare_experts(found[0], found[1], outs, self.activation(layer), layer.params_dtype)
+        layer.quantkit_handle = prepare_experts(
+            found[0], found[1], outs, self.activation(layer), layer.params_dtype
+        )
         device = layer.get_parameter(layer.quantkit_names[0][0]).device
         layer.quantkit_kernel = "grouped" if device.type == "cuda" else "decoded"
 
@@ -97,7 +126,9 @@ class PackedExpertsMethod:
         raise NotImplementedError
 
     def multiply(self, layer: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Add the outputs of the experts `ids` of each token, times their weights: `[m, hidden]`; -1 is no expert."""
+        """Add the outputs of the experts `ids` of each token, times their weights: `[m, hidden]`;
+        -1 is no expert.
+        """
         first, second = ([getattr(layer, name) for name in names] for names in layer.quantkit_names)
         product: Tensor = torch.ops.quantkit.engine_experts(
             x, first, second, weights, ids, layer.quantkit_handle, layer.quantkit_out
@@ -117,7 +148,9 @@ class PackedExpertsMethod:
         expert_id: int,
         return_success: bool = False,
     ) -> bool:
-        """Take one tensor of the folder, if its expert is this rank's. The arguments have the names that vLLM uses."""
+        """Take one tensor of the folder, if its expert is this rank's. The arguments have the names
+        that vLLM uses.
+        """
         self.config.damage.begin()
         expert = local.get(expert_id)
         if expert is None:

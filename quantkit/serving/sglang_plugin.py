@@ -1,7 +1,8 @@
-"""The entry point of SGLang's plug-in: `register`, which SGLang calls once in each of its processes.
+"""The entry point of SGLang's plug-in: `register`, which SGLang calls once in each of its
+processes.
 
-SGLang keeps its methods in a table, and asks them in their order whether a folder is theirs. It has no function that
-registers one. No kernel is compiled, and CuPy is not imported.
+SGLang keeps its methods in a table, and asks them in their order whether a folder is theirs. It has
+no function that registers one. No kernel is compiled, and CuPy is not imported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ logger = logging.getLogger("sglang.quantkit")
 
 
 def register() -> None:
-    """Put quantkit's method before those of SGLang; one warning says so if this SGLang cannot take it."""
+    """Put quantkit's method before those of SGLang; one warning says so if this SGLang cannot take
+    it.
+    """
     try:
         from sglang.srt.arg_groups.choices import add_quantization_method_choices
         from sglang.srt.layers.quantization import QUANTIZATION_METHODS

@@ -1,4 +1,6 @@
-"""The config of quantkit's method inside SGLang, which gives each layer its method, and that method."""
+"""The config of quantkit's method inside SGLang, which gives each layer its method, and that
+method.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantkitConfig:
-        """Read a `quantization_config`, to which SGLang adds the model's config and the names that it joins."""
+        """Read a `quantization_config`, to which SGLang adds the model's config and the names that
+        it joins.
+        """
         added = ("packed_modules_mapping", "hf_config")
-        found = cls(*read_config({key: value for key, value in config.items() if key not in added}, "config.json"))
+        found = cls(
+            *read_config(
+                {key: value for key, value in config.items() if key not in added}, "config.json"
+            )
+        )
         found.packed_modules_mapping = dict(config.get("packed_modules_mapping", {}))
         hf_config = config.get("hf_config")
         found.learn_head(hf_config)
@@ -49,9 +57,12 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
         """Make the method of a layer; None leaves it to SGLang. ValueError as `scheme_of_layer`."""
         if isinstance(layer, FusedMoE):
             inside = tuple(f"{name}." for name in self.in_folder(prefix))
-            if not self.is_dense(prefix) and not any(entry.startswith(inside) for entry in self.schemes.ignore):
+            if not self.is_dense(prefix) and not any(
+                entry.startswith(inside) for entry in self.schemes.ignore
+            ):
                 raise ValueError(
-                    f"{prefix} are packed experts, which quantkit's plug-in does not serve in SGLang: use the layout "
+                    f"{prefix} are packed experts, which quantkit's plug-in does not serve in "
+                    "SGLang: use the layout "
                     "compressed-tensors without --quantization quantkit"
                 )
             return None
@@ -70,7 +81,8 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
         rank, size = get_group_rank_size(layer.tp_group)
         if get_group_rank_size(getattr(layer, "kv_tp_group", layer.tp_group)) != (rank, size):
             raise ValueError(
-                f"{self.prefix}: quantkit's plug-in splits keys and values as queries, not over other GPUs"
+                f"{self.prefix}: quantkit's plug-in splits keys and values as queries, not over "
+                "other GPUs"
             )
         return rank, size
 

@@ -1,8 +1,10 @@
-"""A rank's share of a linear: collect its packed tensors as an engine reads them, then pack them for a kernel.
+"""A rank's share of a linear: collect its packed tensors as an engine reads them, then pack them
+for a kernel.
 
-An engine joins several stored weights into one linear (queries, keys and values), or finds them joined on disk. It
-splits a linear over its ranks by rows or by columns. Layouts differ in what a slice of their tensors means, so each
-stored weight is unpacked, sliced and packed again, which changes no value. At most one linear is unpacked at a time.
+An engine joins several stored weights into one linear (queries, keys and values), or finds them
+joined on disk. It splits a linear over its ranks by rows or by columns. Layouts differ in what a
+slice of their tensors means, so each stored weight is unpacked, sliced and packed again, which
+changes no value. At most one linear is unpacked at a time.
 """
 
 from __future__ import annotations
@@ -16,14 +18,21 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, about
-from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel, places, places_of_experts
+from quantkit.inference.kernel_weight import (
+    KernelWeight,
+    pack_for_kernel,
+    places,
+    places_of_experts,
+)
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import recast
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the weights that are joined: its name, its rows in the folder, and how many of them a rank has."""
+    """One of the weights that are joined: its name, its rows in the folder, and how many of them a
+    rank has.
+    """
 
     name: str
     total: int
@@ -34,8 +43,8 @@ class Part:
 class JoinedWeight:
     """The packed tensors of one linear of an engine, on `rank` of `ranks`.
 
-    `columns` are the input features of the whole linear, and those of a rank. All parts have the same `scheme`. An
-    expert is packed as all experts of its scheme and shape.
+    `columns` are the input features of the whole linear, and those of a rank. All parts have the
+    same `scheme`. An expert is packed as all experts of its scheme and shape.
     """
 
     name: str
@@ -58,13 +67,21 @@ class JoinedWeight:
     def stored(self) -> dict[str, torch.dtype]:
         """The suffixes of the tensors of each stored weight, and their dtypes in the layout."""
         n, k = sum(part.total for part in self.parts), self.scheme.padded_k(self.columns[0])
-        return {suffix: dtype for suffix, (dtype, _) in self.layout.stored(self.scheme, n, k).items()}
+        return {
+            suffix: dtype for suffix, (dtype, _) in self.layout.stored(self.scheme, n, k).items()
+        }
 
     def check(self) -> None:
-        """Raise LayoutError unless the columns can be split, and a kernel may take a rank's share."""
+        """Raise LayoutError unless the columns can be split, and a kernel may take a
+        rank's share.
+        """
         k = self.columns[1]
         if self.columns[0] != k and not _is_whole(self.scheme, k):
-            sizes = [str(size) for size in range(1, 9) if not self.columns[0] % size and self._splits_over(size)]
+            sizes = [
+                str(size)
+                for size in range(1, 9)
+                if not self.columns[0] % size and self._splits_over(size)
+            ]
             unit = f"groups of {self.scheme.group_size}" if self.scheme.group_size else "quads"
             raise LayoutError(
                 f"its {self.columns[0]} columns in {unit} cannot be split over {self.ranks} GPUs",
@@ -84,8 +101,8 @@ class JoinedWeight:
     def add(self, which: Sequence[int], suffix: str, tensor: Tensor) -> None:
         """Take one packed tensor of the stored weight that has the consecutive parts `which`.
 
-        Once all tensors are there, the rank's share is packed and they are freed. CheckpointError for a second tensor
-        of one name; LayoutError for tensors that hold no such weight.
+        Once all tensors are there, the rank's share is packed and they are freed. CheckpointError
+        for a second tensor of one name; LayoutError for tensors that hold no such weight.
         """
         tensors = self._stored.setdefault(tuple(which), {})
         if suffix in tensors or self._packed is not None:
@@ -107,7 +124,9 @@ class JoinedWeight:
             covered = {part for which in self._stored for part in which}
             for index, part in enumerate(self.parts):
                 if index not in covered:
-                    raise CheckpointError(f"{part.name} is not in the folder, or not packed", "fetch the folder again")
+                    raise CheckpointError(
+                        f"{part.name} is not in the folder, or not packed", "fetch the folder again"
+                    )
             self._packed = self._pack()
         found, self._packed = self._packed, None
         return found
@@ -131,9 +150,15 @@ class JoinedWeight:
         q = self.layout.unpack(tensors, self.scheme)
         n, k = sum(self.parts[part].total for part in which), self.scheme.padded_k(self.columns[0])
         if q.shape[0] < n or q.shape[1] < k:
-            raise CheckpointError(f"it is packed from {list(q.shape)}, config.json asks for {[n, self.columns[0]]}")
+            raise CheckpointError(
+                f"it is packed from {list(q.shape)}, config.json asks for {[n, self.columns[0]]}"
+            )
         q = recast(q, self.scheme, (n, k))
-        columns = share(*self.columns, self.rank, self.ranks) if self.columns[0] != self.columns[1] else range(k)
+        columns = (
+            share(*self.columns, self.rank, self.ranks)
+            if self.columns[0] != self.columns[1]
+            else range(k)
+        )
         found, start = [], 0
         for part in (self.parts[index] for index in which):
             rows = share(part.total, part.rows, self.rank, self.ranks)
@@ -146,7 +171,9 @@ class JoinedWeight:
 
 
 class StackedWeight:
-    """The packed weights of several experts, stacked `[experts, ...]`, each as soon as its tensors are there."""
+    """The packed weights of several experts, stacked `[experts, ...]`, each as soon as its tensors
+    are there.
+    """
 
     def __init__(self, experts: Sequence[JoinedWeight]) -> None:
         self.experts = experts
@@ -162,7 +189,9 @@ class StackedWeight:
             self._stack_up(expert)
 
     def packed(self) -> KernelWeight:
-        """Give up the stack, whose `shape` is that of one expert; CheckpointError if a tensor is missing."""
+        """Give up the stack, whose `shape` is that of one expert; CheckpointError if a tensor is
+        missing.
+        """
         for expert in sorted(self._missing):
             self._stack_up(expert)
         assert self._stack is not None
@@ -173,7 +202,10 @@ class StackedWeight:
         found = self.experts[expert].packed()
         if self._stack is None:
             count = len(self.experts)
-            empty = {suffix: tensor.new_empty((count, *tensor.shape)) for suffix, tensor in found.tensors.items()}
+            empty = {
+                suffix: tensor.new_empty((count, *tensor.shape))
+                for suffix, tensor in found.tensors.items()
+            }
             self._stack = found._replace(tensors=empty)
         assert found[:3] == self._stack[:3]
         for suffix, tensor in found.tensors.items():
@@ -182,7 +214,9 @@ class StackedWeight:
 
 
 def share(total: int, size: int, rank: int, ranks: int) -> range:
-    """Give the rows or columns of a rank, `size` of `total`; neighbouring ranks share them if the parts are fewer."""
+    """Give the rows or columns of a rank, `size` of `total`; neighbouring ranks share them if the
+    parts are fewer.
+    """
     first = rank * (total // size) // ranks * size
     return range(first, first + size)
 

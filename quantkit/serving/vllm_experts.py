@@ -14,17 +14,24 @@ from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.experts_method import ExpertSizes, PackedExpertsMethod
 from quantkit.serving.vllm_layer import QuantkitParameter, expect_folder
 
-#: The only way of vLLM to exchange tokens between data-parallel ranks that asks nothing of a method.
+#: The only way of vLLM to exchange tokens between data-parallel ranks that asks nothing of a
+#: method.
 EXCHANGE = "allgather_reducescatter"
 
 
 def method_of(config: EngineConfig, layer: Any, prefix: str) -> QuantkitExpertsMethod | None:
-    """Make the method of a layer of experts, None if they are dense. ValueError for what is not served."""
+    """Make the method of a layer of experts, None if they are dense. ValueError for what is not
+    served.
+    """
     if not hasattr(layer, "expert_map_manager"):
-        raise ValueError(f"{prefix}: quantkit's plug-in knows no experts of a vLLM before 0.26: update vLLM")
+        raise ValueError(
+            f"{prefix}: quantkit's plug-in knows no experts of a vLLM before 0.26: update vLLM"
+        )
     gate, down, up = layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name
     names = (gate, up, down) if layer.moe_config.is_act_and_mul else (up or gate, down)
-    every = (f"{prefix}.{number}.{name}" for number in range(layer.global_num_experts) for name in names)
+    every = (
+        f"{prefix}.{number}.{name}" for number in range(layer.global_num_experts) for name in names
+    )
     scheme = config.scheme_of_experts(prefix, every)
     if scheme is None:
         return None
@@ -51,7 +58,12 @@ class QuantkitExpertsMethod(PackedExpertsMethod, FusedMoEMethodBase):  # type: i
     """Loads the experts of one layer of vLLM and multiplies with them; vLLM routes the tokens."""
 
     def __init__(
-        self, config: EngineConfig, scheme: Scheme, prefix: str, names: tuple[str, ...], moe_config: Any
+        self,
+        config: EngineConfig,
+        scheme: Scheme,
+        prefix: str,
+        names: tuple[str, ...],
+        moe_config: Any,
     ) -> None:
         PackedExpertsMethod.__init__(self, config, scheme, prefix, names)
         FusedMoEMethodBase.__init__(self, moe_config)
@@ -66,11 +78,17 @@ class QuantkitExpertsMethod(PackedExpertsMethod, FusedMoEMethodBase):  # type: i
         **extra_weight_attrs: Any,
     ) -> None:
         """Register a parameter for each suffix of the layout; errors as `register`."""
-        mapped = layer.expert_map  # all experts -> those of this rank, -1 for others; None if all are
+        mapped = (
+            layer.expert_map
+        )  # all experts -> those of this rank, -1 for others; None if all are
         found = range(num_experts) if mapped is None else (mapped >= 0).nonzero().flatten().tolist()
-        numbers = sorted(found, key=lambda number: number if mapped is None else int(mapped[number]))
+        numbers = sorted(
+            found, key=lambda number: number if mapped is None else int(mapped[number])
+        )
         parallel = self.moe.moe_parallel_config
-        sizes = ExpertSizes(hidden_size, self.moe.intermediate_size, intermediate_size_per_partition)
+        sizes = ExpertSizes(
+            hidden_size, self.moe.intermediate_size, intermediate_size_per_partition
+        )
 
         def parameter(dtype: torch.dtype, loader: Any) -> QuantkitParameter:
             return QuantkitParameter(self.prefix, dtype, loader)
@@ -96,7 +114,9 @@ class QuantkitExpertsMethod(PackedExpertsMethod, FusedMoEMethodBase):  # type: i
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of each token's experts of this rank, `[m, hidden]`; vLLM computes the shared experts."""
+        """Add the outputs of each token's experts of this rank, `[m, hidden]`; vLLM computes the
+        shared experts.
+        """
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
         if layer.apply_router_weight_on_input:  # of one expert for each token

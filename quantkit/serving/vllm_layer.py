@@ -16,7 +16,9 @@ from quantkit.serving.engine_method import PackedLinearMethod
 
 
 class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
-    """One suffix of a packed linear while it is loaded. It is empty: `weight_loader` hands each tensor on."""
+    """One suffix of a packed linear while it is loaded. It is empty: `weight_loader` hands each
+    tensor on.
+    """
 
     def __new__(cls, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
         return super().__new__(cls, torch.empty(0, dtype=dtype))
@@ -27,7 +29,9 @@ class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
 
     @property
     def output_dim(self) -> int:
-        """Refuse the question that some of vLLM's classes ask to reorder rows: packed words have no such dimension."""
+        """Refuse the question that some of vLLM's classes ask to reorder rows: packed words have no
+        such dimension.
+        """
         raise reordered(self.quantkit_name, "vLLM")
 
 
@@ -54,9 +58,11 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
         expect_folder(self.config)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the loading parameters, as the base does; `weight` answers vLLM's questions for dtype and device.
+        """Replace the loading parameters, as the base does; `weight` answers vLLM's questions for
+        dtype and device.
 
-        Without it, attention with latent heads fails. It is empty, so that nothing takes it for a dense weight.
+        Without it, attention with latent heads fails. It is empty, so that nothing takes it for a
+        dense weight.
         """
         super().process_weights_after_loading(layer)
         device = layer.get_parameter(layer.quantkit_names[0]).device

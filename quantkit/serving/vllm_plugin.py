@@ -1,6 +1,8 @@
-"""The entry point of vLLM's plug-in: `register`, which vLLM calls in each of its processes, perhaps several times.
+"""The entry point of vLLM's plug-in: `register`, which vLLM calls in each of its processes, perhaps
+several times.
 
-It registers one quantization method and changes nothing else. No kernel is compiled, and CuPy is not imported.
+It registers one quantization method and changes nothing else. No kernel is compiled, and CuPy is
+not imported.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ logger = logging.getLogger("vllm.quantkit")  # vLLM shows the lines of its own l
 
 
 def register() -> None:
-    """Register quantkit's method with vLLM; one warning says so if this vLLM was not tested, or cannot take it."""
+    """Register quantkit's method with vLLM; one warning says so if this vLLM was not tested, or
+    cannot take it.
+    """
     if (line := untested(version("vllm"))) is not None:
         logger.warning(line)
     try:
@@ -38,5 +42,6 @@ def untested(release: str) -> str | None:
         return None
     tested = " to ".join(".".join(map(str, end)) for end in TESTED)
     return (
-        f"quantkit's plug-in was tested with vLLM {tested}, this is {release}: compare the outputs before you trust it"
+        f"quantkit's plug-in was tested with vLLM {tested}, this is {release}: compare the outputs "
+        "before you trust it"
     )

@@ -1,4 +1,6 @@
-"""The config of quantkit's method inside vLLM. vLLM makes one in its front end and sends copies to its workers."""
+"""The config of quantkit's method inside vLLM. vLLM makes one in its front end and sends copies to
+its workers.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,20 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantkitConfig:
-        """Read a `quantization_config`; CheckpointError if it is malformed, or of a method that quantkit reads not."""
+        """Read a `quantization_config`; CheckpointError if it is malformed, or of a method that
+        quantkit reads not.
+        """
         from vllm import envs
 
         if envs.VLLM_BATCH_INVARIANT:
-            raise ValueError("VLLM_BATCH_INVARIANT=1: sums of quantkit's kernels depend on the batch: unset it")
+            raise ValueError(
+                "VLLM_BATCH_INVARIANT=1: sums of quantkit's kernels depend on the batch: unset it"
+            )
         return cls(*read_config(config, "config.json"))
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         self.learn_head(hf_config)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -37,7 +45,9 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> Any:
-        """Drop no tensor: newer vLLM drops `g_idx`, without which act-order would not be noticed."""
+        """Drop no tensor: newer vLLM drops `g_idx`, without which act-order would not
+        be noticed.
+        """
         from vllm.model_executor.models.utils import WeightsMapper
 
         return WeightsMapper()

@@ -1,1 +1,3 @@
-"""Text: where it comes from, how conversations become text, and the token sequences that calibrate and evaluate."""
+"""Text: where it comes from, how conversations become text, and the token sequences that calibrate
+and evaluate.
+"""

@@ -1,6 +1,8 @@
-"""Conversations: read the messages of a record, and write them as text by the model's own chat template.
+"""Conversations: read the messages of a record, and write them as text by the model's own chat
+template.
 
-Two forms are read: `role` and `content` (OpenAI), `from` and `value` (ShareGPT). Both become the first.
+Two forms are read: `role` and `content` (OpenAI), `from` and `value` (ShareGPT). Both become the
+first.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 
 from quantkit.errors import FILE, NAME, CheckpointError, Setting, Words, reason
 
-#: The role of a message that calls a tool, until it is known whether the template reads `tool_calls`.
+#: The role of a message that calls a tool, until it is known whether the template reads
+#: `tool_calls`.
 CALL = "function_call"
 #: Names of speakers in ShareGPT's and like forms -> roles of chat templates.
 SPEAKERS = {
@@ -22,10 +25,22 @@ SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
     "system": "system",
     **dict.fromkeys((CALL, "tool_call"), CALL),
-    **dict.fromkeys(("tool", "observation", "tool_response", "function_response", "function"), "tool"),
+    **dict.fromkeys(
+        ("tool", "observation", "tool_response", "function_response", "function"), "tool"
+    ),
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
-OTHER_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
+OTHER_PARTS = (
+    "image",
+    "image_url",
+    "input_image",
+    "audio",
+    "audio_url",
+    "input_audio",
+    "video",
+    "video_url",
+    "file",
+)
 #: Keys with which a message of the assistant needs no content.
 INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 #: Arguments of `apply_chat_template` that decide the form of its result, not the text.
@@ -48,7 +63,9 @@ class Without(Enum):
 class BrokenRecord(CheckpointError):
     """A record that cannot be read; `skip_bad_records` allows some."""
 
-    def __init__(self, rule: str, where: str, way_out: str = "repair the record or remove it") -> None:
+    def __init__(
+        self, rule: str, where: str, way_out: str = "repair the record or remove it"
+    ) -> None:
         more = Words("allow some with", Setting("skip_bad_records", Words("N")))
         super().__init__(rule, way_out, more, subject=where)
 
@@ -57,9 +74,9 @@ class BrokenRecord(CheckpointError):
 class Conversation:
     """Hold the messages of one record, each with `role` and a `content` of text.
 
-    `where` names file and record in errors. `dropped` are the kinds of the parts of messages that are no text.
-    `arguments` are those of the chat template that the record has, `tools` included. `unread` are the keys of the
-    record that do not reach the template.
+    `where` names file and record in errors. `dropped` are the kinds of the parts of messages that
+    are no text. `arguments` are those of the chat template that the record has, `tools` included.
+    `unread` are the keys of the record that do not reach the template.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -87,7 +104,11 @@ def read_conversation(
         messages.append(_read_message(message, dropped, f"{where}, message {number} of {key}"))
     if not any(_texts(message) for message in messages):
         return Without.IMAGES if dropped else Without.EMPTY
-    others = {name: each for name, each in (record or {}).items() if name != key and each not in (None, "", [], {})}
+    others = {
+        name: each
+        for name, each in (record or {}).items()
+        if name != key and each not in (None, "", [], {})
+    }
     system = others.get("system")
     if isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": others.pop("system")})
@@ -96,10 +117,15 @@ def read_conversation(
 
 
 def messages_in(value: Any) -> Any:
-    """Return the list of messages that JSON text or columns of a table hold, and any other value as it is."""
+    """Return the list of messages that JSON text or columns of a table hold, and any other value as
+    it is.
+    """
     value = _parsed(value)
     columns = list(value.values()) if isinstance(value, dict) else []
-    if all(isinstance(column, list) for column in columns) and len({len(column) for column in columns}) == 1:
+    if (
+        all(isinstance(column, list) for column in columns)
+        and len({len(column) for column in columns}) == 1
+    ):
         value = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
     return [_parsed(message) for message in value] if isinstance(value, list) else value
 
@@ -109,52 +135,74 @@ def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def render(tokenizer: Any, conversation: Conversation, arguments: Mapping[str, Any] | None = None) -> str:
+def render(
+    tokenizer: Any, conversation: Conversation, arguments: Mapping[str, Any] | None = None
+) -> str:
     """Write a conversation by the tokenizer's chat template, special tokens included.
 
-    `arguments` are for the template; those of the record go before them. BrokenRecord for a conversation that the
-    template refuses. CheckpointError for a model without a template, and a template that leaves the text out.
+    `arguments` are for the template; those of the record go before them. BrokenRecord for a
+    conversation that the template refuses. CheckpointError for a model without a template, and a
+    template that leaves the text out.
     """
     where = conversation.where
     if not has_chat_template(tokenizer):
         raise CheckpointError(
             "is a conversation, and the model has no chat template",
             "put its chat_template.jinja into the model's folder",
-            Words("give text with", Setting("text_column", NAME), "or another", Setting("calib", FILE)),
+            Words(
+                "give text with", Setting("text_column", NAME), "or another", Setting("calib", FILE)
+            ),
             subject=where,
         )
     given = {**(arguments or {}), **conversation.arguments}
     calls = _is_read("tool_calls", tokenizer, given)
     called = [_with_call(message, calls) for message in conversation.messages]
-    # Servers give templates the arguments of a call as an object; a few templates read JSON text alone.
-    messages, in_text = ([_with_arguments(message, form) for message in called] for form in (_parsed, _as_text))
+    # Servers give templates the arguments of a call as an object; a few templates read JSON text
+    # alone.
+    messages, in_text = (
+        [_with_arguments(message, form) for message in called] for form in (_parsed, _as_text)
+    )
     texts = [text for message in messages for text in _texts(message)]
     refused: Exception | None = None
     for form in (messages, in_text) if in_text != messages else (messages,):
-        # Templates of image-text models may read only lists of parts, and write nothing for a string.
-        in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in form]
+        # Templates of image-text models may read only lists of parts, and write nothing for a
+        # string.
+        in_parts = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            for message in form
+        ]
         try:
             for shape in (form, in_parts):
                 written = str(tokenizer.apply_chat_template(shape, tokenize=False, **given))
                 if any(text in written for text in texts):
                     return written
-        except Exception as error:  # templates raise errors of jinja, and whatever their expressions raise
+        except (
+            Exception
+        ) as error:  # templates raise errors of jinja, and whatever their expressions raise
             refused = refused or error
     if refused is not None:
-        raise BrokenRecord(f"the model's chat template refuses it ({reason(refused)})", where) from refused
-    raise CheckpointError("the model's chat template writes none of its text", "check the template", subject=where)
+        raise BrokenRecord(
+            f"the model's chat template refuses it ({reason(refused)})", where
+        ) from refused
+    raise CheckpointError(
+        "the model's chat template writes none of its text", "check the template", subject=where
+    )
 
 
 def names_unread(
     tokenizer: Any, conversations: Iterable[Conversation], arguments: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """List the arguments and keys of messages that the chat template does not name, and so cannot write."""
+    """List the arguments and keys of messages that the chat template does not name, and so cannot
+    write.
+    """
     found: dict[str, Any] = dict(arguments)
     for conversation in conversations:
         found |= dict.fromkeys(conversation.arguments)
         for message in conversation.messages:
             found |= dict.fromkeys(message)
-    return tuple(name for name in found if name not in _ALWAYS and not _is_read(name, tokenizer, arguments))
+    return tuple(
+        name for name in found if name not in _ALWAYS and not _is_read(name, tokenizer, arguments)
+    )
 
 
 def _is_read(name: str, tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
@@ -178,15 +226,21 @@ def _arguments(others: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise BrokenRecord("chat_template_kwargs is no object", where)
     if wrong := [name for name in given if name in RESERVED]:
-        raise BrokenRecord(f"chat_template_kwargs has {wrong[0]}, which is no argument of a template", where)
+        raise BrokenRecord(
+            f"chat_template_kwargs has {wrong[0]}, which is no argument of a template", where
+        )
     return {**found, **given}
 
 
 def _read_message(message: Any, dropped: list[str], where: str) -> dict[str, Any]:
-    """Return a message with role and content, and add the kinds of its parts that are no text to `dropped`."""
+    """Return a message with role and content, and add the kinds of its parts that are no text to
+    `dropped`.
+    """
     if not isinstance(message, dict):
         raise BrokenRecord("is no object with role and content", where)
-    found = {key: value for key, value in message.items() if value is not None}  # a table has every key in every row
+    found = {
+        key: value for key, value in message.items() if value is not None
+    }  # a table has every key in every row
     told = "role" in found
     speaker = found.pop("role" if told else "from", None)
     if not isinstance(speaker, str) or not speaker:
@@ -195,11 +249,17 @@ def _read_message(message: Any, dropped: list[str], where: str) -> dict[str, Any
     if role is None and not told:
         raise BrokenRecord(f"is from {speaker!r}, known are {', '.join(SPEAKERS)}", where)
     content = found.pop("content" if "content" in found else "value", None)
-    if content is None and not {"content", "value"} & message.keys() and not any(map(found.get, INSTEAD)):
+    if (
+        content is None
+        and not {"content", "value"} & message.keys()
+        and not any(map(found.get, INSTEAD))
+    ):
         raise BrokenRecord("has no content that is text", where)
     if "tool_calls" in found:  # in tables it is JSON text
         found["tool_calls"] = messages_in(found["tool_calls"])
-        if not isinstance(found["tool_calls"], list) or not all(isinstance(c, dict) for c in found["tool_calls"]):
+        if not isinstance(found["tool_calls"], list) or not all(
+            isinstance(c, dict) for c in found["tool_calls"]
+        ):
             raise BrokenRecord("has tool_calls that are no list of objects", where)
     return {"role": role or speaker, "content": _content(content, role, dropped, where), **found}
 
@@ -244,7 +304,8 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
-    """Return a message that calls tools as one of the assistant: `tool_calls` if `structured`, else as it is.
+    """Return a message that calls tools as one of the assistant: `tool_calls` if `structured`, else
+    as it is.
 
     The call is its text, or under the older key `function_call`.
     """
@@ -258,9 +319,16 @@ def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
         if not structured or not isinstance(function, dict) or "name" not in function:
             return {**message, "role": "assistant"}
         arguments = function.get("arguments", function.get("parameters", {}))
-        calls.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        calls.append(
+            {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        )
     kept = {key: value for key, value in message.items() if key != CALL}
-    return {**kept, "role": "assistant", "content": "" if of_content else message["content"], "tool_calls": calls}
+    return {
+        **kept,
+        "role": "assistant",
+        "content": "" if of_content else message["content"],
+        "tool_calls": calls,
+    }
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Records: read the rows of JSON and parquet files and of data sets, and find the text or conversation of each.
+"""Records: read the rows of JSON and parquet files and of data sets, and find the text or
+conversation of each.
 
-Records without text are left out and counted. A broken record is refused with its number, or counted where some are
-allowed.
+Records without text are left out and counted. A broken record is refused with its number, or
+counted where some are allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NAME, CheckpointError, Setting, Words, reason
-from quantkit.text.conversations import BrokenRecord, Conversation, Without, messages_in, read_conversation
+from quantkit.text.conversations import (
+    BrokenRecord,
+    Conversation,
+    Without,
+    messages_in,
+    read_conversation,
+)
 
 #: Keys of records that are read without --text-column, the first one that a record has.
 CONVERSATIONS = ("messages", "conversations")
@@ -26,7 +33,9 @@ BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\
 
 @dataclass
 class LeftOut:
-    """Count the records of a source that are left out: those without text, and at most `allowed` broken ones."""
+    """Count the records of a source that are left out: those without text, and at most `allowed`
+    broken ones.
+    """
 
     allowed: int = 0
     without: Counter[str] = field(default_factory=Counter)
@@ -50,7 +59,9 @@ class LeftOut:
 
 
 def decoded(path: Path) -> str:
-    """Return the content of a text file, UTF-8 or as its byte-order mark says, line ends unchanged."""
+    """Return the content of a text file, UTF-8 or as its byte-order mark says, line
+    ends unchanged.
+    """
     data = read_bytes(path)
     try:
         return data.decode(_encoding(data))
@@ -60,7 +71,9 @@ def decoded(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, a .gz file decompressed; CheckpointError if it cannot be read."""
+    """Return the content of a file, a .gz file decompressed; CheckpointError if it
+    cannot be read.
+    """
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
@@ -70,7 +83,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the records of a file, each with its place in words. A line that is no JSON is a BrokenRecord."""
+    """Yield the records of a file, each with its place in words. A line that is no JSON is a
+    BrokenRecord.
+    """
     if path.suffix.lower() == ".parquet":
         return _parquet_rows(path)
     data = read_bytes(path)
@@ -78,11 +93,14 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if encoding == "utf-16":
         data = decoded(path).encode()
     whole = data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    return _json_array(path) if whole else _json_lines(path, data)  # whatever the name: files are called either way
+    return (
+        _json_array(path) if whole else _json_lines(path, data)
+    )  # whatever the name: files are called either way
 
 
 def records_with(path: Path, *shapes: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a file, each with its place in words; each has the keys and types of one of `shapes`.
+    """Yield the records of a file, each with its place in words; each has the keys and types of one
+    of `shapes`.
 
     CheckpointError for the first record that has not, and for a file without records.
     """
@@ -92,12 +110,16 @@ def records_with(path: Path, *shapes: Mapping[str, type]) -> Iterator[tuple[str,
         _require_whole(row)
         fits = [shape for shape in shapes if isinstance(row, dict) and shape.keys() <= row.keys()]
         if not fits:
-            raise CheckpointError(f"needs the keys {known}: {_keys(row)}", "rename the keys", subject=where)
+            raise CheckpointError(
+                f"needs the keys {known}: {_keys(row)}", "rename the keys", subject=where
+            )
         for key, kind in fits[0].items():
             value = row[key].strip() if isinstance(row[key], str) else row[key]
             if not isinstance(value, kind) or not value:
                 word = "text" if kind is str else "list"
-                raise CheckpointError(f"{key} is no {word}, or empty", "repair the record", subject=where)
+                raise CheckpointError(
+                    f"{key} is no {word}, or empty", "repair the record", subject=where
+                )
         yield where, row
     if where is None:
         raise CheckpointError("has no records", "give another file", subject=path)
@@ -106,7 +128,8 @@ def records_with(path: Path, *shapes: Mapping[str, type]) -> Iterator[tuple[str,
 def table_rows(rows: Iterable[Any], source: object) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a table, each with its place in words.
 
-    A table has each key in every row, and null where a record lacks it, so nulls within a record are dropped.
+    A table has each key in every row, and null where a record lacks it, so nulls within a record
+    are dropped.
     """
     for number, row in enumerate(rows, start=1):
         yield f"{source}: row {number}", {key: _without_nulls(value) for key, value in row.items()}
@@ -148,7 +171,9 @@ def evaluated(where: str, row: Any) -> str:
         rule, way = f"has no string called text: {_keys(row)}", f"write it as {RECORD}"
         if null:
             rule, way = "text is null", "remove the record"
-        elif isinstance(row, dict) and not any(isinstance(row.get(key), list) for key in CONVERSATIONS):
+        elif isinstance(row, dict) and not any(
+            isinstance(row.get(key), list) for key in CONVERSATIONS
+        ):
             way = "rename the key or column"
         raise CheckpointError(rule, way, subject=where)
     return text
@@ -177,7 +202,9 @@ def _key(row: Any, text_column: str | None, where: str) -> tuple[str, bool]:
 def _is_talk(value: Any) -> bool:
     """Return True for a list, or a text or table that holds a list of messages."""
     found = messages_in(value)
-    return isinstance(found, list) and (isinstance(value, list) or all(isinstance(each, dict) for each in found))
+    return isinstance(found, list) and (
+        isinstance(value, list) or all(isinstance(each, dict) for each in found)
+    )
 
 
 def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation | Without:
@@ -197,7 +224,11 @@ def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation 
 
 
 def _without_key(what: str, row: Any, where: str) -> BrokenRecord:
-    way = Words("use", Setting("text_column", NAME)) if isinstance(row, dict) else f"write it as {RECORD}"
+    way = (
+        Words("use", Setting("text_column", NAME))
+        if isinstance(row, dict)
+        else f"write it as {RECORD}"
+    )
     return BrokenRecord(f"has no {what}: {_keys(row)}", where, way)
 
 
@@ -227,7 +258,9 @@ def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
         if line.strip():
             where = f"{path}: line {number}"
             try:
-                row = json.loads(line.decode("utf-8-sig"))  # files that were joined have marks in between
+                row = json.loads(
+                    line.decode("utf-8-sig")
+                )  # files that were joined have marks in between
                 json.dumps(row, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 row = BrokenRecord(f"is not JSON ({reason(error)})", where)
@@ -242,7 +275,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         if not pyarrow.parquet.read_metadata(path).num_rows:  # which datasets cannot read
             return
         yield from table_rows(
-            datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True), path
+            datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True),
+            path,
         )
     except Exception as error:  # the reader raises whatever its backend raises
         raise CheckpointError(
@@ -253,6 +287,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _without_nulls(value: Any) -> Any:
     """Return a value without the keys that are null; a message keeps a null content."""
     if isinstance(value, dict):
-        kept = {key: each for key, each in value.items() if each is not None or key in ("content", "value")}
+        kept = {
+            key: each
+            for key, each in value.items()
+            if each is not None or key in ("content", "value")
+        }
         return {key: _without_nulls(each) for key, each in kept.items()}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

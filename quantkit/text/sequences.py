@@ -1,7 +1,8 @@
 """Calibration sequences, drawn from the documents of one source or a mixture by a seeded generator.
 
-Documents stay apart, each at its own length and unpadded (ALGORITHMS 2). The model then sees its calibration
-text as it will see real prompts, and no padding leaks into a Hessian. A source that holds too little is refused.
+Documents stay apart, each at its own length and unpadded (ALGORITHMS 2). The model then sees its
+calibration text as it will see real prompts, and no padding leaks into a Hessian. A source that
+holds too little is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from torch import Tensor
 
 from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
 from quantkit.io.paths import at_home
-from quantkit.text.conversations import BrokenRecord, Conversation, has_chat_template, names_unread, render
+from quantkit.text.conversations import (
+    BrokenRecord,
+    Conversation,
+    has_chat_template,
+    names_unread,
+    render,
+)
 from quantkit.text.sources import PACKAGED, SELF, Documents, kind_of, load_documents, name_of_text
 from quantkit.text.tokenizer import token_ids
 
@@ -36,7 +43,8 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True)
 class Calibration:
-    """Hold calibration sequences, int64 `[t]` each, and the facts about them for report and journal.
+    """Hold calibration sequences, int64 `[t]` each, and the facts about them for report and
+    journal.
 
     `notices` are lines about the data for the user. `more` are sequences that do not calibrate.
     """
@@ -64,21 +72,31 @@ def draw_calibration(
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
 
-    `lengths` are "own", documents in shuffled order, or "fixed", windows of `max_length` tokens from the joined
-    documents. A mixture has `source:weight` strings (`find_shares`). `template_args` are arguments of the chat template
-    for every conversation. Records without text are left out, and so are at most `skip_bad_records` broken ones of each
-    source. `write` is called for the sequences of the source `self`, once all others are drawn. From the others up to
+    `lengths` are "own", documents in shuffled order, or "fixed", windows of `max_length` tokens
+    from the joined documents. A mixture has `source:weight` strings (`find_shares`).
+    `template_args` are arguments of the chat template for every conversation. Records without text
+    are left out, and so are at most `skip_bad_records` broken ones of each source. `write` is
+    called for the sequences of the source `self`, once all others are drawn. From the others up to
     `more` sequences are drawn behind the samples. CheckpointError if a source holds too little.
     """
     if samples < 1 or max_length < 2:
-        raise RecipeError(f"{samples} samples of at most {max_length} tokens", "use at least 1 sample and 2 tokens")
+        raise RecipeError(
+            f"{samples} samples of at most {max_length} tokens",
+            "use at least 1 sample and 2 tokens",
+        )
     shares = find_shares(map(at_home, [sources] if isinstance(sources, str) else sources))
     counts = _split_samples(samples, shares)
     _refuse_idle(shares, text_column, split)
     if SELF in shares and (write is None or (lengths == "fixed" and len(shares) == 1)):
-        rule = "no model is here to write text" if write is None else "text that the model writes has its own lengths"
+        rule = (
+            "no model is here to write text"
+            if write is None
+            else "text that the model writes has its own lengths"
+        )
         raise RecipeError(
-            rule, "drop it", subject=Setting("calib", SELF) if write is None else Setting("lengths", lengths)
+            rule,
+            "drop it",
+            subject=Setting("calib", SELF) if write is None else Setting("lengths", lengths),
         )
     notices: list[str] = []
     every: list[Tensor] = []
@@ -89,13 +107,19 @@ def draw_calibration(
         if source == SELF and write is not None:
             sequences, facts = write(counts[source])
             sizes = {"sequences": len(sequences), "tokens": sum(map(len, sequences))}
-            each.append({"source": SELF, "share": float(share), **sizes, **facts, **_digest(sequences)})
+            each.append(
+                {"source": SELF, "share": float(share), **sizes, **facts, **_digest(sequences)}
+            )
             every += sequences
             continue
-        found = load_documents(source, text_column=text_column, split=split, skip_bad_records=skip_bad_records)
+        found = load_documents(
+            source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
+        )
         name = name_of_text(found.source)
         tokens = _Tokens(found, tokenizer, template_args or {}, share)
-        drawn, facts = _draw(tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share))
+        drawn, facts = _draw(
+            tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share)
+        )
         sequences = drawn[: counts[source]]
         further += drawn[counts[source] :]
         notices += [f"{name}: {line}" for line in _remarks(tokens)]
@@ -113,20 +137,28 @@ def draw_calibration(
     elif len(plain) == len(each) and has_chat_template(tokenizer):
         notices.append(
             Words(
-                f"the model has a chat template, and plain text calibrates it ({', '.join(plain)}): conversations "
+                "the model has a chat template, and plain text calibrates it "
+                f"({', '.join(plain)}): conversations "
                 "like its use may calibrate it better: give records with messages,",
                 Setting("calib", Words("FILE.jsonl")),
             )
         )
     if template_args and len(plain) == len(each):
-        notices.append(Words(Setting("template_args"), "changes nothing: no source has conversations"))
+        notices.append(
+            Words(Setting("template_args"), "changes nothing: no source has conversations")
+        )
     facts = {
-        "source": each[0]["source"] if len(each) == 1 else ", ".join(f"{f['source']}:{f['share']:.4g}" for f in each),
+        "source": each[0]["source"]
+        if len(each) == 1
+        else ", ".join(f"{f['source']}:{f['share']:.4g}" for f in each),
         "rule": "; ".join(dict.fromkeys(f["rule"] for f in each)),
         "lengths": lengths,
         "seed": seed,
         "max_length": max_length,
-        **{key: sum(f[key] for f in each) for key in ("sequences", "tokens", "documents", "cut", "skipped")},
+        **{
+            key: sum(f[key] for f in each)
+            for key in ("sequences", "tokens", "documents", "cut", "skipped")
+        },
         **_digest(every),
         "sources": each,
     }
@@ -136,8 +168,9 @@ def draw_calibration(
 def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:
     """Return the share of each source, in order: its weight over the sum of all weights.
 
-    A source may end in a colon and its weight, such as `a.jsonl:0.5`; without one its weight is 1. If a file of the
-    whole name exists, its colon is no weight's. RecipeError for a weight of 0 and a source that is named twice.
+    A source may end in a colon and its weight, such as `a.jsonl:0.5`; without one its weight is 1.
+    If a file of the whole name exists, its colon is no weight's. RecipeError for a weight of 0 and
+    a source that is named twice.
     """
     weights: dict[str, Fraction] = {}
     for source in sources:
@@ -145,16 +178,22 @@ def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:
         if not colon or Path(source).exists() or not WEIGHT.fullmatch(weight):
             name, weight = source, "1"
         if name in weights:
-            raise RecipeError(f"{name} is named twice as calibration text", "name it once, with its weight")
+            raise RecipeError(
+                f"{name} is named twice as calibration text", "name it once, with its weight"
+            )
         weights[name] = Fraction(weight)
         if not weights[name]:
-            raise RecipeError("the weight is 0", "use a number above 0", "leave the source out", subject=source)
+            raise RecipeError(
+                "the weight is 0", "use a number above 0", "leave the source out", subject=source
+            )
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
 def _split_samples(samples: int, shares: dict[str, Fraction]) -> dict[str, int]:
-    """Divide the samples by share; those left over go to the largest remainders, the first source first."""
+    """Divide the samples by share; those left over go to the largest remainders, the first source
+    first.
+    """
     counts = {name: int(samples * share) for name, share in shares.items()}
     left = samples - sum(counts.values())
     for name in sorted(shares, key=lambda name: counts[name] - samples * shares[name])[:left]:
@@ -171,13 +210,23 @@ def _split_samples(samples: int, shares: dict[str, Fraction]) -> dict[str, int]:
 
 def _refuse_idle(shares: Iterable[str], text_column: str | None, split: str | None) -> None:
     """Raise RecipeError for a column or a split that no source has a use for."""
-    kinds = {kind_of(name) for name in shares} if text_column is not None or split is not None else set()
+    kinds = (
+        {kind_of(name) for name in shares}
+        if text_column is not None or split is not None
+        else set()
+    )
     if split is not None and "hub" not in kinds:
         raise RecipeError(
-            "no source is a hub data set org/name, which has splits", "drop it", subject=Setting("split", split)
+            "no source is a hub data set org/name, which has splits",
+            "drop it",
+            subject=Setting("split", split),
         )
     if text_column is not None and not kinds & {"hub", "records"}:
-        raise RecipeError("no source has records with columns", "drop it", subject=Setting("text_column", text_column))
+        raise RecipeError(
+            "no source has records with columns",
+            "drop it",
+            subject=Setting("text_column", text_column),
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -194,7 +243,8 @@ def _digest(sequences: Sequence[Tensor]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokenize the documents of one source, conversations by the chat template with these arguments.
+    """Tokenize the documents of one source, conversations by the chat template with these
+    arguments.
 
     `share` is the part of all samples that the source has in a mixture.
     """
@@ -209,14 +259,18 @@ class _Tokens:
         return Words("use", Setting("samples", int(held / self.share)))
 
     def of(self, order: Iterable[int]) -> Iterator[Tensor]:
-        """Yield the tokens of documents, without conversations that the template refuses, if some may be broken."""
+        """Yield the tokens of documents, without conversations that the template refuses, if some
+        may be broken.
+        """
         for index in order:
             document = self.found.texts[index]
             try:
                 # A chat template writes the special tokens itself, BOS included.
                 talk = isinstance(document, Conversation)
                 text = (
-                    render(self.tokenizer, document, self.arguments) if isinstance(document, Conversation) else document
+                    render(self.tokenizer, document, self.arguments)
+                    if isinstance(document, Conversation)
+                    else document
                 )
             except BrokenRecord as error:
                 self.found.left_out.skip(error)
@@ -242,14 +296,24 @@ def _remarks(tokens: _Tokens) -> Iterator[str]:
 
 
 def _draw(
-    tokens: _Tokens, samples: int, max_length: int, seed: int, lengths: Lengths, notices: list[str], more: int
+    tokens: _Tokens,
+    samples: int,
+    max_length: int,
+    seed: int,
+    lengths: Lengths,
+    notices: list[str],
+    more: int,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Draw the samples of one source, and up to `more`; return all, the facts of the samples, and add to `notices`."""
+    """Draw the samples of one source, and up to `more`; return all, the facts of the samples, and
+    add to `notices`.
+    """
     generator, found = torch.Generator().manual_seed(seed), tokens.found
     name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed
     if found.undivided and samples > 1 and lengths == "own":
         rule, draw = f"no blank lines, windows of {max_length} tokens", _fixed
-        notices.append(f"{name}: has no blank line between documents: windows of {max_length} tokens were cut")
+        notices.append(
+            f"{name}: has no blank line between documents: windows of {max_length} tokens were cut"
+        )
     sequences, facts = draw(tokens, samples, max_length, generator, more)
     total = sum(map(len, sequences[:samples]))
     left_out = {"left_out": len(found.left_out)} if found.left_out else {}
@@ -268,7 +332,9 @@ def _own(
             skipped += 1
             continue
         if len(each) > max_length:
-            last = 0 if found.conversations else len(each) - max_length  # a chat begins as its template begins
+            last = (
+                0 if found.conversations else len(each) - max_length
+            )  # a chat begins as its template begins
             offset = int(torch.randint(last + 1, (), generator=generator))
             each = each[offset : offset + max_length].clone()
             cut += 1
@@ -279,10 +345,13 @@ def _own(
             break
     if facts:
         return sequences, facts
-    left_out = f"; {len(found.left_out)} records left out: {found.left_out.why}" if found.left_out else ""
+    left_out = (
+        f"; {len(found.left_out)} records left out: {found.left_out.why}" if found.left_out else ""
+    )
     fewer = Words(tokens.fewer(len(sequences)), ", or") if sequences else "use"
     raise CheckpointError(
-        f"holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}{left_out})",
+        f"holds {len(sequences)} usable documents, {samples} were asked for "
+        f"({found.rule}{left_out})",
         Words(fewer, "a longer", Setting("calib"), "file"),
         subject=found.source,
     )
@@ -296,7 +365,8 @@ def _fixed(
     windows = len(stream) // max_length
     if windows < samples:
         raise CheckpointError(
-            f"holds {len(stream)} tokens, {samples} windows of {max_length} need {samples * max_length}",
+            f"holds {len(stream)} tokens, {samples} windows of {max_length} need "
+            f"{samples * max_length}",
             tokens.fewer(windows) if windows else Words("use a smaller", Setting("max_length")),
             Words("a longer", Setting("calib"), "file"),
             subject=found.source,

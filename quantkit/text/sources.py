@@ -1,4 +1,6 @@
-"""Text for calibration and evaluation: from data sets, from files of text or records, and from quantkit itself."""
+"""Text for calibration and evaluation: from data sets, from files of text or records, and from
+quantkit itself.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from quantkit.io.hub import UNREACHABLE, is_unreachable
 from quantkit.text.conversations import Conversation
 from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_rows, table_rows
 
-#: A top-level WikiText heading: ` = Title = ` between blank lines (formulas look alike but stand inside paragraphs);
-#: deeper headings have more equals signs.
+#: A top-level WikiText heading: ` = Title = ` between blank lines (formulas look alike but stand
+#: inside paragraphs); deeper headings have more equals signs.
 HEADING = re.compile(r"(?:\A|^ *\n)( = [^=\s](?:[^\n]*[^=\s])? = ?\n)(?= *$)", re.MULTILINE)
 BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
@@ -25,7 +27,8 @@ SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 #: The most rows that are read of a hub data set, in its order; many are far too large to download.
 HUB_ROWS = 16384
-#: The name of the text that comes with quantkit; `calibration_text/README.md` states its origin and licence.
+#: The name of the text that comes with quantkit; `calibration_text/README.md` states its origin and
+#: licence.
 PACKAGED = "packaged"
 #: The name of the text that the unquantized model writes itself.
 SELF = "self"
@@ -39,9 +42,11 @@ Kind = Literal["data set", "hub", "packaged", "self", "plain text", "records"]
 
 @dataclass(frozen=True)
 class _Named:
-    """Describe a data set: its hub repository, text column, splits, and how evaluation joins its rows.
+    """Describe a data set: its hub repository, text column, splits, and how evaluation joins its
+    rows.
 
-    Texts are joined as for the published perplexities (ALGORITHMS 15). `rows` and `test_rows` bound the download.
+    Texts are joined as for the published perplexities (ALGORITHMS 15). `rows` and `test_rows` bound
+    the download.
     """
 
     repository: str
@@ -58,11 +63,19 @@ _TRAIN, _TEST, _WIKITEXT = {"split": "train"}, {"split": "test"}, {"name": "wiki
 #: PTB's repository has a loading script; its parquet branch has the same rows as data files.
 _PARQUET = {"revision": "refs/convert/parquet"}
 NAMED = {
-    "wikitext2": _Named("Salesforce/wikitext", "text", "\n\n", True, _WIKITEXT | _TRAIN, _WIKITEXT | _TEST),
-    "ptb": _Named("ptb-text-only/ptb_text_only", "sentence", " ", True, _PARQUET | _TRAIN, _PARQUET | _TEST),
+    "wikitext2": _Named(
+        "Salesforce/wikitext", "text", "\n\n", True, _WIKITEXT | _TRAIN, _WIKITEXT | _TEST
+    ),
+    "ptb": _Named(
+        "ptb-text-only/ptb_text_only", "sentence", " ", True, _PARQUET | _TRAIN, _PARQUET | _TEST
+    ),
     "c4": _Named(
         *("allenai/c4", "text", " ", False),
-        {"data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "split": "train", "streaming": True},
+        {
+            "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
+            "split": "train",
+            "streaming": True,
+        },
         {
             "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
             "split": "validation",
@@ -78,7 +91,8 @@ NAMED = {
 class Documents:
     """Hold the documents of a source, in its order, and the rule that separated them.
 
-    `undivided` says that a text has no blank line to separate it by. `left_out` counts the records without a document.
+    `undivided` says that a text has no blank line to separate it by. `left_out` counts the records
+    without a document.
     """
 
     texts: list[str | Conversation]
@@ -94,7 +108,8 @@ class Documents:
 
 
 def name_of_text(source: str) -> str:
-    """Name a calibration source for reports and recipes: a data set as it is, a file or folder by its last name.
+    """Name a calibration source for reports and recipes: a data set as it is, a file or folder by
+    its last name.
 
     A weight (`a.jsonl:0.5`) stays.
     """
@@ -112,20 +127,31 @@ def kind_of(source: str) -> Kind:
     if source == SELF:
         return "self"
     path = Path(source)
-    if path.is_dir() or (not path.exists() and ON_HUB.fullmatch(source) and path.suffix.lower() not in SUFFIXES):
+    if path.is_dir() or (
+        not path.exists() and ON_HUB.fullmatch(source) and path.suffix.lower() not in SUFFIXES
+    ):
         return "hub"
-    return "plain text" if _file(source, Setting("calib", FILE)).suffix.lower() == ".txt" else "records"
+    return (
+        "plain text"
+        if _file(source, Setting("calib", FILE)).suffix.lower() == ".txt"
+        else "records"
+    )
 
 
 def load_documents(
-    source: str, *, text_column: str | None = None, split: str | None = None, skip_bad_records: int = 0
+    source: str,
+    *,
+    text_column: str | None = None,
+    split: str | None = None,
+    skip_bad_records: int = 0,
 ) -> Documents:
     """Return the documents of a source: texts, or conversations for the model's chat template.
 
-    A source is `wikitext2`, `ptb` or `c4` (the training split), `org/name` or `org/name:config` of the hub or the
-    folder of a data set (`split`, else `train`), a file, or `packaged`. Records have a text or a list of messages under
-    `text_column`, else under `text`, `messages` or `conversations`. Those without text are left out, and so are at most
-    `skip_bad_records` broken ones. CheckpointError for a source that is missing, empty, unreadable or broken.
+    A source is `wikitext2`, `ptb` or `c4` (the training split), `org/name` or `org/name:config` of
+    the hub or the folder of a data set (`split`, else `train`), a file, or `packaged`. Records have
+    a text or a list of messages under `text_column`, else under `text`, `messages` or
+    `conversations`. Those without text are left out, and so are at most `skip_bad_records` broken
+    ones. CheckpointError for a source that is missing, empty, unreadable or broken.
     """
     kind, undivided, left_out = kind_of(source), False, LeftOut(skip_bad_records)
     texts: list[str | Conversation]
@@ -136,7 +162,10 @@ def load_documents(
         found, rule = _split(lines) if named.lines else (rows, "one document a row")
         texts = [*found]
     elif kind == "packaged":
-        texts = [json.loads(line)["text"] for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()]
+        texts = [
+            json.loads(line)["text"]
+            for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()
+        ]
         rule = "quantkit's own text: articles, small talk and documentation in pieces"
     elif kind == "plain text":
         text, ends = _plain(Path(source))
@@ -153,24 +182,30 @@ def load_documents(
     texts = [text for text in texts if isinstance(text, Conversation) or text.strip()]
     if not texts:
         why = f" ({len(left_out)} records: {left_out.why})" if left_out else ""
-        raise CheckpointError(f"holds no text{why}", Words("give another file with", Setting("calib")), subject=source)
+        raise CheckpointError(
+            f"holds no text{why}", Words("give another file with", Setting("calib")), subject=source
+        )
     return Documents(texts, source, rule, undivided, left_out)
 
 
 def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:
     """Return the text for an evaluation and one line that describes it.
 
-    Data sets give their test split, rows joined as in the published figures (`c4`: the first 1100 documents of its
-    first validation file). A .txt file is used unchanged but for CRLF; the texts of records are joined by blank lines.
-    `ptb-new` and `c4-new` are the names of papers for `ptb` and `c4`. CheckpointError as for `load_documents`; it names
-    the `option` of the command that takes the text.
+    Data sets give their test split, rows joined as in the published figures (`c4`: the first 1100
+    documents of its first validation file). A .txt file is used unchanged but for CRLF; the texts
+    of records are joined by blank lines. `ptb-new` and `c4-new` are the names of papers for `ptb`
+    and `c4`. CheckpointError as for `load_documents`; it names the `option` of the command that
+    takes the text.
     """
     source = AS_IN_PAPERS.get(source, source)
     if source in NAMED:
         named = NAMED[source]
         rows = _fetch(source, named, named.test, named.test_rows, Option(option, FILE))
         text = named.join.join(rows)
-        what = f"{source} ({named.repository}, {named.test['split']}, {len(rows)} rows joined by {named.join!r})"
+        what = (
+            f"{source} ({named.repository}, {named.test['split']}, {len(rows)} rows joined by "
+            f"{named.join!r})"
+        )
     else:
         path = _file(source, Option(option, FILE))
         if path.suffix.lower() == ".txt":
@@ -180,12 +215,16 @@ def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:
             rows = [evaluated(where, row) for where, row in file_rows(path)]
             text, what = "\n\n".join(rows), f"{path.name} ({len(rows)} records joined by '\\n\\n')"
     if not text.strip():
-        raise CheckpointError("holds no text", Words("give another file with", Option(option)), subject=source)
+        raise CheckpointError(
+            "holds no text", Words("give another file with", Option(option)), subject=source
+        )
     return text, what
 
 
 def _plain(path: Path) -> tuple[str, str]:
-    """Return the text of a file with LF for CRLF, which few models were trained on, and words if there was any."""
+    """Return the text of a file with LF for CRLF, which few models were trained on, and words if
+    there was any.
+    """
     text = decoded(path)
     return text.replace("\r\n", "\n"), ", CRLF read as LF" if "\r\n" in text else ""
 
@@ -197,7 +236,11 @@ def _split(text: str) -> tuple[list[str], str]:
         borders = [0, *starts, len(text)]
         return [text[a:b] for a, b in pairwise(borders)], "one document per WikiText heading"
     parts = [part for part in BLANK_LINES.split(text) if part.strip()]
-    return (parts, "one document between blank lines") if len(parts) > 1 else ([text], "the whole text is one document")
+    return (
+        (parts, "one document between blank lines")
+        if len(parts) > 1
+        else ([text], "the whole text is one document")
+    )
 
 
 def _file(source: str, option: Setting | Option) -> Path:
@@ -206,7 +249,11 @@ def _file(source: str, option: Setting | Option) -> Path:
         ways = Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"
         raise CheckpointError("no such text", *ways, subject=source)
     if path.suffix.lower() not in SUFFIXES:
-        way = "decompress it" if path.suffix.lower() == ".gz" else f"rename or convert it to {', '.join(SUFFIXES)}"
+        way = (
+            "decompress it"
+            if path.suffix.lower() == ".gz"
+            else f"rename or convert it to {', '.join(SUFFIXES)}"
+        )
         raise CheckpointError("unknown kind of text file", way, subject=source)
     return path
 
@@ -221,28 +268,38 @@ def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]]
         splits = datasets.load_dataset(name, config, streaming=True)
         wanted = split or "train"
         rows = list(islice(splits[wanted], HUB_ROWS)) if wanted in splits else None
-    except Exception as error:  # offline, gone, gated, damaged: the library has no common base class
+    except (
+        Exception
+    ) as error:  # offline, gone, gated, damaged: the library has no common base class
         raise _not_loaded(source, error, Setting("calib", FILE)) from error
     if rows is None:
         raise CheckpointError(
-            f"has no split {wanted}, but {', '.join(splits)}", Words("use", Setting("split", NAME)), subject=source
+            f"has no split {wanted}, but {', '.join(splits)}",
+            Words("use", Setting("split", NAME)),
+            subject=source,
         )
     which = f"the split {wanted}" + (f", the first {HUB_ROWS}" if len(rows) == HUB_ROWS else "")
     return table_rows(rows, source), which
 
 
-def _fetch(source: str, named: _Named, options: dict[str, Any], limit: int | None, option: str) -> list[str]:
+def _fetch(
+    source: str, named: _Named, options: dict[str, Any], limit: int | None, option: str
+) -> list[str]:
     import datasets
 
     try:
         rows = datasets.load_dataset(named.repository, **options)
         return [str(row[named.column]) for row in islice(rows, limit)]
-    except Exception as error:  # offline, gone, moved, out of disk: the hub client has no common base class
+    except (
+        Exception
+    ) as error:  # offline, gone, moved, out of disk: the hub client has no common base class
         raise _not_loaded(source, error, option) from error
 
 
 def _not_loaded(source: str, error: Exception, option: str) -> CheckpointError:
-    """Return the error of a data set that cannot be loaded; `option` is where this command takes a file."""
+    """Return the error of a data set that cannot be loaded; `option` is where this command takes a
+    file.
+    """
     way = Words(f"give a {', '.join(SUFFIXES)} file with", option)
     if is_unreachable(error):
         return CheckpointError(UNREACHABLE, way, subject=source)

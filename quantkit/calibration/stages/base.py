@@ -19,7 +19,8 @@ from quantkit.recipes.goals import Goal
 class Group:
     """List linears that receive the same tensor, in order of first call.
 
-    `once`: a document calls them once. `normalised`: their input is what a norm returned, with a row for each token.
+    `once`: a document calls them once. `normalised`: their input is what a norm returned, with a
+    row for each token.
     """
 
     linears: tuple[str, ...]
@@ -29,10 +30,11 @@ class Group:
 
 @dataclass
 class Task:
-    """Hold a group that is to be solved, its Hessian, facts for the report, and the rank that solves it.
+    """Hold a group that is to be solved, its Hessian, facts for the report, and the rank that
+    solves it.
 
-    Once summed, the Hessian covers all documents. It is None on a rank that does not solve the group. With `owner`
-    None, each rank solves some of the rows.
+    Once summed, the Hessian covers all documents. It is None on a rank that does not solve the
+    group. With `owner` None, each rank solves some of the rows.
     """
 
     group: Group
@@ -43,11 +45,12 @@ class Task:
 
 @dataclass
 class LoadedBlock:
-    """Hold a block in memory: its number, the `stream` that enters it, its goals, and solved weights by tensor name.
+    """Hold a block in memory: its number, the `stream` that enters it, its goals, and solved
+    weights by tensor name.
 
-    `uncalled` gives the reason why a text-only pass never calls a linear. `starved` names the experts with too few
-    tokens; the loop then makes tasks of all tokens for them. `floors` has the least scale of each
-    row, float32 `[n]`, of some linears.
+    `uncalled` gives the reason why a text-only pass never calls a linear. `starved` names the
+    experts with too few tokens; the loop then makes tasks of all tokens for them. `floors` has the
+    least scale of each row, float32 `[n]`, of some linears.
     """
 
     run: Run
@@ -66,13 +69,16 @@ class LoadedBlock:
 
     def put_back(self, item: Item) -> None:
         """Let a solved linear take the place of the original one."""
-        assert isinstance(item.value, Tensor | QuantizedTensor)  # only conversions yield packed items
+        assert isinstance(
+            item.value, Tensor | QuantizedTensor
+        )  # only conversions yield packed items
         self.run.put_back(item.name.removesuffix(".weight"), item.value)
         self.solved[item.name] = item
 
 
 class Stage:
-    """A part of a calibrated run. The loop calls each step of all stages, in their order; by default a step is empty.
+    """A part of a calibrated run. The loop calls each step of all stages, in their order; by
+    default a step is empty.
 
     A stage may hold state for later stages of the same run.
     """

@@ -1,8 +1,8 @@
 """How strongly the model's likelihood depends on each block's hidden states (ALGORITHMS 8.3).
 
-One block is in memory at a time. The hidden states that enter each block are saved on the way forward, and on the way
-back the sums of gradients that tuning needs take their place. A run that is resumed reads these sums, or computes them
-again to the same bits.
+One block is in memory at a time. The hidden states that enter each block are saved on the way
+forward, and on the way back the sums of gradients that tuning needs take their place. A run that is
+resumed reads these sums, or computes them again to the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from torch import Tensor
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.algorithms.numerics import is_finite
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.backward import explaining, gradient, in_fixed_order, parts, run_part, stacked
+from quantkit.calibration.backward import (
+    explaining,
+    gradient,
+    in_fixed_order,
+    parts,
+    run_part,
+    stacked,
+)
 from quantkit.calibration.budget import gradient_documents, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import Stage
@@ -30,13 +37,15 @@ from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting,
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
 
-#: Added to the diagonal of the Fisher information of a block's outputs, relative to the mean diagonal, where it weighs
-#: their errors.
+#: Added to the diagonal of the Fisher information of a block's outputs, relative to the mean
+#: diagonal, where it weighs their errors.
 DAMP = 1.0
-#: Bytes for each logit of one document while tokens are drawn and their gradient is made: four float32 copies.
+#: Bytes for each logit of one document while tokens are drawn and their gradient is made: four
+#: float32 copies.
 DRAWING_BYTES = 16
 INSTEAD = Words("use", Setting("output_aware", False))
-#: Makes the context of one pass of a block forward and back. A pass that fails there may run again in a new one.
+#: Makes the context of one pass of a block forward and back. A pass that fails there may run again
+#: in a new one.
 Watch = Callable[[int], AbstractContextManager[None]]
 
 
@@ -60,9 +69,11 @@ class Gradients(Stage):
 
 @dataclass(frozen=True)
 class Fisher:
-    """The Fisher information of each block's output hidden states, float32 `[h, h]`, in files of the run's folder.
+    """The Fisher information of each block's output hidden states, float32 `[h, h]`, in files of
+    the run's folder.
 
-    Its matrices are `H` of `Hessian`, summed over the gradients by the first documents' tokens. Each rank has all.
+    Its matrices are `H` of `Hessian`, summed over the gradients by the first documents' tokens.
+    Each rank has all.
     """
 
     run: Run
@@ -71,21 +82,28 @@ class Fisher:
 
     @staticmethod
     def summing_bytes(hidden: int, itemsize: int, device: str) -> int:
-        """Compute the bytes that one matrix takes while it is summed: own and all ranks' sums, and two copies."""
+        """Compute the bytes that one matrix takes while it is summed: own and all ranks' sums, and
+        two copies.
+        """
         return 4 * Hessian.bytes(hidden) + Hessian.chunk_bytes(hidden, device, itemsize)
 
     @staticmethod
     def root_bytes(hidden: int) -> int:
-        """Compute the bytes that `root` takes: the matrix and the result, and two copies in float64."""
+        """Compute the bytes that `root` takes: the matrix and the result, and two copies in
+        float64.
+        """
         return 6 * Hessian.bytes(hidden)
 
     def read(self, block: int) -> Tensor:
         """Read the matrix of a block into RAM; CheckpointError if its file changed."""
         path = _file(self.run, "fisher", block)
-        return files.load_tensor(path, (self.hidden, self.hidden), torch.float32, self.hashes[block])
+        return files.load_tensor(
+            path, (self.hidden, self.hidden), torch.float32, self.hashes[block]
+        )
 
     def root(self, block: int) -> Tensor:
-        """Compute the matrix `[h, h]` that weighs errors of hidden states: `|error @ root|^2` is the loss.
+        """Compute the matrix `[h, h]` that weighs errors of hidden states: `|error @ root|^2` is
+        the loss.
 
         It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1.
         """
@@ -93,7 +111,9 @@ class Fisher:
         found = self.read(block).to(model.device).double()
         mean = float(found.diagonal().mean())
         if not mean > 0:
-            raise NumericError("its outputs have no finite gradient", INSTEAD, subject=model.blocks[block])
+            raise NumericError(
+                "its outputs have no finite gradient", INSTEAD, subject=model.blocks[block]
+            )
         found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
         root: Tensor = torch.linalg.cholesky(found)
         return root.float()
@@ -102,9 +122,10 @@ class Fisher:
 def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:
     """Compute the gradients and save their sums, or read those of a stopped run.
 
-    `stream` has the documents of the gradients, with the hidden states that enter the first block. A run that is
-    `resumed` behind finished blocks has saved them. RecipeError for a model whose blocks pass on more than one hidden
-    state. CheckpointError if its code has no gradient. NumericError for a gradient that is not finite.
+    `stream` has the documents of the gradients, with the hidden states that enter the first block.
+    A run that is `resumed` behind finished blocks has saved them. RecipeError for a model whose
+    blocks pass on more than one hidden state. CheckpointError if its code has no gradient.
+    NumericError for a gradient that is not finite.
     """
     shape = list(stream.activations.hidden.shape)
     saved = _saved(run, shape)
@@ -124,18 +145,23 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:
     return Fisher(run, shape[-1], hashes)
 
 
-def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Run the model forward and back; yield the gradients by the inputs of each block behind the first, the last first.
+def carried_back(
+    run: Run, stream: Stream, watch: Watch | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Run the model forward and back; yield the gradients by the inputs of each block behind the
+    first, the last first.
 
-    The first pair is the number of blocks, with the gradients by the last outputs. Each other block is still loaded
-    when its pair comes. With `watch`, each pass of a block back is in its context, and the first block has a pair too.
-    Raises as `measure`.
+    The first pair is the number of blocks, with the gradients by the last outputs. Each other block
+    is still loaded when its pair comes. With `watch`, each pass of a block back is in its context,
+    and the first block has a pair too. Raises as `measure`.
     """
     model, hidden, first = run.model, stream.activations.hidden, 0 if watch else 1
     hashes = _go_forward(run, stream, first)
     shape, dtype = tuple(hidden.shape), _dtype(model)
     rows = stream.activations.rows
-    store = Activations(run.work, run.act_budget, rows, shape[1:], dtype, model.device, run.ranks.rank, "gradients-")
+    store = Activations(
+        run.work, run.act_budget, rows, shape[1:], dtype, model.device, run.ranks.rank, "gradients-"
+    )
     with run.clock.phase("load"):
         model.weights.load_head()
     with run.clock.phase("gradients"):
@@ -145,15 +171,21 @@ def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterat
     blocks = range(len(model.blocks) - 1, first - 1, -1)
 
     def read(block: int) -> Callable[[], Tensor]:
-        """Give the function that reads what entered a block; on a GPU the reading begins here, beside other work."""
-        task = partial(files.load_tensor, _file(run, "entered", block), shape, model.dtype, hashes[block])
+        """Give the function that reads what entered a block; on a GPU the reading begins here,
+        beside other work.
+        """
+        task = partial(
+            files.load_tensor, _file(run, "entered", block), shape, model.dtype, hashes[block]
+        )
         return model.weights.beside(task) if run.beside and block in blocks else task
 
     entered = read(len(model.blocks) - 1)
     for block in run.progress.bar(blocks, "gradients, backward", len(blocks), "block"):
         with run.clock.phase("load"):
             model.load_block(block)
-            hidden.copy_(entered())  # the tensor that was read has no name, so that it is freed here
+            hidden.copy_(
+                entered()
+            )  # the tensor that was read has no name, so that it is freed here
             files.remove(_file(run, "entered", block))
         if run.beside and block > first:
             model.weights.read_ahead(block - 1)
@@ -165,7 +197,9 @@ def carried_back(run: Run, stream: Stream, watch: Watch | None = None) -> Iterat
 
 
 def _dtype(model: BlockRunner) -> torch.dtype:
-    return torch.bfloat16 if model.dtype == torch.float16 else model.dtype  # float16 would underflow
+    return (
+        torch.bfloat16 if model.dtype == torch.float16 else model.dtype
+    )  # float16 would underflow
 
 
 def _fisher(run: Run, gradients: Tensor) -> Tensor:
@@ -182,7 +216,9 @@ def _fisher(run: Run, gradients: Tensor) -> Tensor:
 
 
 def _saved(run: Run, shape: Sequence[int]) -> Fisher | None:
-    """Read what a stopped run has saved; None if a part is missing, changed or of other documents."""
+    """Read what a stopped run has saved; None if a part is missing, changed or of other
+    documents.
+    """
     try:
         index: Any = json.loads(_file(run, "gradients").read_text())
         found = Fisher(run, shape[-1], index["hashes"])
@@ -195,10 +231,14 @@ def _saved(run: Run, shape: Sequence[int]) -> Fisher | None:
 
 
 def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
-    """Run all blocks, save the inputs of those from `first` on, and list the hashes of the files."""
+    """Run all blocks, save the inputs of those from `first` on, and list the hashes of
+    the files.
+    """
     model, hashes = run.model, [""] * len(run.model.blocks)
     with WorkQueue(model.device, run.beside) as queue:
-        for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"):
+        for block in run.progress.bar(
+            range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"
+        ):
             if block >= first:
                 _save(run, queue, "entered", block, stream.activations.hidden, hashes)
             with run.clock.phase("load"):
@@ -218,7 +258,9 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
     return hashes
 
 
-def _save(run: Run, queue: WorkQueue, kind: str, block: int, tensor: Tensor, hashes: list[str]) -> None:
+def _save(
+    run: Run, queue: WorkQueue, kind: str, block: int, tensor: Tensor, hashes: list[str]
+) -> None:
     """Write a tensor to its file, from a GPU a copy beside other work, and note its hash."""
     held = tensor
     if queue.beside and tensor.device == run.model.device:
@@ -226,7 +268,8 @@ def _save(run: Run, queue: WorkQueue, kind: str, block: int, tensor: Tensor, has
             held = tensor.clone()
 
     def write() -> None:
-        # What a power cut damages is computed again, and waiting for the disk would take longer than the passes.
+        # What a power cut damages is computed again, and waiting for the disk would take longer
+        # than the passes.
         hashes[block] = files.save_tensor(_file(run, kind, block), held, durable=False)
 
     with run.clock.phase("save"):
@@ -245,18 +288,31 @@ def _sample(stream: Stream, store: Activations, seed: int, first: int) -> None:
     generator = torch.Generator(model.device)
     for number, tokens in enumerate(stream.sequences):
         stream.progress.check()
-        hidden = stream.activations.get(number).hidden.detach().to(model.device, copy=True).requires_grad_()
+        hidden = (
+            stream.activations.get(number)
+            .hidden.detach()
+            .to(model.device, copy=True)
+            .requires_grad_()
+        )
         draw = partial(_drawn, model, tokens, hidden, generator, (seed + first + number) % 2**63)
         with explaining(model, INSTEAD):
             found = in_fixed_order(model, stream.progress, draw)
         if not bool(found.isfinite().all()):
-            raise NumericError("its gradient is not finite", INSTEAD, subject=f"calibration document {first + number}")
+            raise NumericError(
+                "its gradient is not finite",
+                INSTEAD,
+                subject=f"calibration document {first + number}",
+            )
         store.get(number).hidden.copy_(found)
 
 
 @torch.enable_grad()
-def _drawn(model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.Generator, seed: int) -> Tensor:
-    """Draw tokens of a document, and compute the gradient by its hidden states behind the last block."""
+def _drawn(
+    model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.Generator, seed: int
+) -> Tensor:
+    """Draw tokens of a document, and compute the gradient by its hidden states behind the last
+    block.
+    """
     generator.manual_seed(seed)
     logits = model.logits_of(tokens, hidden)
     wanted = logits.detach().float().softmax(-1)
@@ -266,7 +322,9 @@ def _drawn(model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.
 
 
 def drawn_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a token from each row of probabilities `[t, v]`, int64 `[t, 1]`; on a CPU with one random number a row."""
+    """Draw a token from each row of probabilities `[t, v]`, int64 `[t, 1]`; on a CPU with one
+    random number a row.
+    """
     if probabilities.is_cuda:  # its sums of a row have no fixed order
         return torch.multinomial(probabilities, 1, generator=generator)
     ends = probabilities.cumsum(-1)
@@ -275,11 +333,15 @@ def drawn_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _carry_back(stream: Stream, block: int, store: Activations, watch: Watch | None) -> None:
-    """Run a loaded block back: replace the gradients by its outputs with the gradients by its inputs."""
+    """Run a loaded block back: replace the gradients by its outputs with the gradients by its
+    inputs.
+    """
     model = stream.model
     for part in parts(stream, block, padded=watch is None):
         with explaining(model, INSTEAD):
-            found = in_fixed_order(model, stream.progress, partial(_carried, stream, block, part, store, watch))
+            found = in_fixed_order(
+                model, stream.progress, partial(_carried, stream, block, part, store, watch)
+            )
         if not is_finite(found):
             raise NumericError("its gradient is not finite", INSTEAD, subject=model.blocks[block])
         for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
@@ -287,8 +349,12 @@ def _carry_back(stream: Stream, block: int, store: Activations, watch: Watch | N
 
 
 @torch.enable_grad()
-def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Activations, watch: Watch | None) -> Tensor:
-    """Compute the gradients by a loaded block's inputs from those by its outputs, for some documents."""
+def _carried(
+    stream: Stream, block: int, part: Sequence[int], gradients: Activations, watch: Watch | None
+) -> Tensor:
+    """Compute the gradients by a loaded block's inputs from those by its outputs, for some
+    documents.
+    """
     device = stream.model.device
     hidden = stacked(stream.activations, part).detach().to(device, copy=True).requires_grad_()
     behind = stacked(gradients, part).to(device)

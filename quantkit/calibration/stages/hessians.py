@@ -23,7 +23,8 @@ class Hessians(Stage):
 
     @staticmethod
     def bytes(of_experts: int, ranks: int) -> int:
-        """Compute the bytes of experts' Hessians on each rank from the bytes of all experts of a layer.
+        """Compute the bytes of experts' Hessians on each rank from the bytes of all experts of a
+        layer.
 
         A rank holds Hessians of its own documents, and the sums over all ranks that it will solve.
         """
@@ -31,7 +32,9 @@ class Hessians(Stage):
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
         """Sum the Hessians of some tasks in one pass."""
-        for task, hessian in zip(tasks, collect(block, [task.group for task in tasks]), strict=True):
+        for task, hessian in zip(
+            tasks, collect(block, [task.group for task in tasks]), strict=True
+        ):
             task.hessian = hessian
         del hessian  # what is added up elsewhere is freed here
         if tasks[0].group.linears[0] not in block.starved:
@@ -47,7 +50,11 @@ def _remove_starved(block: LoadedBlock, tasks: list[Task]) -> None:
     for task, tokens in zip(list(tasks), map(sum, zip(*counts, strict=True)), strict=True):
         linears = task.group.linears
         k = run.model.linears[linears[0]][1]
-        if linears[0] in run.model.experts and run.recipe.calibration.moe == "routed" and tokens < k:
+        if (
+            linears[0] in run.model.experts
+            and run.recipe.calibration.moe == "routed"
+            and tokens < k
+        ):
             block.starved |= dict.fromkeys(linears, f"{tokens} tokens for {k} input channels")
             tasks.remove(task)
 
@@ -55,8 +62,8 @@ def _remove_starved(block: LoadedBlock, tasks: list[Task]) -> None:
 def _add_up(run: Run, tasks: Sequence[Task]) -> None:
     """Choose the ranks that solve the tasks, and put the sum of the Hessians of all ranks there.
 
-    Several tasks are divided over the ranks. A single task is divided by rows, so all ranks need its Hessian. The parts
-    are added in the order of the ranks.
+    Several tasks are divided over the ranks. A single task is divided by rows, so all ranks need
+    its Hessian. The parts are added in the order of the ranks.
     """
     if run.ranks.count == 1 or not tasks:
         return
@@ -75,10 +82,11 @@ def _add_up(run: Run, tasks: Sequence[Task]) -> None:
 
 
 def collect(block: LoadedBlock, groups: Sequence[Group]) -> list[Hessian]:
-    """Sum the Hessian of each group's input over this rank's documents, in one pass through the loaded block.
+    """Sum the Hessian of each group's input over this rank's documents, in one pass through the
+    loaded block.
 
-    The pass for a single group ends before its first linear runs. A check of each token would wait for a GPU. So sums
-    are checked at the end, and a second pass names the linear.
+    The pass for a single group ends before its first linear runs. A check of each token would wait
+    for a GPU. So sums are checked at the end, and a second pass names the linear.
     """
     checks = block.run.model.device.type == "cpu"
     while True:
@@ -94,14 +102,17 @@ def collect(block: LoadedBlock, groups: Sequence[Group]) -> list[Hessian]:
 
 
 def new_hessian(run: Run, group: Group, checks: bool = True) -> Hessian:
-    """Make an empty Hessian for the input of a group. The many experts of a layer must do with short chunks."""
+    """Make an empty Hessian for the input of a group. The many experts of a layer must do with
+    short chunks.
+    """
     first, model = group.linears[0], run.model
     chunk = LONG_CHUNK if model.device.type == "cuda" and first not in model.experts else CHUNK
     return Hessian(model.linears[first][1], model.device, checks=checks, chunk=chunk)
 
 
 def token_weights(block: LoadedBlock, documents: Sequence[int]) -> Tensor:
-    """Weigh the tokens of documents of equal length for Hessians of normalised inputs: float32 `[documents, t]`.
+    """Weigh the tokens of documents of equal length for Hessians of normalised inputs: float32
+    `[documents, t]`.
 
     All later tokens attend to the first one, so its errors spread.
     """
@@ -112,12 +123,16 @@ def token_weights(block: LoadedBlock, documents: Sequence[int]) -> Tensor:
 
 
 def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[Hessian] | None:
-    """Sum the Hessians in one pass; None if a GPU has no memory left, no Hessian if passes that waited were too far."""
+    """Sum the Hessians in one pass; None if a GPU has no memory left, no Hessian if passes that
+    waited were too far.
+    """
     run, stream = block.run, block.stream
     hessians = {group.linears[0]: new_hessian(run, group, checks) for group in groups}
     stop = len(groups) == 1 and groups[0].once
     normalised = {group.linears[0] for group in groups if group.normalised}
-    waits = stop and groups[0].linears[0] not in run.model.experts  # which are not called in the order of solving
+    waits = (
+        stop and groups[0].linears[0] not in run.model.experts
+    )  # which are not called in the order of solving
     numbers: Sequence[int] = ()
     document, weights, seen = 0, None, False
     if not waits:
@@ -126,7 +141,10 @@ def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[
     def see(linear: str, x: Tensor) -> bool:
         nonlocal seen
         seen, fits = True, waits and stream.may_wait(numbers, x)
-        with run.clock.phase("hessian"), about(f"{linear}, calibration document {run.first + document}"):
+        with (
+            run.clock.phase("hessian"),
+            about(f"{linear}, calibration document {run.first + document}"),
+        ):
             hessians[linear].add(x, weights if linear in normalised else None)
         return stop and not (fits and stream.waiting.wait())
 

@@ -1,4 +1,6 @@
-"""Keep sums of a row small that vLLM holds in float16 before the row's scale multiplies them (docs/layouts.md 9b)."""
+"""Keep sums of a row small that vLLM holds in float16 before the row's scale multiplies them
+(docs/layouts.md 9b).
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,25 @@ from quantkit.layouts.humming import Humming
 
 #: A sum from here on is reported: served text may be worse than the calibration tokens.
 LEAST = torch.finfo(torch.float16).max / 4
-#: Raised scales bring the sums of the original weights below this. Those of codes may be somewhat larger.
+#: Raised scales bring the sums of the original weights below this. Those of codes may be somewhat
+#: larger.
 AIM = 0.9 * LEAST
 
 
 class RowSums(Stage):
     """Find the least scales of FP6 and FP5 with which sums stay small.
 
-    Where a scale is raised, only small weights lose precision. Integers would lose a bit for each power of two.
+    Where a scale is raised, only small weights lose precision. Integers would lose a bit for each
+    power of two.
     """
 
     def enter(self, block: LoadedBlock) -> None:
         """Measure the largest outputs of the unquantized block, in a pass of its own."""
         recipe, floats = block.run.recipe, dict[str, Scheme]()
         if recipe.layout == Humming.NAME and recipe.factored and recipe.clip == "search":
-            schemes = ((linear, goal) for linear, goal in block.goals.items() if isinstance(goal, Scheme))
+            schemes = (
+                (linear, goal) for linear, goal in block.goals.items() if isinstance(goal, Scheme)
+            )
             floats = {linear: scheme for linear, scheme in schemes if scheme.format.is_float}
         with _peaks(block, floats) as found:
             if found:
@@ -42,7 +48,8 @@ class RowSums(Stage):
 
 @contextmanager
 def measured(block: LoadedBlock) -> Iterator[bool]:
-    """Measure solved linears while the block runs on all documents; add ROW_SUM to the facts of those near overflow.
+    """Measure solved linears while the block runs on all documents; add ROW_SUM to the facts of
+    those near overflow.
 
     A sum is `|output - bias| / scale`. Yields False if vLLM has no kernel that overflows so.
     """
@@ -60,7 +67,8 @@ def measured(block: LoadedBlock) -> Iterator[bool]:
 
 @contextmanager
 def _peaks(block: LoadedBlock, schemes: Mapping[str, Scheme]) -> Iterator[dict[str, Tensor]]:
-    """Measure the largest `|output - bias|` of each row, float32 `[n]`, of linears whose sums vLLM holds in float16.
+    """Measure the largest `|output - bias|` of each row, float32 `[n]`, of linears whose sums vLLM
+    holds in float16.
 
     All ranks have the largest of all when the context ends.
     """
@@ -70,12 +78,16 @@ def _peaks(block: LoadedBlock, schemes: Mapping[str, Scheme]) -> Iterator[dict[s
         bias = getattr(module, "bias", None)
         rows = (output if bias is None else output - bias).flatten(0, -2)
         if len(rows):
-            peaks[linear] = torch.maximum(peaks[linear], torch.maximum(rows.amax(0), -rows.amin(0)).float())
+            peaks[linear] = torch.maximum(
+                peaks[linear], torch.maximum(rows.amax(0), -rows.amin(0)).float()
+            )
 
     with ExitStack() as stack:
         for linear, scheme in schemes.items():
             n, k = run.model.linears[linear]
-            if linear not in block.uncalled and sums_in_float16(layout, scheme, n, k, linear in run.model.experts):
+            if linear not in block.uncalled and sums_in_float16(
+                layout, scheme, n, k, linear in run.model.experts
+            ):
                 peaks[linear] = torch.zeros(n, device=run.model.device)
                 module = run.model.module.get_submodule(run.model.paths[linear])
                 stack.callback(module.register_forward_hook(partial(see, linear)).remove)

@@ -1,7 +1,8 @@
 """Quantize or prune the linears of a group, given their weights and one Hessian.
 
-Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same (ALGORITHMS 2). An
-unusable Hessian is an error, or leads to RTN with a warning if the recipe allows it.
+Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same
+(ALGORITHMS 2). An unusable Hessian is an error, or leads to RTN with a warning if the recipe allows
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.numerics import check_weight
 from quantkit.calibration import budget
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
-from quantkit.calibration.uncalibrated import counts_of_pruned, solve_uncalibrated, solved_width, stored_item
+from quantkit.calibration.uncalibrated import (
+    counts_of_pruned,
+    solve_uncalibrated,
+    solved_width,
+    stored_item,
+)
 from quantkit.checkpoint.items import Item
 from quantkit.core.batches import divide
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
@@ -44,17 +50,25 @@ _Part = TypeVar("_Part")
 
 
 class Solve(Stage):
-    """Solve each group and put it back, so that later groups and blocks are calibrated on its quantized outputs."""
+    """Solve each group and put it back, so that later groups and blocks are calibrated on its
+    quantized outputs.
+    """
 
     @staticmethod
-    def bytes(groups: Iterable[tuple[int, int]], recipe: Recipe, dtype: torch.dtype, device: str) -> tuple[int, int]:
-        """Compute the bytes of Hessians with their factors, and of rows, in the step that takes most.
+    def bytes(
+        groups: Iterable[tuple[int, int]], recipe: Recipe, dtype: torch.dtype, device: str
+    ) -> tuple[int, int]:
+        """Compute the bytes of Hessians with their factors, and of rows, in the step that takes
+        most.
 
-        `groups` have the input channels and the rows of all linears that share a Hessian. Factors have `dtype`.
+        `groups` have the input channels and the rows of all linears that share a Hessian. Factors
+        have `dtype`.
         """
         searches = recipe.clip == "search" and recipe.metric == "block"
         sizes = [scheme.group_size for scheme in recipe.schemes] if searches else []
-        steps = (step for k, rows in groups for step in gptq.step_bytes(k, rows, sizes, dtype, device))
+        steps = (
+            step for k, rows in groups for step in gptq.step_bytes(k, rows, sizes, dtype, device)
+        )
         return max(steps, key=sum, default=(0, 0))
 
     def enter(self, block: LoadedBlock) -> None:
@@ -92,7 +106,9 @@ class Solve(Stage):
             yield items
 
     def _of_group(self, block: LoadedBlock, task: Task, progress: Progress) -> list[Item]:
-        """Solve the linears of one group, of at most `SOLVED_WEIGHTS` at a time: `all` joins all experts of a layer."""
+        """Solve the linears of one group, of at most `SOLVED_WEIGHTS` at a time: `all` joins all
+        experts of a layer.
+        """
         run, items = block.run, list[Item]()
         assert task.hessian is not None
         ranks = run.ranks if task.owner is None else ALONE
@@ -101,7 +117,9 @@ class Solve(Stage):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}
-                solved = partial(solve, weights, goals, task.hessian, run.recipe, progress, ranks, block.floors)
+                solved = partial(
+                    solve, weights, goals, task.hessian, run.recipe, progress, ranks, block.floors
+                )
                 try:
                     items += solved()
                     continue
@@ -115,8 +133,13 @@ class Solve(Stage):
 
 def _detail(item: Item) -> str:
     facts = item.facts or {}
-    found = [(key, facts.get(key)) for key in ("method", "relative_error", "loss", "rtn_loss", "damp", "tokens")]
-    return f"{item.name}: " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found)
+    found = [
+        (key, facts.get(key))
+        for key in ("method", "relative_error", "loss", "rtn_loss", "damp", "tokens")
+    ]
+    return f"{item.name}: " + ", ".join(
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found
+    )
 
 
 class _System(NamedTuple):
@@ -137,15 +160,15 @@ def solve(
 ) -> list[Item]:
     """Quantize or prune linears `[n, k]`, by name, that share an input and its `hessian`.
 
-    With several ranks, all call this with the same arguments; each solves some rows, and all return the same. `floors`
-    is that of a LoadedBlock.
+    With several ranks, all call this with the same arguments; each solves some rows, and all return
+    the same. `floors` is that of a LoadedBlock.
 
-    Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
-    tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says that there were too few tokens for
-    descent, `true_shape` that the stored weight is padded.
+    Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian,
+    ALGORITHMS 1), tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says
+    that there were too few tokens for descent, `true_shape` that the stored weight is padded.
 
-    NumericError, naming the linear, for weights that are not finite or overflow. NumericError for an unusable Hessian,
-    unless the recipe says `on_unsolvable: rtn`.
+    NumericError, naming the linear, for weights that are not finite or overflow. NumericError for
+    an unusable Hessian, unless the recipe says `on_unsolvable: rtn`.
     """
     names = ", ".join(weights)
     k = next(iter(weights.values())).shape[1]
@@ -193,7 +216,9 @@ def _unreached(
     reason = "no calibration token came here"
     if recipe.gptq.on_unsolvable == "stop":
         ways = Words(
-            "give more text, leave it dense with", Setting("skip"), ", or set gptq on_unsolvable: rtn in a recipe"
+            "give more text, leave it dense with",
+            Setting("skip"),
+            ", or set gptq on_unsolvable: rtn in a recipe",
         )
         raise NumericError(reason, ways, subject=names)
     progress.warn(f"{names}: {reason}, rounded to nearest")
@@ -203,7 +228,9 @@ def _unreached(
 def _without_noise(
     names: str, k: int, tokens: int, recipe: Recipe, progress: Progress
 ) -> tuple[Recipe, dict[str, str]]:
-    """Drop descent from the recipe if it would fit the noise of few tokens, with the fact for the report."""
+    """Drop descent from the recipe if it would fit the noise of few tokens, with the fact for the
+    report.
+    """
     if not recipe.gptq.descent or tokens >= coordinate_descent.TOKENS_PER_COLUMN * k:
         return recipe, {}
     few = f"{tokens} tokens for {k} input channels"
@@ -215,7 +242,9 @@ def _without_noise(
 
 
 def _channel_peak(h: Tensor) -> dict[str, float]:
-    """Divide the RMS of the largest input channel by the RMS of the median live one, for the report."""
+    """Divide the RMS of the largest input channel by the RMS of the median live one, for the
+    report.
+    """
     energy = h.diagonal()
     live = energy[energy > 0]
     peak = float((live.max() / live.median()).sqrt()) if len(live) else math.nan
@@ -223,16 +252,25 @@ def _channel_peak(h: Tensor) -> dict[str, float]:
 
 
 def _widened_hessian(h: Tensor, width: int) -> Tensor:
-    """Add uncorrelated channels to a Hessian, with the mean diagonal, so that none is dead and damping stays.
+    """Add uncorrelated channels to a Hessian, with the mean diagonal, so that none is dead and
+    damping stays.
 
     The weights there are zero and have no error, so they change no loss and no real column.
     """
     missing = width - len(h)
-    return torch.block_diag(h, h.diagonal().mean() * torch.eye(missing, device=h.device)) if missing else h
+    return (
+        torch.block_diag(h, h.diagonal().mean() * torch.eye(missing, device=h.device))
+        if missing
+        else h
+    )
 
 
-def _factor(names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progress) -> Factor | None:
-    """Factor the Hessian, warning of extra damping; None if that fails and the recipe allows rounding."""
+def _factor(
+    names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progress
+) -> Factor | None:
+    """Factor the Hessian, warning of extra damping; None if that fails and the recipe allows
+    rounding.
+    """
     try:
         with about(names):
             factor = factorize(h, recipe.gptq, sparse)
@@ -242,7 +280,9 @@ def _factor(names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progr
         progress.warn(Words(error.typed, "; rounded to nearest"))
         return None
     if len(factor.rungs) > 1:
-        progress.warn(f"{names}: the Hessian needed damping {factor.damp}, after {list(factor.rungs[:-1])}")
+        progress.warn(
+            f"{names}: the Hessian needed damping {factor.damp}, after {list(factor.rungs[:-1])}"
+        )
     return factor
 
 
@@ -258,12 +298,19 @@ def _solve_alike(
 
 
 def _gptq(
-    weights: ByLinear, scheme: Scheme, system: _System, recipe: Recipe, ranks: Ranks, *floors: ByLinear
+    weights: ByLinear,
+    scheme: Scheme,
+    system: _System,
+    recipe: Recipe,
+    ranks: Ranks,
+    *floors: ByLinear,
 ) -> Solved:
     def solve_rows(weight: Tensor, floor: Tensor | None = None) -> gptq.Solution:
         return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor, floor)
 
-    parts = gptq.split(gptq.join(_as_one(weights, solve_rows, ranks, *floors)), [len(w) for w in weights.values()])
+    parts = gptq.split(
+        gptq.join(_as_one(weights, solve_rows, ranks, *floors)), [len(w) for w in weights.values()]
+    )
     return [
         (
             part.tensor,
@@ -281,10 +328,14 @@ def _gptq(
 
 def _prune(weights: ByLinear, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
     h, factor = system
-    tall = torch.cat(_as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks))
+    tall = torch.cat(
+        _as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks)
+    )
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
     found: Solved = []
-    for (name, weight), value in zip(weights.items(), tall.split([len(w) for w in weights.values()]), strict=True):
+    for (name, weight), value in zip(
+        weights.items(), tall.split([len(w) for w in weights.values()]), strict=True
+    ):
         with about(name):
             facts = {"method": recipe.gptq.prune, **used, **counts_of_pruned(value)}
         facts["loss"] = total(row_losses(weight.float() - value.float(), None, h))
@@ -312,12 +363,17 @@ def _rtn(weights: ByLinear, scheme: Scheme, h: Tensor, recipe: Recipe, ranks: Ra
         tensor = concatenated([part for part, _ in parts])
         facts = {**parts[0][1], **rtn.scale_facts(tensor)}
         loss, norm = (total(row_losses(weight, value, h)) for value in (tensor, None))
-        found.append((tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts}))
+        found.append(
+            (tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts})
+        )
     return found
 
 
-def _as_one(weights: ByLinear, solve_rows: Callable[..., _Part], ranks: Ranks, *beside: ByLinear) -> list[_Part]:
-    """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in order.
+def _as_one(
+    weights: ByLinear, solve_rows: Callable[..., _Part], ranks: Ranks, *beside: ByLinear
+) -> list[_Part]:
+    """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in
+    order.
 
     `beside` has more arguments by row.
     """

@@ -1,6 +1,8 @@
-"""Tune the solved linears of one block together towards the unquantized model's hidden states (ALGORITHMS 8.1).
+"""Tune the solved linears of one block together towards the unquantized model's hidden states
+(ALGORITHMS 8.1).
 
-The inputs come from the quantized blocks before it, so a block also makes up for the errors of earlier blocks.
+The inputs come from the quantized blocks before it, so a block also makes up for the errors of
+earlier blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from quantkit.models.devices import is_fast_in_bfloat16
 HELD_OUT = 8
 #: Sequences of a step.
 BATCH = 4
-#: The largest step of a latent value, in grid steps, for this many steps. Fewer steps are larger, by the square root.
+#: The largest step of a latent value, in grid steps, for this many steps. Fewer steps are larger,
+#: by the square root.
 RATE, RATE_STEPS = 0.0025, 200
 #: Steps of rising rate, and the number of times that a run computes the held-out error.
 WARM_UP, CHECKS = 5, 8
@@ -55,9 +58,11 @@ INSTEAD = Words("use", Setting("tune", 0), "and", Setting("output_aware", False)
 
 
 class Tune(Stage):
-    """Tune the solved linears of each block in so many `steps`; `gradients` weigh the errors, if there are any.
+    """Tune the solved linears of each block in so many `steps`; `gradients` weigh the errors, if
+    there are any.
 
-    `_targets` has the activations of the unquantized model: the inputs of a block, and then its outputs.
+    `_targets` has the activations of the unquantized model: the inputs of a block, and then its
+    outputs.
     """
 
     _targets: Activations
@@ -71,7 +76,10 @@ class Tune(Stage):
         count = len(sequences)
         if count < HELD_OUT:
             raise RecipeError(
-                Words(Setting("tune"), f"holds out one of {HELD_OUT} calibration sequences, and there are {count}"),
+                Words(
+                    Setting("tune"),
+                    f"holds out one of {HELD_OUT} calibration sequences, and there are {count}",
+                ),
                 Words("use", Setting("samples", HELD_OUT), "or more"),
                 INSTEAD,
             )
@@ -87,7 +95,9 @@ class Tune(Stage):
         self._targets = stream.activations
 
     def enter(self, block: LoadedBlock) -> None:
-        """Run the documents through a block before its called weights are quantized, and keep these weights."""
+        """Run the documents through a block before its called weights are quantized, and keep these
+        weights.
+        """
         called = (name for name in block.goals if name not in block.uncalled)
         self._sources = {name: block.run.model.weights.source(name) for name in called}
         # A GPU without memory for a block may have it for the next, so each block has a new stream.
@@ -104,40 +114,58 @@ class Tune(Stage):
     def _tuned(self, block: LoadedBlock) -> list[Item]:
         """Tune the solved linears; list them anew, in the same order.
 
-        Facts: `untuned_error` and `tuned_error` are the held-out squared errors of the block's hidden states before and
-        after `tuned_step` steps, relative to their squares, in the mean of the tokens. `tuned_changed` counts codes.
-        Losses are not recomputed: they are reported as losses of untuned codes (`untuned_loss`).
+        Facts: `untuned_error` and `tuned_error` are the held-out squared errors of the block's
+        hidden states before and after `tuned_step` steps, relative to their squares, in the mean of
+        the tokens. `tuned_changed` counts codes. Losses are not recomputed: they are reported as
+        losses of untuned codes (`untuned_loss`).
         """
         solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
         solved = {name: item for name, item in solved.items() if name not in block.uncalled}
         if not solved:
             return []
         values, sources = {name: item.value for name, item in solved.items()}, self._sources
-        starts = {name: value for name, value in values.items() if isinstance(value, QuantizedTensor)}
+        starts = {
+            name: value for name, value in values.items() if isinstance(value, QuantizedTensor)
+        }
         root = None if self._gradients is None else self._gradients.found.root(block.index)
         found, common = BlockTuning(block, self._targets, root, starts, sources).run(self._steps)
         block.run.progress.detail(
             f"{block.path}: error on held-out sequences {common['untuned_error']:.4g}, tuned "
             f"{common['tuned_error']:.4g} after {common['tuned_step']} of {self._steps} steps"
         )
-        return [_tuned_item(item, sources[name], starts[name], found[name], common) for name, item in solved.items()]
+        return [
+            _tuned_item(item, sources[name], starts[name], found[name], common)
+            for name, item in solved.items()
+        ]
 
 
 def _tuned_item(
-    item: Item, source: Tensor, start: QuantizedTensor, tuned: QuantizedTensor, common: Mapping[str, Any]
+    item: Item,
+    source: Tensor,
+    start: QuantizedTensor,
+    tuned: QuantizedTensor,
+    common: Mapping[str, Any],
 ) -> Item:
     """Give a solved linear its tuned value, and add the facts of tuning."""
-    facts = {**(item.facts or {}), **common, "tuned_changed": int((tuned.codes != start.codes).sum())}
+    facts = {
+        **(item.facts or {}),
+        **common,
+        "tuned_changed": int((tuned.codes != start.codes).sum()),
+    }
     facts |= {fact: count for fact, count in rtn.scale_facts(tuned).items() if fact in facts}
     facts.pop("zeroed", None)
     facts |= zeroed(source, tuned)
     if common["tuned_step"]:
         facts = untuned(facts)
-    return item._replace(value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)})
+    return item._replace(
+        value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)}
+    )
 
 
 def batches(of_ranks: Sequence[Sequence[int]], generator: torch.Generator) -> Iterator[list[int]]:
-    """Yield the numbers of the sequences of each step, without end: `BATCH`, or more so that each rank has as many."""
+    """Yield the numbers of the sequences of each step, without end: `BATCH`, or more so that each
+    rank has as many.
+    """
     ranks = len(of_ranks)
     orders = cycle([_epochs(numbers, generator) for numbers in of_ranks if numbers])
     while True:
@@ -147,7 +175,8 @@ def batches(of_ranks: Sequence[Sequence[int]], generator: torch.Generator) -> It
 def _epochs(numbers: Sequence[int], generator: torch.Generator) -> Iterator[int]:
     """Yield all numbers in a random order, and then in others, without end.
 
-    All sequences count equally often, so that the noise of steps cancels. That of independent draws would add up.
+    All sequences count equally often, so that the noise of steps cancels. That of independent draws
+    would add up.
     """
     while True:
         for place in torch.randperm(len(numbers), generator=generator).tolist():
@@ -177,10 +206,11 @@ class _SquareSum(torch.autograd.Function):
 
 
 class BlockTuning:
-    """The state of tuning one block towards `targets`, the unquantized model's hidden states after it.
+    """The state of tuning one block towards `targets`, the unquantized model's hidden states after
+    it.
 
-    Sequences have their numbers among those of all ranks. Each rank computes the errors of its own, and moves some of
-    the weights by the gradients that all ranks have found.
+    Sequences have their numbers among those of all ranks. Each rank computes the errors of its own,
+    and moves some of the weights by the gradients that all ranks have found.
     """
 
     def __init__(
@@ -195,7 +225,11 @@ class BlockTuning:
         self._block, self._stream, self._run, self._model = block, block.stream, run, run.model
         self._targets, self._root, self._starts = targets, root, starts
         self._owners = run.ranks.owners([sources[name].numel() for name in starts])
-        owned = (name for name, owner in zip(starts, self._owners, strict=True) if owner == run.ranks.rank)
+        owned = (
+            name
+            for name, owner in zip(starts, self._owners, strict=True)
+            if owner == run.ranks.rank
+        )
         self._weights = {name: TunedWeight(sources[name], starts[name]) for name in owned}
         numbers = range(len(run.every))
         self._held_out = numbers[HELD_OUT - 1 :: HELD_OUT]
@@ -204,7 +238,9 @@ class BlockTuning:
         self._of_ranks = [[number for number in trained if number in part] for part in divided]
         seed = (run.recipe.calibration.seed + block.index) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
-        in_place = {name for name, start in starts.items() if is_moved_in_place(sources[name], start)}
+        in_place = {
+            name for name, start in starts.items() if is_moved_in_place(sources[name], start)
+        }
         self._captured = Captured() if len(in_place) == len(starts) else None
         #: Where several ranks put the weights of all, always the same memory.
         self._places: dict[str, Tensor] = {}
@@ -216,18 +252,35 @@ class BlockTuning:
                 self._places[name] = torch.empty_like(sources[name], dtype=dtype)
 
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
-        """Take all steps; return the weights of least held-out error, and the facts that they share.
+        """Take all steps; return the weights of least held-out error, and the facts that they
+        share.
 
         NumericError if the error is not finite.
         """
-        best, before, best_step = {name: self._starts[name] for name in self._weights}, self.held_out_error(), 0
+        best, before, best_step = (
+            {name: self._starts[name] for name in self._weights},
+            self.held_out_error(),
+            0,
+        )
         least, rate = before, RATE * math.sqrt(RATE_STEPS / steps)
-        for step, batch in zip(range(1, steps + 1), batches(self._of_ranks, self._generator), strict=False):
-            self._move(batch, rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
+        for step, batch in zip(
+            range(1, steps + 1), batches(self._of_ranks, self._generator), strict=False
+        ):
+            self._move(
+                batch,
+                rate
+                * min(1.0, step / WARM_UP)
+                * (1 + math.cos(math.pi * (step - 0.5) / steps))
+                / 2,
+            )
             if step * CHECKS // steps > (step - 1) * CHECKS // steps:
                 error = self.held_out_error()
                 if error < least:
-                    best, least, best_step = {n: w.tensor() for n, w in self._weights.items()}, error, step
+                    best, least, best_step = (
+                        {n: w.tensor() for n, w in self._weights.items()},
+                        error,
+                        step,
+                    )
         if self._captured is not None:
             self._captured.close()
         with self._run.exchanging():
@@ -244,9 +297,16 @@ class BlockTuning:
         for name, gradient in self._added(found).items():
             self._weights[name].descend(gradient, rate)
 
-    def _gradients(self, batch: Sequence[int], weights: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """Compute the part of this rank's sequences in the gradients of the mean error of a batch's tokens."""
-        size, divided = self._tokens(batch), list(parts(self._stream, self._block.index, self._here(batch)))
+    def _gradients(
+        self, batch: Sequence[int], weights: Mapping[str, Tensor]
+    ) -> list[Tensor | None]:
+        """Compute the part of this rank's sequences in the gradients of the mean error of a batch's
+        tokens.
+        """
+        size, divided = (
+            self._tokens(batch),
+            list(parts(self._stream, self._block.index, self._here(batch))),
+        )
         if self._captured is not None and len(divided) == 1:
             count = torch.full((), size, dtype=torch.float32, device=self._model.device)
             function = partial(self._of_parts, divided, weights)
@@ -254,7 +314,11 @@ class BlockTuning:
         return self._of_parts(divided, weights, size)
 
     def _of_parts(
-        self, divided: Sequence[Sequence[int]], weights: Mapping[str, Tensor], size: Tensor | int, *states: Tensor
+        self,
+        divided: Sequence[Sequence[int]],
+        weights: Mapping[str, Tensor],
+        size: Tensor | int,
+        *states: Tensor,
     ) -> list[Tensor | None]:
         """Add up the gradients of some parts; `states` are those of the only one."""
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
@@ -264,21 +328,33 @@ class BlockTuning:
 
     def _states(self, part: Sequence[int]) -> list[Tensor]:
         """Take a part's inputs and targets to the device."""
-        return [stacked(store, part).to(self._model.device) for store in (self._stream.activations, self._targets)]
+        return [
+            stacked(store, part).to(self._model.device)
+            for store in (self._stream.activations, self._targets)
+        ]
 
     def _may_be_captured(self, hidden: Tensor) -> bool:
-        """Tell whether a pass reads no tokens, and a GPU has memory for what it holds beside the other passes."""
+        """Tell whether a pass reads no tokens, and a GPU has memory for what it holds beside the
+        other passes.
+        """
         outputs = sum(start.codes.shape[0] for start in self._starts.values())
         size, _ = backward_bytes(outputs, 0, hidden[..., 0].numel(), 0, "cuda")
-        return self._model.ran_alone and stays_on_gpu(size, torch.cuda.mem_get_info(self._model.device)[0])
+        return self._model.ran_alone and stays_on_gpu(
+            size, torch.cuda.mem_get_info(self._model.device)[0]
+        )
 
     def _added(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Add the gradients of all ranks, in their order, for the weights that this rank moves."""
         added = {}
-        with self._run.exchanging(), closing(self._run.ranks.gather_each(gradients, self._owners)) as gathered:
+        with (
+            self._run.exchanging(),
+            closing(self._run.ranks.gather_each(gradients, self._owners)) as gathered,
+        ):
             for name, of_ranks in zip(self._starts, gathered, strict=True):
                 found = [gradient for gradient in of_ranks or () if gradient is not None]
-                if found:  # else another rank moves it, or no token of the batch reached this expert
+                if (
+                    found
+                ):  # else another rank moves it, or no token of the batch reached this expert
                     added[name] = reduce(Tensor.add_, found)
         return added
 
@@ -294,7 +370,10 @@ class BlockTuning:
             each = self._run.ranks.each(
                 list(self._starts), self._owners, lambda name: self._weights[name].dense().to(dtype)
             )
-            return {name: self._places[name].copy_(weight) for name, weight in zip(self._starts, each, strict=True)}
+            return {
+                name: self._places[name].copy_(weight)
+                for name, weight in zip(self._starts, each, strict=True)
+            }
 
     def held_out_error(self) -> float:
         """Compute the mean error of the tokens of the held-out sequences."""
@@ -309,13 +388,21 @@ class BlockTuning:
             error = in_fixed_order(self._model, self._run.progress, total)
         error = sum(self._run.ranks.exchange(error)) / self._tokens(self._held_out)
         if not math.isfinite(error):
-            raise NumericError("its outputs on held-out sequences are not finite", INSTEAD, subject=self._block.path)
+            raise NumericError(
+                "its outputs on held-out sequences are not finite",
+                INSTEAD,
+                subject=self._block.path,
+            )
         return error
 
-    def error(self, part: Sequence[int], weights: Mapping[str, Tensor], hidden: Tensor, wanted: Tensor) -> Tensor:
-        """Add up the squared errors of the tokens of some sequences, each relative to its target's square, float32.
+    def error(
+        self, part: Sequence[int], weights: Mapping[str, Tensor], hidden: Tensor, wanted: Tensor
+    ) -> Tensor:
+        """Add up the squared errors of the tokens of some sequences, each relative to its target's
+        square, float32.
 
-        `hidden` are their inputs. Where sequences are padded, the target is zero, and the error does not count.
+        `hidden` are their inputs. Where sequences are padded, the target is zero, and the error
+        does not count.
         """
         found = run_part(self._stream, self._block.index, part, weights, hidden)
         wanted = wanted.view_as(found)
@@ -324,7 +411,9 @@ class BlockTuning:
             weighed = found.float() - wanted
         else:
             with self._model.fast_products():
-                weighed = (found - wanted) @ self._root  # both are bfloat16 only where the product is
+                weighed = (
+                    found - wanted
+                ) @ self._root  # both are bfloat16 only where the product is
         errors: Tensor = _SquareSum.apply(weighed)  # type: ignore[no-untyped-call]
         return torch.where(size > 0, errors / size.clamp_min(_TINY), 0.0).sum()
 
