@@ -6,6 +6,7 @@
 #   make check  lint and test
 #   make reliability  the attacks of docs/reliability.md, section 4, under ten minutes on two cores; reliability-nightly: all of them
 #   make docs   write the generated pages
+#   make site   build the pages into build/site, which a browser opens and searches without a server
 #   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (tests/census/engine.py)
 #   make real   two real models by each recipe: make, quantize, judge, verify, chat; REAL has options, such as REAL='--only rtn default'
 #   make gpu    GPU tests and benchmarks; writes benchmarks/gpu/
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.complete
 # Without compiled files each process would compile the tests again, which takes as long as 300 of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo fast test lint docs census check real gpu reliability reliability-nightly
+.PHONY: setup demo fast test lint docs site census check real gpu reliability reliability-nightly
 
 setup: $(STAMP)
 
@@ -50,6 +51,10 @@ lint: setup
 # docs/cli.md, docs/api.md and docs/conversions.md
 docs: setup
 	$(BIN)/python docs/generate.py
+
+site: setup
+	$(BIN)/python docs/site_source.py build/pages
+	$(BIN)/zensical build --strict
 
 # Quantize a tiny model of every family that transformers knows, in some 15 minutes. VLLM names a script that asks vLLM
 # (tests/census/vllm_folder.py), in some 20 minutes more.

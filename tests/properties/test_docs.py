@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +121,19 @@ def test_every_make_target_shown_exists() -> None:
         for words in shell_lines(page):
             if words[:1] == ["make"]:
                 assert {word for word in words[1:2] if "=" not in word} <= targets, f"{page.name}: {' '.join(words)}"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Zensical, which builds the site, needs Python 3.11")
+def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path: Path) -> None:
+    pytest.importorskip("zensical", reason="Zensical builds the site: pip install 'quantkit[docs]'")
+    subprocess.run([sys.executable, ROOT / "docs/site_source.py", tmp_path / "build/pages"], check=True)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    build = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages, site = tmp_path / "build/pages", tmp_path / "build/site"
+    assert len([*site.rglob("*.html")]) == len([*pages.rglob("*.md")]) + 1  # and the page of unknown addresses
+    assert "Round to nearest" in (site / "search.json").read_text(encoding="utf-8")
 
 
 def test_links_lead_somewhere() -> None:
