@@ -169,6 +169,12 @@ class StoredTensors:
         """Count the bytes of a dense tensor in an output."""
         return prod(self.shape(name)) * self.written(name).itemsize
 
+    def form_written(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the dtype and shape in which an output stores a dense tensor."""
+        empty = torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")
+        stored = self.as_stored(name, empty)
+        return stored.dtype, tuple(stored.shape)
+
     def names(self) -> list[str]:
         """List the tensors' names, in the order of the shards' names and of the bytes in them."""
         return list(self._where)

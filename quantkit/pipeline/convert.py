@@ -34,10 +34,10 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.outside import Outside
-from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.repack import Repacker
 from quantkit.planning.plan import Plan, plan_pack
+from quantkit.planning.verdict import require_complete_source
 from quantkit.progress import Clock, Progress
 
 #: Bytes of weights, read and packed, in memory at a time; a larger weight is processed by itself.

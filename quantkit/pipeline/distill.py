@@ -37,11 +37,11 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
 from quantkit.models.meta_model import get_tensor
 from quantkit.pipeline.convert import begin_report, expected_names, packed_source
-from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.quantize import READERS, calibration_text
 from quantkit.planning.memory import tuning_memory, writing_memory
 from quantkit.planning.plan import plan_pack
+from quantkit.planning.verdict import require_complete_source
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.calibration_options import Calib
 from quantkit.text.sequences import Calibration

@@ -8,22 +8,17 @@ would fill with random weights fails the run.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, Words
 from quantkit.inference.swap_linears import swap
 from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
-from quantkit.layouts.base import Layout
 from quantkit.models.meta_model import skeleton
-from quantkit.models.outside import Outside, drafts_by_name
-from quantkit.planning.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,45 +72,6 @@ def open_folder(
     return Opening((OURS,), {THEIRS: refusal}, {}) if refusal else Opening((OURS, THEIRS), {}, {})
 
 
-def require_right_weights(
-    model: PreTrainedModel,
-    src: Checkpoint,
-    layout: Layout,
-    stated: dict[str, Any],
-    planned: Plan,
-    trust_remote_code: bool,
-) -> None:
-    """Raise CheckpointError, before any work, if transformers would fill weights of the planned
-    output by itself.
-
-    `stated` is the `quantization_config` of the output.
-    """
-    rows = {f"{row.module}.weight": row for row in planned.quantized}
-    forms = {name: _stored_form(src, name) for name in src.names() if name not in rows}
-    for row in rows.values():
-        stored = layout.stored(Scheme.parse(row.scheme or ""), *row.stored)
-        forms |= {
-            f"{row.module}.{suffix}": (dtype, tuple(shape))
-            for suffix, (dtype, shape) in stored.items()
-        }
-    with suppress(NotTried):
-        refusal_by_transformers(model, src, stated, forms, trust_remote_code)
-
-
-def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> Outside:
-    """Raise CheckpointError unless a source has the tensors of its model and others that it
-    declares, before any work.
-
-    Returns the tensors that the model does not have. A model that transformers cannot build here is
-    not checked, and draft layers are found by their names.
-    """
-    try:
-        model = skeleton(src, src.dtype_of_model, trust_remote_code)
-    except CheckpointError:
-        return Outside.of(src, drafts_by_name(src))
-    return Outside.of(src, swap(model, src)[1])
-
-
 def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
     """Raise CheckpointError unless `made` has the tensors of `src`, packed ones as its layout
     stores them.
@@ -124,7 +80,7 @@ def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
     for name in sorted(before ^ after):
         what = "missing" if name in before else "not a tensor of the source"
         raise CheckpointError(f"{name} is {what}", subject=made.path)
-    expected = {name: _stored_form(src, name) for name in before.intersection(src.names())}
+    expected = {name: src.form_written(name) for name in before.intersection(src.names())}
     found = {
         name: (made.dtype(name), made.shape(name)) for name in after.intersection(made.names())
     }
@@ -142,12 +98,6 @@ def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
         have, need = (_form(forms.get(name)) for forms in (found, expected))
         if have != need:
             raise CheckpointError(f"{name} is {have}, and should be {need}", subject=made.path)
-
-
-def _stored_form(src: Checkpoint, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape in which a tensor of the source is written if it stays dense."""
-    stored = src.as_stored(name, torch.empty(src.shape(name), dtype=src.dtype(name), device="meta"))
-    return stored.dtype, tuple(stored.shape)
 
 
 def _form(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:

@@ -56,13 +56,13 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
 from quantkit.models.state_names import kept_in_float32, require_tied
-from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.planning.group_sizes import with_group_size
 from quantkit.planning.memory import GRADIENTS
 from quantkit.planning.output_files import disk_peak, output_files, planned_config, report_bytes
 from quantkit.planning.plan import Plan, disk_problem, plan_quantize
 from quantkit.planning.serving import find_gpu, serving
+from quantkit.planning.verdict import require_complete_source, require_right_weights
 from quantkit.progress import Clock, Progress, Recorder
 from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.goals import Goal, changes, label
