@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.bench import timing
-from quantkit.bench.kernels import random_record
-from quantkit.bench.workloads import MODELS
+from benchmarks import timing
+from benchmarks.bench_kernels import MODELS, random_record
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import MAX_TOKENS, HopperKernel

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.bench import kernels, roofline, timing
+from benchmarks import bench_kernels, timing
 from quantkit.io import files
 from quantkit.kernels import loader
 
@@ -48,12 +48,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sources = write_sources(Path(folder) / "kernels")
         loader.source_dir = lambda: sources
-        layers = roofline.layers([], args.shape)
+        layers = bench_kernels.layers([], args.shape)
         rows = [row for layer in layers for row in measure(args.scheme, layer.n, layer.k, args.m)]
     for row in rows:
         print(row)
     if args.csv:
-        files.write_atomic(args.csv, roofline.table(rows))
+        files.write_atomic(args.csv, timing.table(rows))
 
 
 def write_sources(folder: Path) -> Path:
@@ -77,7 +77,7 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     from quantkit.layouts import LAYOUTS
 
     scheme, cuda = Scheme.parse(label), torch.device("cuda")
-    one = LAYOUTS["tcfpx"].pack(kernels.random_record(scheme, n, k, cuda))
+    one = LAYOUTS["tcfpx"].pack(bench_kernels.random_record(scheme, n, k, cuda))
     size = sum(part.nbytes for part in one.values())
     count = timing.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
     packed = [{name: part.clone() for name, part in one.items()} for _ in range(count)]

@@ -1,7 +1,7 @@
 """Measure the seconds until each layout's first product: kernels not compiled, cached, and four processes at once.
 
 Each start is a fresh process. It imports, makes its operands, and then multiplies one token with each layout. Every
-number of tokens of `bench kernels` follows, in both dtypes, which may need more kernels of the same source. Prints,
+number of tokens of bench_kernels.py follows, in both dtypes, which may need more kernels of the same source. Prints,
 and writes as CSV, one row for each layout and start. `wait_s` is the wait of a user for the first product. All cores
 compile, so `compile_thread_s`, the sum over threads, is larger.
 """
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quantkit.bench import roofline, workloads
+from benchmarks import timing
 from quantkit.io import files
 
 N = K = 4096
@@ -44,7 +44,7 @@ def main() -> None:
     for row in rows:
         print(", ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
     if args.csv:
-        files.write_atomic(args.csv, roofline.table(rows))
+        files.write_atomic(args.csv, timing.table(rows))
 
 
 def together(processes: int, cache: Path) -> list[list[dict[str, Any]]]:
@@ -66,9 +66,9 @@ def products(began: float) -> list[dict[str, Any]]:
     """Return a row for each layout. The time `began` is that of this process' start."""
     import torch
 
-    from quantkit.bench import kernels
+    from benchmarks import bench_kernels
     from quantkit.core.scheme import Scheme
-    from quantkit.kernels import LAUNCHERS, loader
+    from quantkit.kernels import loader
 
     imported = time.time() - began
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def products(began: float) -> list[dict[str, Any]]:
         return binary
 
     loader.compile = timed
-    schemes = {layout: Scheme.parse(LAUNCHERS[layout].schemes[0]) for layout in kernels.default_layouts()}
+    schemes = {layout: Scheme.parse(labels[0]) for layout, labels in bench_kernels.SCHEMES.items()}
     return [{"layout": layout, **_products(layout, scheme, compiled), **once} for layout, scheme in schemes.items()]
 
 
@@ -95,14 +95,14 @@ def _products(layout: str, scheme: Any, compiled: list[float]) -> dict[str, Any]
     """Time the first product of a layout, and then one with every number of tokens and dtype."""
     import torch
 
-    from quantkit.bench import kernels
+    from benchmarks import bench_kernels
     from quantkit.kernels import MATMULS
     from quantkit.kernels.contract import ACTIVATIONS
     from quantkit.layouts import LAYOUTS
 
-    q = kernels.random_record(scheme, N, K, torch.device("cuda"))
+    q = bench_kernels.random_record(scheme, N, K, torch.device("cuda"))
     tensors = LAYOUTS[layout].pack(q)
-    inputs = [torch.ones(m, K, dtype=dtype, device="cuda") for dtype in ACTIVATIONS for m in workloads.TOKENS]
+    inputs = [torch.ones(m, K, dtype=dtype, device="cuda") for dtype in ACTIVATIONS for m in bench_kernels.TOKENS]
     torch.cuda.synchronize()
 
     def multiply(some: list[torch.Tensor]) -> tuple[float, float, int]:

@@ -2,7 +2,7 @@
 
 Starts itself under Nsight Compute (`ncu`), which replays each product several times and flushes the caches before each
 pass, so that weights come from memory as in a model. Clocks are not locked but printed. Compare these times with each
-other only; quote those of `quantkit bench kernels`.
+other only; quote those of bench_kernels.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quantkit.bench import roofline
+from benchmarks import timing
 from quantkit.io import files
 
 #: Column -> counter. Names that this chip or this ncu lacks are left out, with a notice.
@@ -63,7 +63,7 @@ SHOWN = ("us", "GHz", "dram_pct", "dram_GBps", "l2_pct", "tensor_pct", "issue_pc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", nargs="+", default=["marlin"])
-    parser.add_argument("--scheme", help="by default the layout's first of bench kernels")
+    parser.add_argument("--scheme", help="by default the layout's first of bench_kernels.py")
     parser.add_argument("--shape", nargs="+", default=["6144x4096"], help="NxK")
     parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 128])
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
@@ -81,24 +81,24 @@ def main() -> None:
     for row in rows:
         print(line(row))
     if args.csv:
-        files.write_atomic(args.csv, roofline.table(rows))
+        files.write_atomic(args.csv, timing.table(rows))
 
 
 def multiply(args: argparse.Namespace) -> None:
     """Make each product once without the profiler, so that nothing is compiled later, and once with it."""
     import torch
 
-    from quantkit.bench import kernels
+    from benchmarks import bench_kernels
     from quantkit.core.scheme import Scheme
-    from quantkit.kernels import LAUNCHERS, MATMULS
+    from quantkit.kernels import MATMULS
     from quantkit.kernels.proof import activations
     from quantkit.layouts import LAYOUTS
 
     dtype = getattr(torch, args.dtype)
     cuda = torch.device("cuda")
-    for layout, layer in product(args.layout, roofline.layers([], args.shape)):
-        scheme = Scheme.parse(args.scheme or LAUNCHERS[layout].schemes[0])
-        q = kernels.random_record(scheme, layer.n, layer.k, cuda)
+    for layout, layer in product(args.layout, bench_kernels.layers([], args.shape)):
+        scheme = Scheme.parse(args.scheme or bench_kernels.SCHEMES[layout][0])
+        q = bench_kernels.random_record(scheme, layer.n, layer.k, cuda)
         dense = q.dequantize()
         ours = partial(MATMULS[layout], tensors=LAYOUTS[layout].pack(q), scheme=scheme, n=layer.n, k=layer.k)
         calls: dict[str, Callable[..., Any]] = {layout: ours}

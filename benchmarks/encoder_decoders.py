@@ -23,8 +23,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import quantkit
-from quantkit.bench import timing
-from quantkit.bench.generate import graph_of
+from benchmarks import timing
+from benchmarks.bench_generate import graph_of
 from quantkit.checkpoint.reader import Checkpoint
 
 HALVES, SIZES = ("encoder", "decoder"), (("layers", 12), ("attention_heads", 12), ("ffn_dim", 3072))

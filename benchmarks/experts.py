@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.bench.kernels import random_record
-from quantkit.bench.roofline import floor
-from quantkit.bench.timing import copies, measured_on, medians, prepared
+from benchmarks.bench_kernels import random_record
+from benchmarks.timing import copies, floor, measured_on, medians, prepared
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import proof
 from quantkit.kernels.expert_steps import silu_multiply, sum_choices

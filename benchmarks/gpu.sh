@@ -62,7 +62,7 @@ best() { # what a block takes by the recipe int4-best
 }
 
 kernels() { # LAYOUT
-    "$python" -m quantkit bench kernels -q --layout "$1" --model llama3-8b --model llama2-70b --model large \
+    "$python" -m benchmarks.bench_kernels -q --layout "$1" --model llama3-8b --model llama2-70b --model large \
         --csv "$results/kernels_$1.csv"
 }
 
@@ -73,10 +73,10 @@ kernels_quick() { kernels quick; }
 
 generate() { # whole models, dense beside packed; of 70 billion weights in FP6, on one GPU
     export TORCHINDUCTOR_ENABLE_PDL=1 # compiled kernels let the next one begin, and ours are next
-    "$python" -m quantkit bench generate -v --model llama3-8b --csv "$results/generate_llama3-8b.csv"
-    "$python" -m quantkit bench generate -v --model llama3-8b --layout marlin --layout marlin24 --batch 1 --batch 16 \
+    "$python" -m benchmarks.bench_generate -v --model llama3-8b --csv "$results/generate_llama3-8b.csv"
+    "$python" -m benchmarks.bench_generate -v --model llama3-8b --layout marlin --layout marlin24 --batch 1 --batch 16 \
         --prompt-tokens 128 --csv "$results/generate_llama3-8b_128.csv"
-    "$python" -m quantkit bench generate -v --model llama2-70b --layout tcfpx --csv "$results/generate_llama2-70b.csv"
+    "$python" -m benchmarks.bench_generate -v --model llama2-70b --layout tcfpx --csv "$results/generate_llama2-70b.csv"
 }
 
 several_gpus() { # of the tests only these, and those of the stage ranks, need two

@@ -19,11 +19,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from quantkit.bench.kernels import random_record
+from benchmarks.bench_kernels import SCHEMES, random_record
 from quantkit.core.scheme import Scheme
 from quantkit.inference import packed_linear  # noqa: F401  # defines an operator
 from quantkit.inference.engine_linear import prepare
-from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS
 
 N, K, CALLS, ROUNDS = 512, 512, 200, 15
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def rows(layout: str, device: torch.device) -> list[list[object]]:
-    label = LAUNCHERS[layout].schemes[0]
+    label = SCHEMES[layout][0]
     q = random_record(Scheme.parse(label), N, K, device)
     with torch.inference_mode(False):  # as an engine loads weights
         tensors = {name: tensor.clone() for name, tensor in LAYOUTS[layout].pack(q).items()}

@@ -26,9 +26,9 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from benchmarks import bench_kernels, timing
 from benchmarks.paper_chart import Panel, draw
 from benchmarks.paper_figures import FIGURES, MODELS, Bias, Counters, Kernels, Kind, Models, Roofline, Sustained
-from quantkit.bench import roofline, workloads
 
 HERE = Path(__file__).parent
 RESULTS, POINTS, DRAWINGS = HERE / "gpu", HERE / "papers", HERE.parent / "docs" / "papers"
@@ -278,7 +278,7 @@ PANELS: dict[type, Callable[[str, Any], list[Panel]]] = {
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the tables of docs/results.md by model, and for each published kernel the cells of ours that are behind."""
     schemes = list(dict.fromkeys(row["scheme"] for row in rows))
-    for model in workloads.MODELS:
+    for model in bench_kernels.MODELS:
         yield f"| {model}, M | " + " | ".join(schemes) + " |"
         yield "|---|" + "---|" * len(schemes)
         for m in sorted({int(row["M"]) for row in rows}):
@@ -344,29 +344,28 @@ def squares(figure: Roofline) -> Iterator[Row]:
     import torch
 
     from benchmarks import batches
-    from quantkit.bench import timing
     from quantkit.core.scheme import Scheme
 
     where = torch.device("cuda", torch.cuda.current_device())
     device = timing.measured_on(where, torch.float16)
     roof = {"copy_GBps": device.copy / 1e9, "matrix_tflops": device.rate / 1e12}
     for layout, label in figure.ours:
-        for layer in roofline.layers((), figure.shapes):
+        for layer in bench_kernels.layers((), figure.shapes):
             with torch.inference_mode():
                 for row in batches.timed(layout, Scheme.parse(label), layer.name, layer.n, layer.k, figure.tokens):
                     yield row | roof
 
 
 def products(figure: Kernels) -> Iterator[Row]:
-    """Time products by `bench kernels`."""
+    """Time products by bench_kernels.py."""
     import torch
 
-    from quantkit.bench.kernels import kernels
+    from benchmarks.bench_kernels import kernels
     from quantkit.core.scheme import Scheme
     from quantkit.progress import Progress
 
     for layout, label in figure.ours:
-        for layer in roofline.layers((), figure.shapes):
+        for layer in bench_kernels.layers((), figure.shapes):
             asked = [layer], figure.tokens, [layout], [Scheme.parse(label)], torch.float16
             yield from kernels(*asked, Progress())["rows"]
 
@@ -375,15 +374,14 @@ def busy_loops(figure: Sustained) -> Iterator[Row]:
     """Repeat each product without rests, and ask for clock and power in the second half of the time."""
     import torch
 
-    from quantkit.bench import timing
-    from quantkit.bench.kernels import random_record
+    from benchmarks.bench_kernels import random_record
     from quantkit.core.scheme import Scheme
     from quantkit.kernels import MATMULS
     from quantkit.layouts import LAYOUTS
 
     where = torch.device("cuda", torch.cuda.current_device())
     l2 = torch.cuda.get_device_properties(where).L2_cache_size
-    for layer in roofline.layers((), figure.shapes):
+    for layer in bench_kernels.layers((), figure.shapes):
         n, k = layer.n, layer.k
         for m in figure.tokens:
             x = torch.randn(m, k, device=where).half()
@@ -446,7 +444,7 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
     """
     import torch
 
-    from quantkit.bench import generate, random_model
+    from benchmarks import bench_generate, random_model
     from quantkit.models.devices import free_gpu_memory
     from quantkit.models.meta_model import skeleton
     from quantkit.progress import Progress
@@ -464,15 +462,15 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
             if not fits:
                 continue
             load = random_model.Workload(tuple(fits), figure.prompt, figure.new, torch.float16, timed=64)
-            for row in generate.measure(outline, [variant], load, Progress())["rows"]:
+            for row in bench_generate.measure(outline, [variant], load, Progress())["rows"]:
                 yield row | {"fits": True}
 
 
 def fitting(figure: Models, name: str, built: Any, variant: Any, free: float) -> list[int]:
-    """List the batches of a model that fit into `free` bytes, by the estimate of `bench generate`."""
+    """List the batches of a model that fit into `free` bytes, by the estimate of bench_generate.py."""
     import torch
 
-    from quantkit.bench import random_model
+    from benchmarks import random_model
     from quantkit.errors import KernelError
 
     fits = []
@@ -488,7 +486,7 @@ def largest_batches(figure: Models, free: float) -> Iterator[str]:
     """Yield the largest batch of each model in each form that fits into `free` bytes, as a table."""
     import torch
 
-    from quantkit.bench import random_model
+    from benchmarks import random_model
     from quantkit.models.meta_model import skeleton
 
     yield f"| {figure.title}, {figure.prompt} + {figure.new} tokens | dense | " + " | ".join(figure.layouts) + " |"

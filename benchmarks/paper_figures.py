@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.bench.workloads import CONFIGS
+from benchmarks.random_model import CONFIGS
 
 #: Linears `NxK` of a block, query, key and value and gate and up joined.
 SHAPES = {
@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = CONFIGS | {
 
 @dataclass(frozen=True)
 class Kernels:
-    """Products by `bench kernels`: speed-up over cuBLAS for schemes of ours (layout, scheme) and published kernels.
+    """Products by bench_kernels.py: speed-up over cuBLAS for schemes of ours (layout, scheme) and published kernels.
 
     Panels are of a shape each, over tokens; if `by_layer`, of a number of tokens each, over shapes. `value` is the
     column that is drawn. A figure of TFLOP/s also has a line of cuBLAS.
@@ -111,7 +111,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Models:
-    """Whole models by `bench generate`, in growing batches until the memory ends; `layouts` beside the dense model.
+    """Whole models by bench_generate.py, in growing batches until the memory ends; `layouts` beside the dense model.
 
     `files` have rows of earlier runs. Tokens per GPU second are `batch * new / (prompt + new * step)`.
     """

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import quantkit
+from benchmarks import timing
 from quantkit.api import eval_ppl
-from quantkit.bench import roofline
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.io import files
@@ -71,7 +71,7 @@ def main() -> None:
                 rows.append({"layout": layout, "scheme": scheme} | measure(out, name, path, args.window, name in short))
                 print(rows[-1], flush=True)
             if args.csv:
-                files.write_atomic(args.csv, roofline.table(rows))
+                files.write_atomic(args.csv, timing.table(rows))
 
 
 def cut(args: argparse.Namespace, texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import random_model, timing
 from benchmarks.floors import floors, idle, measure_speeds
+from benchmarks.random_model import Outline
 from benchmarks.random_source import WORDS, blocks_of, draw_text, shortened, write_model
 from quantkit import api
-from quantkit.bench import random_model, roofline
-from quantkit.bench.random_model import Outline
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.launch import joined, silence_others
@@ -200,7 +200,7 @@ def main() -> None:
         if ranks().first:
             _print(rows)
             if args.csv:
-                args.csv.write_bytes(roofline.table(rows))
+                args.csv.write_bytes(timing.table(rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.bench.random_model import Outline
+from benchmarks.random_model import Outline
 from quantkit.checkpoint.reader import CONFIG
 from quantkit.errors import RecipeError
 from quantkit.io import files

@@ -79,7 +79,7 @@ def main() -> None:
     maker.add_argument("out", type=Path)
     maker.add_argument("layout", help="a layout of quantkit, or dense")
     maker.add_argument("scheme", nargs="?", help="as int4:g128")
-    shapes = f"a shape of `quantkit bench generate`, {' or '.join(MIXTURES)} [%(default)s]"
+    shapes = f"a shape of bench_generate.py, {' or '.join(MIXTURES)} [%(default)s]"
     maker.add_argument("--shape", default="llama3-8b", help=shapes)
     maker.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     timer = commands.add_parser("time", help="measure folders")
@@ -109,8 +109,7 @@ def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | No
     import torch
     from safetensors.torch import save_file
 
-    from quantkit.bench.random_model import DENSE, random_weight
-    from quantkit.bench.workloads import CONFIGS
+    from benchmarks.random_model import CONFIGS, DENSE, random_weight
     from quantkit.core.scheme import Scheme
     from quantkit.engines.output_config import quantization_config
     from quantkit.layouts import LAYOUTS

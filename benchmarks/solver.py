@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import bench_kernels, timing
 from benchmarks.floors import median_seconds
 from quantkit.algorithms import coordinate_descent
 from quantkit.algorithms.cholesky import factorize
@@ -22,7 +23,6 @@ from quantkit.algorithms.hessian import row_losses
 from quantkit.algorithms.rtn import quantize as round_to_nearest
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import sweep
-from quantkit.bench import roofline
 from quantkit.cli.show import table
 from quantkit.core.scheme import Scheme
 from quantkit.models.devices import device_of
@@ -83,7 +83,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = device_of(args.device)
-    weights = roofline.layers((), args.shape)
+    weights = bench_kernels.layers((), args.shape)
     rows = [
         measure(weight.n, weight.k, Scheme.parse(label), device, args.rounds)
         for weight in weights
@@ -92,7 +92,7 @@ def main() -> None:
     keys = list(rows[0])[2:]
     print(table(keys, ([f"{x:.4f}" if isinstance(x, float) else x for x in map(row.get, keys)] for row in rows)))
     if args.csv:
-        args.csv.write_bytes(roofline.table(rows))
+        args.csv.write_bytes(timing.table(rows))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import random_model
 from benchmarks.random_source import WORDS, draw_text, random_weight, shortened, word_tokenizer
 from quantkit import api
-from quantkit.bench import random_model
 from quantkit.calibration import sensitivity
 from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.reader import Checkpoint

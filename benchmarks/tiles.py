@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from quantkit.bench.kernels import flops, random_record
-from quantkit.bench.roofline import floor
-from quantkit.bench.timing import copies, medians, prepared
-from quantkit.bench.workloads import MODELS, TOKENS
+from benchmarks.bench_kernels import MODELS, TOKENS, flops, random_record
+from benchmarks.timing import copies, floor, medians, prepared
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS
 from quantkit.kernels.hopper_tiles import HopperTile, grid_size

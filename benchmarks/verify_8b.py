@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit.bench import kernels
+from benchmarks import bench_kernels
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.shards import SHARD_BYTES
 from quantkit.core.scheme import Scheme
@@ -31,7 +31,6 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
 from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import SafetensorsWriter
-from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 
@@ -82,7 +81,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
         for i in range(layers):
             digests = []
             for linear, (n, k) in LINEARS.items():
-                q = kernels.random_record(scheme, n, k, device, seed=len(named))
+                q = bench_kernels.random_record(scheme, n, k, device, seed=len(named))
                 module = f"model.layers.{i}.{linear}"
                 named.append({"name": module, "shape": [n, k], "scheme": scheme.label, "layout": layout})
                 digests.append((named[-1], pool.submit(q.digest)))
@@ -131,12 +130,12 @@ def flip(folder: Path, name: str, bit: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layout", default="marlin", choices=list(LAUNCHERS))
+    parser.add_argument("--layout", default="marlin", choices=list(bench_kernels.SCHEMES))
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--work", type=Path, help="folder for six gigabytes")
     parser.add_argument("-o", "--out", type=Path, help="write the JSON here too")
     args = parser.parse_args()
-    scheme = Scheme.parse(LAUNCHERS[args.layout].schemes[0])
+    scheme = Scheme.parse(bench_kernels.SCHEMES[args.layout][0])
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         folder, cache = Path(work) / "model", Path(work) / "cache"
         folder.mkdir()

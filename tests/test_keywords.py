@@ -22,7 +22,6 @@ FUNCTIONS = ("plan", "quantize", "prune", "pack", "convert", "verify", "load", "
 
 #: Whose messages only the command line shows, or whose strings are commands of other programs.
 TYPED = (
-    "bench/",
     "cli/",
     "engines/tables.py",
     "errors.py",
@@ -32,7 +31,7 @@ TYPED = (
     "serving/",
 )
 #: Whose options are those of a command that Python does not have.
-NO_FUNCTION = ("bench/", "cli/", "inference/generate.py")
+NO_FUNCTION = ("cli/", "inference/generate.py")
 
 
 def modules(but: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:

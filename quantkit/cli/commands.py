@@ -28,7 +28,6 @@ PLACES = {
     "eval": "quantkit.cli.evaluate:evaluate",
     "compare": "quantkit.cli.compare:compare",
     "generate": "quantkit.cli.generate:generate",
-    "bench": "quantkit.cli.bench:bench",
     "demo": "quantkit.cli.demo:demo",
     "doctor": "quantkit.cli.doctor:doctor",
     "completion": "quantkit.cli.completion:completion",

@@ -40,16 +40,14 @@ class Launcher:
 
     `weight(scheme, n, k)` describes the packed weight; KernelError for a scheme that the layout's
     kernels do not take. `kernels(scheme, n, k)` are the kernels for it, and `every` has those for
-    all weights. `schemes` are the usual ones, which `bench` times. `bits_read` counts the bits that
-    are read for a weight, with scales in groups of 128; `load` prefers the layout with the fewest.
-    If `sparse`, half of the weights are multiplied. `aliases` maps other names of packed tensors to
-    those of `weight`.
+    all weights. `bits_read` counts the bits that are read for a weight, with scales in groups of
+    128; `load` prefers the layout with the fewest. If `sparse`, half of the weights are multiplied.
+    `aliases` maps other names of packed tensors to those of `weight`.
     """
 
     weight: Callable[[Scheme, int, int], Weight]
     kernels: Callable[[Scheme, int, int], Kernels]
     every: tuple[NaiveKernel | PortableInstances | HopperKernel, ...]
-    schemes: tuple[str, ...]
     bits_read: float
     sparse: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -207,6 +207,5 @@ LAUNCHER = Launcher(
     _weight,
     _kernels,
     every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), *ROUTED_HOPPER.values()),
-    schemes=("int4:g128", "int4:channel"),
     bits_read=4 + 16 / 128,
 )

@@ -159,7 +159,6 @@ LAUNCHER = Launcher(
     _weight,
     _kernels,
     every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
-    schemes=("int4:g128:24", "int4:channel:24"),
     bits_read=3 + 16 / 128,
     sparse=True,
     # The names of compressed-tensors stand for those of vLLM (docs/layouts.md, 5.1).

@@ -194,6 +194,5 @@ LAUNCHER = Launcher(
     _weight,
     _kernels,
     every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), ROUTED_HOPPER),
-    schemes=("int4:g128:asym",),
     bits_read=4 + 2 * (16 + 4) / 128,
 )

@@ -366,6 +366,5 @@ LAUNCHER = Launcher(
         *HOPPER.values(),
         *ROUTED_HOPPER.values(),
     ),
-    schemes=("fp6:channel", "fp5:channel"),
     bits_read=FP6.bits,
 )

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import paper
+from benchmarks.bench_kernels import layers
 from benchmarks.paper import PANELS, largest_batches, table
 from benchmarks.paper_chart import Panel, draw
 from benchmarks.paper_figures import FIGURES, MODELS, Kernels, Models, Sustained
-from quantkit.bench.roofline import layers
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROW = {"layer": "llama3-8b o", "N": "4096", "K": "4096", "kernel": "matmul", "cublas_us": "16", "time_us": "8"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import quantize, solver
-from tests.bench.samples import LLAMA
+from tests.benchmarks.samples import LLAMA
 from tests.promises.model import write_json
 
 

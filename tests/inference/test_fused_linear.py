@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import quantkit
-from quantkit.bench.random_model import Variant, build, variants
+from benchmarks.random_model import Variant, build, variants
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.inference.fused_linear import FusedLinear, fuse_linears, sibling_linears
@@ -22,7 +22,7 @@ from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
 from quantkit.layouts.schemes import Schemes
-from tests.bench.samples import CPU, LLAMA, QUIET, tiny
+from tests.benchmarks.samples import CPU, LLAMA, QUIET, tiny
 from tests.inference.samples import (
     NS,
     Attention,

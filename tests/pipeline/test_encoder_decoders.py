@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
-from quantkit.bench.random_model import read, variants
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.opened import open_writer
@@ -196,9 +195,7 @@ def test_calibration_is_refused_before_any_work(family: str, source: Callable[[s
 
 
 def test_what_needs_a_decoder_alone_says_so(source: Callable[[str], Path], tmp_path: Path) -> None:
-    config = source("t5") / "config.json"
     for work, says in {
-        lambda: variants(read(str(config)), ["marlin"], [], []): "times decoders alone",
         lambda: open_writer(source("t5"), None, False).require_decoder_only(): "continues its prompt",
         lambda: quantkit.eval_ppl(source("t5"), data="wikitext2"): "documents with summaries",
         lambda: quantkit.eval_ppl(source("whisper"), data="wikitext2"): "reads input_features, and no text",

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
 #: Third-party package -> the packages or modules of quantkit that import it.
 IMPORTERS = {
-    "transformers": {"checkpoint.gguf_source", "models", "inference", "bench", "io.config_checks", "text"},
+    "transformers": {"checkpoint.gguf_source", "models", "inference", "io.config_checks", "text"},
     "accelerate": {"checkpoint.gguf_source", "models"},
     "gguf": {"checkpoint.gguf_source"},
     "datasets": {"text", "evaluation.task_list"},
@@ -31,7 +31,6 @@ IMPORTERS = {
     "markupsafe": {"reporting"},
     "tqdm": {"progress"},
     "blake3": {"io.hashing", "io.files"},
-    "tokenizers": {"bench"},
     "xxhash": {"core"},
     "regex": {"layouts.expressions"},
     "vllm": {

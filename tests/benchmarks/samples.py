@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.bench.random_model import Outline, Variant, build
+from benchmarks.random_model import Outline, Variant, build
 from quantkit.progress import Progress
 
 CPU, QUIET = torch.device("cpu"), Progress(quiet=True)

@@ -4,16 +4,18 @@ speeds of the device.
 
 from __future__ import annotations
 
+import csv
 import gc
+import io
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
-from quantkit.bench.roofline import Device
 from quantkit.core.tensors import dtype_name
 from quantkit.kernels import toolchain
 
@@ -33,6 +35,21 @@ REST = 4.0
 SHORTEST_US = 2.0
 #: The floor is measured with a square product of this size and a copy of this many bytes.
 SQUARE, COPIED = 8192, 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """The GPU and programs of a run, bytes/s of a copy (read and written) and FLOP/s of a dense
+    product.
+    """
+
+    gpu: str
+    torch: str
+    cuda: str
+    nvrtc: str
+    dtype: str
+    copy: float
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -145,9 +162,7 @@ def _copy_rate(where: torch.device) -> float:
     source = torch.randint(-(2**31), 2**31 - 1, (COPIED // 4,), dtype=torch.int32, device=where)
     target = torch.empty_like(source)
     # A kernel that negates, because captured copies use the copy engine, which is slower.
-    (us,) = medians(
-        [Timed(captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)]
-    )
+    (us,) = medians([Timed(captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)])
     return 2 * COPIED / us * 1e6
 
 
@@ -165,3 +180,17 @@ def _product_rate(where: torch.device, dtype: torch.dtype) -> float:
         order(0)
         graphs.append(Timed(captured(order, 4), 4, ROUNDS))
     return 2 * SQUARE**3 / min(medians(graphs)) * 1e6
+
+
+def floor(size: int, flops: float, copy: float, rate: float) -> float:
+    """Compute the least microseconds of a kernel that moves `size` bytes and does `flops`."""
+    return 1e6 * max(size / copy, flops / rate)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Write rows as a CSV, floats to six digits."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in row.items()} for row in rows)
+    return text.getvalue().encode()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quantkit.bench.random_model import cache_length
+from benchmarks.random_model import cache_length
 from quantkit.errors import RecipeError, reason
 
 if TYPE_CHECKING:
@@ -90,17 +90,11 @@ def decode_calls(
     position = torch.full((1, 1), length, device=ids.device)
     token = ids[:, -1:].clone()
 
-    visible, hidden = (
-        torch.tensor(value, device=ids.device, dtype=model.dtype) for value in (0.0, float("-inf"))
-    )
+    visible, hidden = (torch.tensor(value, device=ids.device, dtype=model.dtype) for value in (0.0, float("-inf")))
 
     # Logits of the last token only, if the model can: those of all tokens may take more memory than
     # its weights.
-    last = (
-        {"logits_to_keep": 1}
-        if "logits_to_keep" in inspect.signature(model.forward).parameters
-        else {}
-    )
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     def forward(tokens: Tensor, positions: Tensor, mask: Tensor) -> None:
         mask = torch.where(mask, visible, hidden)  # once for all blocks
@@ -131,9 +125,7 @@ def decode_calls(
 
 
 @contextmanager
-def fused(
-    model: PreTrainedModel, paths: Collection[str], backend: str = "inductor"
-) -> Iterator[None]:
+def fused(model: PreTrainedModel, paths: Collection[str], backend: str = "inductor") -> Iterator[None]:
     """Let torch.compile fuse the small operations of the blocks at `paths` inside, for one batch
     size.
 
@@ -179,9 +171,7 @@ def static_cache(model: PreTrainedModel, length: int) -> Any:
             subject=kind,
         ) from error
     if any(getattr(layer, "is_sliding", True) for layer in cache.layers):
-        raise RecipeError(
-            "attention by a sliding window is not measured", "use another model", subject=kind
-        )
+        raise RecipeError("attention by a sliding window is not measured", "use another model", subject=kind)
     return cache
 
 
@@ -209,9 +199,7 @@ def attention(
     if t == 1 and b * heads >= MANY_HEADS:
         mask = attention_mask.expand(b, heads, 1, -1)
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
-            y = functional.scaled_dot_product_attention(
-                query, key, value, mask, scale=scaling, enable_gqa=shared
-            )
+            y = functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=shared)
     elif t == 1:
         query = query.reshape(b, key.shape[1], heads // key.shape[1], -1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -219,7 +207,5 @@ def attention(
         y = torch.matmul(scores.softmax(-1).to(value.dtype), value)
     else:
         key, value = key[:, :, :t], value[:, :, :t]
-        y = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
-        )
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared)
     return y.reshape(b, heads, t, -1).transpose(1, 2).contiguous(), None

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.bench import kernels, random_model, workloads
-from quantkit.bench.random_model import (
+from benchmarks import random_model
+from benchmarks.bench_kernels import MODELS, SCHEMES
+from benchmarks.random_model import (
     DENSE,
     Outline,
     Variant,
@@ -22,15 +23,13 @@ from quantkit.bench.random_model import (
     working_bytes,
 )
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, KernelError, LayoutError
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
-from tests.bench.samples import CPU, FAMILIES, LLAMA, built, tiny
+from tests.benchmarks.samples import CPU, FAMILIES, LLAMA, built, tiny
 
-LAYOUT_SCHEMES = [(layout, label) for layout in kernels.default_layouts() for label in LAUNCHERS[layout].schemes]
+LAYOUT_SCHEMES = [(layout, labels[0]) for layout, labels in SCHEMES.items()]
 
 
 def variant(layout: str, label: str, model: Outline) -> Variant:
@@ -50,7 +49,7 @@ def test_the_models_by_name_have_the_published_sizes_and_layers(name: str, param
     model = random_model.read(name)
     blank = skeleton(model, torch.float16, False)
     assert sizes(blank, Variant(DENSE, {})).weights == 2 * parameters
-    fused = workloads.MODELS[name]
+    fused = MODELS[name]
     shapes = {path.rpartition(".")[2]: shape for path, shape in random_model.linears_of(blank).items()}
     assert shapes["o_proj"] == fused["o"] and shapes["down_proj"] == fused["down"]
     assert sum(shapes[part][0] for part in ("q_proj", "k_proj", "v_proj")) == fused["qkv"][0]
@@ -68,13 +67,6 @@ def test_the_size_of_a_70b_model_in_fp6_follows_from_its_bits() -> None:
     assert found.weights - found.read == 2 * 32000 * 8192, "embeddings are looked up, the head is read"
 
 
-def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    for path in (tmp_path, tmp_path / "config.json"):
-        found = random_model.read(str(path))
-        assert (found.name, found.config, found.layout) == (tmp_path.name, LLAMA, None)
-
-
 def test_a_packed_config_keeps_its_layout(tmp_path: Path) -> None:
     wider = (r".*down_proj", Scheme.parse("int4:channel"))
     schemes = Schemes(Scheme.parse("int4:g128"), (wider,), ignore=("lm_head", "model.layers.1.mlp.up_proj"))
@@ -87,13 +79,6 @@ def test_a_packed_config_keeps_its_layout(tmp_path: Path) -> None:
     assert type(made.model.layers[1].mlp.up_proj) is nn.Linear and type(made.lm_head) is nn.Linear
     other = variants(model, ["tcfpx"], [], [])[1]
     assert other.scheme == "fp6:channel" and other.schemes.keys() == own.schemes.keys()
-
-
-def test_an_interchange_layout_is_built_as_stored(tmp_path: Path) -> None:
-    schemes = Schemes(Scheme.parse("int4:g64:asym"), ignore=("lm_head",))
-    model = random_model.read(str(packed(tmp_path, "compressed-tensors", schemes)))
-    own = variants(model, [], [], [])[1]
-    assert built(model, own).model.layers[0].mlp.up_proj.layout == own.layout == "compressed-tensors"
 
 
 @pytest.mark.parametrize(("layout", "label"), LAYOUT_SCHEMES)
@@ -159,24 +144,7 @@ def test_a_dense_model_that_does_not_fit_is_left_out_with_a_notice() -> None:
     assert "left out at batch 1, 64" in notices[0] and "too little" in notices[0]
 
 
-def test_a_packed_model_that_does_not_fit_says_how_much_is_missing() -> None:
-    model = random_model.read("llama2-70b")
-    blank, load = skeleton(model, torch.float16, False), Workload((1, 64), 512, 64, torch.float16)
-    with pytest.raises(
-        KernelError, match=r"fp6:channel takes about 60\.\d GB at batch 1, the GPU has 24\.0 GB free, 36"
-    ):
-        fit_batches(model.name, blank, variants(model, ["tcfpx"], [], []), load, 24_000_000_000)
-
-
 def test_the_cache_is_counted() -> None:
     blank = skeleton(random_model.read("llama2-70b"), torch.float16, False)
     few, many = (working_bytes(blank, Workload((64,), 512, new, torch.float16), 64) for new in (64, 576))
     assert many - few == 64 * 512 * 2 * 80 * 8 * 128 * 2
-
-
-def test_errors_have_their_types(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="q_proj is 256x96"):
-        variants(tiny(hidden_size=96), ["marlin"], [], [])
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        random_model.read(str(tmp_path))

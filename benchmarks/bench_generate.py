@@ -1,15 +1,16 @@
-"""Time whole models that read prompts and write tokens: each packed layout beside the same model
-dense.
+"""Time whole models that read prompts and write tokens: each packed layout beside the same model dense.
 
-All variants run the same two calls (`decode_graphs`) as CUDA graphs, so that no launch from Python
-is timed. The floor of a step is one read of all weights at the speed of a copy.
+    python -m benchmarks.bench_generate --model llama2-70b --layout tcfpx --csv generate.csv
+
+Weights are random, so nothing is downloaded. All variants run the same two calls (`decode_graphs`) as CUDA graphs, so
+that no launch from Python is timed. The floor of a step is one read of all weights at the speed of a copy.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.bench import timing
-from quantkit.bench.decode_graphs import decode_calls, fused, likeliest, static_cache
-from quantkit.bench.kernels import require_gpu
-from quantkit.bench.random_model import (
+from benchmarks import timing
+from benchmarks.bench_kernels import argument_parser, positive, require_gpu, run
+from benchmarks.decode_graphs import decode_calls, fused, likeliest, static_cache
+from benchmarks.random_model import (
+    BATCHES,
+    CONFIGS,
     DENSE,
     Outline,
     Sizes,
@@ -30,9 +33,14 @@ from quantkit.bench.random_model import (
     build,
     cache_length,
     fit_batches,
+    read,
     sizes,
+    variants,
 )
-from quantkit.bench.roofline import Device
+from benchmarks.timing import Device
+from quantkit.cli import show
+from quantkit.core.scheme import Scheme
+from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears
 from quantkit.kernels import MATMULS, preferred
@@ -45,6 +53,70 @@ if TYPE_CHECKING:
 
 #: Rounds of a timing; only one of a call that takes longer than LONG_S seconds.
 ROUNDS, LONG_S = 3, 1.0
+
+
+#: The head of each column of the printed table, and its format.
+PACES = (
+    ("layout", "{layout}"),
+    ("scheme", "{scheme}"),
+    ("batch", "{batch}"),
+    ("prompt tok/s", "{prompt_tokens_per_s:.0f}"),
+    ("x dense", "{prompt_vs_dense}"),
+    ("decode tok/s", "{decode_tokens_per_s:.1f}"),
+    ("x dense", "{decode_vs_dense}"),
+    ("floor tok/s", "{floor_tokens_per_s:.1f}"),
+    ("of floor", "{pct_of_floor:.0f} %"),
+    ("weights", "{weight_bytes}"),
+    ("packed size", "{packed_bytes}"),
+    ("peak", "{peak_bytes}"),
+)
+
+
+def main() -> None:
+    """Time what the command line asks for, and print the table."""
+    parser = argument_parser(__doc__)
+    shapes = f"{', '.join(CONFIGS)}, a config.json or a folder with one [%(default)s]"
+    parser.add_argument("--model", metavar="NAME|PATH", default="llama3-8b", help=shapes)
+    parser.add_argument("--skip", action="append", default=[], metavar="REGEX", help="linears that stay dense")
+    parser.add_argument("--batch", action="append", type=positive, help=f"prompts; repeatable {list(BATCHES)}")
+    parser.add_argument("--prompt-tokens", type=positive, default=512, help="tokens of each prompt [512]")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="tokens written after it [64]")
+    parser.add_argument("--eager", action="store_true", help="do not fuse small operations with torch.compile")
+    args = parser.parse_args()
+
+    def time_model() -> dict[str, Any]:
+        schemes = list(dict.fromkeys(map(Scheme.parse, args.scheme)))
+        batches = tuple(sorted(set(args.batch or BATCHES)))
+        model = read(args.model)
+        load = Workload(batches, args.prompt_tokens, args.new_tokens, getattr(torch, args.dtype), args.eager)
+        found = variants(model, list(dict.fromkeys(args.layout)), schemes, args.skip)
+        return measure(model, found, load, Progress(args.quiet, args.verbose))
+
+    run(args, time_model, format_paces)
+
+
+def format_paces(found: Mapping[str, Any]) -> str:
+    """Format the table of paces, what was left out, and the machine."""
+    first, device = found["rows"][0], found["device"]
+    kernels = dict.fromkeys((row["layout"], row["scheme"], row["weights"]) for row in found["rows"])
+    mode = "compiled" if first["fused"] else "not compiled"
+    rows = [[form.format(**_shown(row)) for _, form in PACES] for row in found["rows"]]
+    lines = [show.table([head for head, _ in PACES], rows), ""]
+    lines += [f"{' '.join(filter(None, names))}: {how}" for *names, how in kernels]
+    lines += [f"note: {notice}" for notice in found["notices"]]
+    lines.append(
+        f"{first['model']}, random weights, prompts of {first['prompt_tokens']} tokens, then {first['new_tokens']} new "
+        f"ones each, in CUDA graphs over a static cache, {mode}; {device['gpu']}, torch {device['torch']}, "
+        f"transformers {first['transformers']}, CUDA {device['cuda']}, {device['dtype']}; the floor is to read all "
+        f"weights once a step at the {device['copy'] / 1e9:.0f} GB/s of a copy"
+    )
+    return "\n".join(lines)
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    ratios = {key: row[key] for key in ("prompt_vs_dense", "decode_vs_dense")}
+    sizes = {key: format_bytes(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")}
+    return {**row, **{key: "-" if ratio is None else f"{ratio:.2f}" for key, ratio in ratios.items()}, **sizes}
 
 
 @dataclass(frozen=True)
@@ -74,9 +146,7 @@ def rows(model: str, load: Workload, device: Device, paces: Sequence[Pace]) -> l
     return [_row(model, load, device, pace, dense.get(pace.batch)) for pace in paces]
 
 
-def _row(
-    model: str, load: Workload, device: Device, pace: Pace, dense: Pace | None
-) -> dict[str, Any]:
+def _row(model: str, load: Workload, device: Device, pace: Pace, dense: Pace | None) -> dict[str, Any]:
     floor = pace.sizes.read / device.copy
     return {
         "model": model,
@@ -150,9 +220,7 @@ def _per_call(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None], calls: in
     return median(found)
 
 
-def measure(
-    model: Outline, variants: Sequence[Variant], load: Workload, progress: Progress
-) -> dict[str, Any]:
+def measure(model: Outline, variants: Sequence[Variant], load: Workload, progress: Progress) -> dict[str, Any]:
     """Time the variants of a model in all batches, the dense one in those that fit.
 
     Returns the `device`, `notices` of the cases that were left out, and `rows` of a CSV. Before
@@ -180,12 +248,11 @@ def measure(
     paces: list[Pace] = []
     for variant, batches in jobs:
         try:
-            with nondeterministic(), torch.inference_mode():
+            with torch.inference_mode():
                 made, fallbacks = _time_variant(model, variant, batches, load, where, progress)
         except torch.OutOfMemoryError as error:
             raise KernelError(
-                f"{model.name} as {variant.layout} {variant.scheme} does not fit into the GPU's "
-                "memory",
+                f"{model.name} as {variant.layout} {variant.scheme} does not fit into the GPU's memory",
                 "use smaller --batch or --prompt-tokens",
             ) from error
         notices += fallbacks
@@ -226,20 +293,13 @@ def _time_variant(
             prompt_s, step_s = _time_batch(built, batch, load, where)
         peak = torch.cuda.max_memory_allocated(where) - before
         how = swap_linears.describe_weights(built)
-        paces.append(
-            Pace(variant.layout, variant.scheme, how, batch, prompt_s, step_s, held, peak, expected)
-        )
-        progress.note(
-            f"{variant.layout}, batch {batch}: prompt {1e3 * prompt_s:.2f} ms, step "
-            f"{1e3 * step_s:.3f} ms"
-        )
+        paces.append(Pace(variant.layout, variant.scheme, how, batch, prompt_s, step_s, held, peak, expected))
+        progress.note(f"{variant.layout}, batch {batch}: prompt {1e3 * prompt_s:.2f} ms, step {1e3 * step_s:.3f} ms")
         _free_memory()
     return paces, notices
 
 
-def _time_batch(
-    model: PreTrainedModel, batch: int, load: Workload, where: torch.device
-) -> tuple[float, float]:
+def _time_batch(model: PreTrainedModel, batch: int, load: Workload, where: torch.device) -> tuple[float, float]:
     """Measure the seconds of a prompt and of a step; KernelError for a model that cannot be
     captured.
     """
@@ -271,17 +331,5 @@ def _free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-@contextmanager
-def nondeterministic() -> Iterator[None]:
-    """Let torch write to the cache without sorting positions first, since each is written once
-    anyway.
-    """
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+if __name__ == "__main__":
+    main()

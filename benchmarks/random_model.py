@@ -8,10 +8,11 @@ GPU one layer at a time, so a packed model is never dense as a whole.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import pstdev
@@ -20,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quantkit.bench import kernels
-from quantkit.bench.workloads import CONFIGS
+from benchmarks.bench_kernels import SCHEMES, random_record
 from quantkit.checkpoint.reader import CONFIG
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -30,19 +30,45 @@ from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.io import config_checks, files, json_files
-from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, expressions, read_config
 from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.devices import CUDA_DEVICE
-from quantkit.models.meta_model import require_decoder_only, skeleton
+from quantkit.models.meta_model import skeleton
+from quantkit.names import KERNELS
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import matches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+}
+#: Model -> the entries of its config.json that affect speed.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama3-8b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
+    | {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0},
+    "llama2-70b": _LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    }
+    | {"vocab_size": 32000, "max_position_embeddings": 4096},
+}
+#: Prompts of one batch.
+BATCHES = (1, 4, 16, 64)
 #: Name of the unpacked model in place of a layout.
 DENSE = "dense"
 
@@ -82,9 +108,7 @@ class Variant:
     @property
     def scheme(self) -> str:
         """The labels of all schemes, the most frequent first; empty for a dense model."""
-        return ", ".join(
-            label for label, _ in Counter(s.label for s in self.schemes.values()).most_common()
-        )
+        return ", ".join(label for label, _ in Counter(s.label for s in self.schemes.values()).most_common())
 
 
 @dataclass(frozen=True)
@@ -116,21 +140,14 @@ def read(model: str) -> Outline:
     """Read the outline of a model: a name in `CONFIGS`, a config.json, or a folder with one.
     Weights are ignored.
 
-    RecipeError for any other name, CheckpointError for a damaged or hostile config.json.
+    RecipeError for any other name.
     """
     if model in CONFIGS:
         return Outline(model, Path(model), CONFIGS[model])
-    path = Path(model)
-    with files.guarded(path):
-        file = path / CONFIG if path.is_dir() else path
-        if not model or not file.is_file():
-            raise RecipeError(
-                f"unknown model {model!r}",
-                f"use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one",
-            )
-    config = json_files.load_json(file, special_floats=True)
-    config_checks.drop_auto_map(config)
-    config_checks.check_config(config, file)
+    file = Path(model) / CONFIG if Path(model).is_dir() else Path(model)
+    if not file.is_file():
+        raise RecipeError(f"unknown model {model!r}", f"use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one")
+    config = json.loads(file.read_text())
     found = Outline(file.resolve().parent.name, file, config)
     if config.get("quantization_config") is None:
         return found
@@ -138,21 +155,16 @@ def read(model: str) -> Outline:
     return replace(found, layout=layout.NAME, schemes=schemes)
 
 
-def variants(
-    model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], skip: Sequence[str]
-) -> list[Variant]:
+def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], skip: Sequence[str]) -> list[Variant]:
     """List the dense model and its packed forms: each layout in each scheme, by default in the
     layout's usual one.
 
     A model that is packed already keeps its form, unless a layout or a scheme is given. The output
     head stays dense, and so do linears that the config ignores or `skip` (regular expressions)
-    matches. LayoutError, with alternatives, if a layout does not hold all linears. RecipeError for
+    matches. LayoutError if a layout does not hold all linears. RecipeError for
     an invalid pattern, and if no linear is left.
     """
     built = skeleton(model, torch.float16, False)
-    require_decoder_only(
-        model, built.config, "and bench times decoders alone", "use a decoder-only model"
-    )
     linears, every = (
         linears_of(built, model, skip),
         [p for p, m in built.named_modules() if isinstance(m, nn.Linear)],
@@ -173,43 +185,34 @@ def variants(
     if model.layout is not None and model.schemes is not None and not (layouts or schemes):
         found.append(Variant(model.layout, {path: model.schemes.of(path) for path in linears}))
     else:
-        for layout in layouts or kernels.default_layouts():
-            for scheme in schemes or (Scheme.parse(LAUNCHERS[layout].schemes[0]),):
+        for layout in layouts or SCHEMES:
+            for scheme in schemes or (Scheme.parse(SCHEMES[KERNELS[layout]][0]),):
                 found.append(Variant(layout, dict.fromkeys(linears, scheme)))
     for variant in found:
-        broken = {
-            p: broken_rule(LAYOUTS[variant.layout], scheme, *linears[p])
-            for p, scheme in variant.schemes.items()
-        }
-        wrong = {path: rule for path, rule in broken.items() if rule is not None}
-        for path, rule in wrong.items():
-            (n, k), label = linears[path], variant.schemes[path].label
-            raise LayoutError(
-                f"{path} is {n}x{k}, which {variant.layout} does not hold in {label}: {rule}: "
-                f"{_alternatives(linears, wrong, schemes)}"
-            )
+        for path, scheme in variant.schemes.items():
+            n, k = linears[path]
+            rule = broken_rule(LAYOUTS[variant.layout], scheme, n, k)
+            if rule is not None:
+                raise LayoutError(
+                    f"{path} is {n}x{k}, which {variant.layout} does not hold in {scheme.label}: {rule}: "
+                    "use another layout or scheme, or --skip"
+                )
     return found
 
 
-def linears_of(
-    built: PreTrainedModel, model: Outline | None = None, skip: Sequence[str] = ()
-) -> Shapes:
+def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Sequence[str] = ()) -> Shapes:
     """Map the path of every linear to `(n, k)`, except the output head and those that a config or
     `skip` leaves dense.
 
     RecipeError for an invalid regular expression.
     """
     ignored = model.schemes.ignore if model is not None and model.schemes is not None else ()
-    left = [
-        name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in ignored
-    ]
+    left = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in ignored]
     try:
         for pattern in (*left, *skip):
             expressions.compiled(pattern)
     except ValueError as error:
-        raise RecipeError(
-            f"{pattern!r} is no regular expression ({error})", "mend --skip"
-        ) from error
+        raise RecipeError(f"{pattern!r} is no regular expression ({error})", "mend --skip") from error
     head = built.get_output_embeddings()
     return {
         path: (module.out_features, module.in_features)
@@ -219,27 +222,6 @@ def linears_of(
         and module is not head
         and not any(matches(pattern, path) for pattern in (*left, *skip))
     }
-
-
-def _alternatives(linears: Shapes, wrong: Collection[str], schemes: Sequence[Scheme]) -> str:
-    """Suggest options for linears that do not fit: layouts and schemes that hold all, or which
-    linears to skip.
-    """
-    shapes = set(linears.values())
-    options = [
-        f"--layout {layout} --scheme {scheme.label}"
-        for layout in kernels.default_layouts()
-        for scheme in dict.fromkeys([*map(Scheme.parse, LAUNCHERS[layout].schemes), *schemes])
-        if all(broken_rule(LAYOUTS[layout], scheme, n, k) is None for n, k in shapes)
-    ]
-    if len(wrong) < len(linears):
-        names = dict.fromkeys(re.escape(path.rpartition(".")[2]) for path in wrong)
-        options.append(f"--skip '{'|'.join(names)}' to leave {len(wrong)} of {len(linears)} dense")
-    return (
-        f"use {', or '.join(options)}"
-        if options
-        else "no kernel's layout holds its linears, use another model"
-    )
 
 
 def sizes(built: PreTrainedModel, variant: Variant) -> Sizes:
@@ -256,9 +238,7 @@ def sizes(built: PreTrainedModel, variant: Variant) -> Sizes:
             total += sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored)
         elif name not in tied:
             total += parameter.nbytes
-    return Sizes(
-        total, total - (0 if tied else built.get_input_embeddings().get_parameter("weight").nbytes)
-    )
+    return Sizes(total, total - (0 if tied else built.get_input_embeddings().get_parameter("weight").nbytes))
 
 
 def cache_length(prompt: int, new: int) -> int:
@@ -273,11 +253,7 @@ def working_bytes(built: PreTrainedModel, load: Workload, batch: int) -> int:
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cache = 2 * text.num_hidden_layers * heads * width * cache_length(load.prompt, load.new)
     widest = max(max(shape) for shape in linears_of(built).values())
-    return int(
-        batch
-        * load.dtype.itemsize
-        * (cache + OUTPUTS * widest * load.prompt + OUTPUTS * text.vocab_size)
-    )
+    return int(batch * load.dtype.itemsize * (cache + OUTPUTS * widest * load.prompt + OUTPUTS * text.vocab_size))
 
 
 def fit_batches(
@@ -294,10 +270,7 @@ def fit_batches(
     for variant in variants:
         weights = sizes(built, variant).weights + CUDA_DEVICE
         scratch = SCRATCH * largest if variant.schemes else 0
-        needs = {
-            batch: weights + max(scratch, working_bytes(built, load, batch))
-            for batch in load.batches
-        }
+        needs = {batch: weights + max(scratch, working_bytes(built, load, batch)) for batch in load.batches}
         over = [batch for batch, need in needs.items() if need > free]
         if over:
             need = needs[over[0]]
@@ -312,9 +285,7 @@ def fit_batches(
                     "use smaller --batch or --prompt-tokens, fewer bits, or another GPU",
                     subject=said,
                 )
-            notices.append(
-                f"{said}: the dense model is left out at batch {', '.join(map(str, over))}"
-            )
+            notices.append(f"{said}: the dense model is left out at batch {', '.join(map(str, over))}")
         if len(over) < len(needs):
             jobs.append((variant, tuple(batch for batch in needs if batch not in over)))
     return jobs, notices
@@ -332,9 +303,7 @@ def build(
     built = skeleton(model, dtype, False)
     first: dict[tuple[Any, ...], PackedLinear] = {}
     notices: list[str] = []
-    for path, scheme in (
-        progress.bar(list(variant.schemes.items()), "packing") if variant.schemes else ()
-    ):
+    for path, scheme in progress.bar(list(variant.schemes.items()), "packing") if variant.schemes else ():
         dense = built.get_submodule(path)
         assert isinstance(dense, nn.Linear)
         n, k, biased = dense.out_features, dense.in_features, dense.bias is not None
@@ -345,9 +314,7 @@ def build(
             bias = torch.zeros(n, dtype=dtype, device=device) if biased else None
             with about(path):
                 tensors = LAYOUTS[variant.layout].pack(random_weight(scheme, n, k, device))
-            linear = first[key] = PackedLinear(
-                variant.layout, scheme, (n, k), (n, k), tensors, bias
-            )
+            linear = first[key] = PackedLinear(variant.layout, scheme, (n, k), (n, k), tensors, bias)
             notices += swap_linears.repack_for_kernels({path: linear})
         owner, _, leaf = path.rpartition(".")
         setattr(built.get_submodule(owner), leaf, linear)
@@ -357,10 +324,10 @@ def build(
 
 
 def random_weight(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedTensor:
-    """Make a `kernels.random_record` with scales that keep products about as large as
+    """Make a `bench_kernels.random_record` with scales that keep products about as large as
     activations.
     """
-    q = kernels.random_record(scheme, n, k, device)
+    q = random_record(scheme, n, k, device)
     typical = 0.01 * pstdev(scheme.format.values) * math.sqrt(k)
     return QuantizedTensor(scheme, q.codes, (q.scales.float() / typical).half(), q.zeros)
 
@@ -372,11 +339,7 @@ def _fill(model: PreTrainedModel, device: torch.device) -> None:
     random = torch.Generator(device).manual_seed(0)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if (
-                parameter is None
-                or parameter.device.type != "meta"
-                or f"{path}.{name}" in model.all_tied_weights_keys
-            ):
+            if parameter is None or parameter.device.type != "meta" or f"{path}.{name}" in model.all_tied_weights_keys:
                 continue
             made = torch.empty_like(parameter, device=device)
             if parameter.ndim > 1:
