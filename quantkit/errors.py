@@ -28,15 +28,16 @@ from typing import Any, TypeVar
 
 _Words = TypeVar("_Words", bound="Words")
 
-#: What torch and Python say in an error when the system gives no memory or no thread.
+#: What torch, Python and other libraries say when the system gives no memory or no thread.
 EXHAUSTED = (
-    *(
-        "DefaultCPUAllocator: can't allocate memory",
-        "can't start new thread",
-        "Cannot allocate memory",
-    ),
-    *("failed to map segment", "std::bad_alloc"),
-    "error return without exception set",  # so Python calls an extension that found no memory
+    "DefaultCPUAllocator: can't allocate memory",
+    "can't start new thread",
+    "Cannot allocate memory",
+    "failed to map segment",
+    "std::bad_alloc",
+    # So Python calls an extension that found no memory.
+    "error return without exception set",
+    "without setting an exception",
 )
 #: The recipe's keys by keyword, for settings that the command line has only as `--set KEY=VALUE`.
 #: The schema of the recipe fills this table.
@@ -271,13 +272,17 @@ def require_known(kind: str, value: object, names: Collection[str]) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error of Python or torch says that the system gives no memory
-    or no thread.
+    """Return True if an error, or one that it followed, says that the system gives no memory or no
+    thread.
     """
     torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
-        return True
-    return any(words in str(error) for words in EXHAUSTED)
+    kinds = (MemoryError, *((torch.OutOfMemoryError,) if torch else ()))
+    chain: list[BaseException] = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) and earlier not in chain:
+        chain.append(earlier)
+    return any(
+        isinstance(each, kinds) or any(words in str(each) for words in EXHAUSTED) for each in chain
+    )
 
 
 def reason(error: BaseException) -> str:

@@ -12,11 +12,13 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
 from quantkit.cli.exits import catch_signals, exits, ignore_signals
 from quantkit.cli.launch import silence_others
+from quantkit.errors import is_out_of_memory
 
 #: Variables that libraries read at their import or first use. A value set by the user is not
 #: changed.
@@ -47,14 +49,24 @@ def main(args: Sequence[str] | None = None) -> None:
     silence_others()
     catch_signals()
     atexit.register(ignore_signals)
-    with exits():
-        from quantkit.cli.commands import quantkit
+    try:
+        with exits():
+            _run(args)
+    except SystemExit as left:
+        if is_out_of_memory(left):
+            # Libraries that clean up at the end would fail as well, each with a traceback.
+            sys.unraisablehook = lambda _: None
+        raise
 
-        try:
-            code = quantkit(args=args, prog_name="quantkit", standalone_mode=False)
-        except click.ClickException as error:
-            error.show()
-            code = error.exit_code
-        except click.Abort as error:  # click turns a signal outside of a command into this
-            raise (error.__cause__ or error) from None
-        sys.exit(code)
+
+def _run(args: Sequence[str] | None) -> NoReturn:
+    from quantkit.cli.commands import quantkit
+
+    try:
+        code = quantkit(args=args, prog_name="quantkit", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort as error:  # click turns a signal outside of a command into this
+        raise (error.__cause__ or error) from None
+    sys.exit(code)

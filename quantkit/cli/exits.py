@@ -37,7 +37,6 @@ ENVIRONMENTAL = {
         "EMFILE",
         "ENFILE",
         "EIO",
-        "ENOMEM",
     )
 }
 #: What the handlers ask of the loops of the command that runs.
@@ -99,8 +98,11 @@ def exits() -> Iterator[None]:
         leave(INTERRUPTED, f"Interrupted: {_what_remains()}")
     except BrokenPipeError:
         leave(STOPPED)
-    except OSError as error:
-        if error.errno not in ENVIRONMENTAL:
+    except Exception as error:  # memory may end anywhere, and libraries raise what they like then
+        if is_out_of_memory(error):
+            why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            leave(FAILED, f"Error: not enough memory or threads ({why}): {_smaller(error)}")
+        if not isinstance(error, OSError) or error.errno not in ENVIRONMENTAL:
             raise
         where = f"{error.filename}: " if error.filename else ""
         leave(
@@ -108,11 +110,6 @@ def exits() -> Iterator[None]:
             f"Error: {where}{(error.strerror or 'failed').lower()}: check the path, its "
             "permissions and space",
         )
-    except (MemoryError, RuntimeError, ImportError, SystemError) as error:
-        if not is_out_of_memory(error):
-            raise
-        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        leave(FAILED, f"Error: not enough memory or threads ({why}): {_smaller(error)}")
     finally:
         STOP.clear()
 
@@ -167,11 +164,12 @@ def _what_remains() -> str:
 def _smaller(error: BaseException) -> str:
     """Name an option of the command that needs less memory, and the limits that a shell sets."""
     context = click.get_current_context(silent=True)
-    ways = {} if isinstance(error, MemoryError) else {"device": "use --device cpu"}
+    of_gpu = type(error).__name__ == "OutOfMemoryError"
+    ways = {"device": "use --device cpu"} if of_gpu else {}
     ways |= {
         "batch_size": "use a smaller --batch-size",
         "samples": "use fewer --samples",
         "window": "use a smaller --window",
     }
     first = [way for name, way in ways.items() if context and name in context.params]
-    return f"{[*first, 'free some memory'][0]}, or raise ulimit -v and -u"
+    return f"{[*first, 'free some memory'][0]}, or raise ulimit -v, -d and -u"

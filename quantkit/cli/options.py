@@ -32,7 +32,7 @@ from quantkit.cli.parsing import (
     combined,
     needed_unless,
 )
-from quantkit.core.memory_limits import require_address_space
+from quantkit.core.memory_limits import require_memory_for_imports
 from quantkit.errors import QuantkitError
 from quantkit.keys import Key
 from quantkit.names import LAYOUTS
@@ -191,7 +191,7 @@ def _require_usable_process(computes: bool) -> None:
     """Raise QuantkitError where libraries would abort the process or fail in ways that name no
     cause.
     """
-    require_address_space(computes=computes)
+    require_memory_for_imports(computes=computes)
     try:
         os.getcwd()
     except FileNotFoundError as error:

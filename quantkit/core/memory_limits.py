@@ -26,6 +26,8 @@ UNLIMITED = 2**60
 #: Address space that importing torch takes, for each byte of its libraries (measured: 1.2), and all
 #: else that a run imports (measured: 160 MiB).
 TORCH, OTHERS = 1.25, 220 * 2**20
+#: The same of private writable memory (measured: 166 and 173 MiB): OpenBLAS waits for it for ever.
+TORCH_DATA, OTHERS_DATA = 160 * 2**20, 165 * 2**20
 
 
 @dataclass(frozen=True)
@@ -81,31 +83,32 @@ def release_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def require_address_space(*, computes: bool) -> None:
-    """Raise QuantkitError if ulimit -v is too small to import torch, or all that a command needs
-    that `computes`.
+def require_memory_for_imports(*, computes: bool) -> None:
+    """Raise QuantkitError if ulimit -v or -d is too small to import torch, or all that a command
+    needs that `computes`.
 
     The libraries would abort the process, or end it in any error.
     """
-    if "torch" in sys.modules:
-        return
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return
-    taken, torch = _own_pages(Path("/proc")).size, find_spec("torch")
-    if not taken or torch is None or torch.origin is None:
+    torch = None if "torch" in sys.modules else find_spec("torch")
+    own = _own_pages(Path("/proc"))
+    if not own.size or torch is None or torch.origin is None:
         return
     libraries = sum(
         path.stat().st_size for path in (Path(torch.origin).parent / "lib").glob("*.so*")
     )
-    needed = taken + int(TORCH * libraries) + (OTHERS if computes else 0)
-    if limit < needed:
-        raise QuantkitError(
-            f"ulimit -v allows {limit // 1024} KiB of address space, and the libraries of this "
-            "command take "
-            f"about {needed // 1024}",
-            "raise ulimit -v",
-        )
+    space = own.size + int(TORCH * libraries) + computes * OTHERS
+    data = own.data + TORCH_DATA + computes * OTHERS_DATA
+    for letter, kind, needed in (
+        ("v", resource.RLIMIT_AS, space),
+        ("d", resource.RLIMIT_DATA, data),
+    ):
+        limit = resource.getrlimit(kind)[0]
+        if resource.RLIM_INFINITY != limit < needed:
+            raise QuantkitError(
+                f"ulimit -{letter} allows {limit // 1024} KiB, and the libraries of this command "
+                f"take about {needed // 1024}",
+                f"raise ulimit -{letter}",
+            )
 
 
 @dataclass(frozen=True)

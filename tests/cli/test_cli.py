@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import sys
@@ -165,6 +167,13 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         call("doctor")
 
 
+def wrapped(error: Exception) -> Exception:
+    """Raise another error while one is handled, as libraries do at their imports."""
+    found = AttributeError("partially initialized module")
+    found.__context__ = error
+    return found
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -174,6 +183,9 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         RuntimeError("std::bad_alloc"),
         RuntimeError("unable to mmap 4096 bytes from file <x>: Cannot allocate memory (12)"),
         ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        SystemError("<built-in function x> returned NULL without setting an exception"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), "a file"),
+        wrapped(MemoryError()),
     ],
 )
 def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

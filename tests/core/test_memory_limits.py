@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.core.memory_limits import Limit, free_memory, memory_limits, require_address_space
+from quantkit.core.memory_limits import Limit, free_memory, memory_limits, require_memory_for_imports
 from quantkit.errors import QuantkitError
 from quantkit.planning import memory as memory_estimate
 from quantkit.planning.memory import ACTIVATIONS, Memory
@@ -85,11 +85,15 @@ def test_a_run_that_needs_far_more_than_it_may_have_is_refused(monkeypatch: pyte
     memory.require()
 
 
-def test_libraries_that_would_abort_the_process_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**27, 2**27))
-    require_address_space(computes=True)  # torch is here already
+@pytest.mark.parametrize(("letter", "kind"), [("v", resource.RLIMIT_AS), ("d", resource.RLIMIT_DATA)])
+def test_libraries_that_would_abort_the_process_are_not_imported(
+    letter: str, kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {kind: 2**27}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY),) * 2)
+    require_memory_for_imports(computes=True)  # torch is here already
     monkeypatch.delitem(sys.modules, "torch")
-    with pytest.raises(QuantkitError, match=r"ulimit -v allows 131072 KiB of address space, and the libraries"):
-        require_address_space(computes=False)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    require_address_space(computes=True)
+    with pytest.raises(QuantkitError, match=rf"ulimit -{letter} allows 131072 KiB, and the libraries"):
+        require_memory_for_imports(computes=False)
+    limits.clear()
+    require_memory_for_imports(computes=True)

@@ -14,7 +14,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ PACKAGED = "quantize {model} --samples 4 --max-length 64 -o {out}"
 class Surroundings:
     """What surrounds a command line, and how it must end: well (None), or with one line that has these words.
 
+    Several words are asked for with rising limits, until a line had each: where memory ends hangs on the allocator.
     `variables` change those of this process (None: unset); `empty` gives none at all. `limits` are by their names in
     `resource`. `name` is the name of a copy of the model, `extra` that of one more file in a copy. `read_only` is the
     model, the cache, or the parent of the output. `closed` are descriptors. `columns` gives a terminal of so many.
@@ -44,9 +45,9 @@ class Surroundings:
 
     what: str
     words: str
-    refusal: str | None = None
+    refusal: str | tuple[str, ...] | None = None
     variables: Mapping[str, str | None] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int | range] = field(default_factory=dict)
     name: bytes | None = None
     extra: bytes | None = None
     read_only: str | None = None
@@ -63,7 +64,9 @@ def env(**variables: str | None) -> Mapping[str, str | None]:
 
 CACHES = env(HF_HOME="{cache}", XDG_CACHE_HOME="{cache}")
 ASCII = env(LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
-#: The first of them run on every change.
+#: Limits of memory around that of the imports, and what the lines say: too little for them, it ended, a run takes more.
+RISING = range(336_000 * 1024, 600_000 * 1024, 4_000 * 1024)
+ENDS = ("and the libraries of this command", "not enough memory", "and ulimit -d allows")
 CASES = [
     Surroundings("no HOME", ROUND, variables=env(HOME=None)),
     Surroundings("no network, text from the hub", PACKAGED, variables=SILENT),
@@ -88,7 +91,8 @@ CASES = [
     Surroundings("24 open files", ROUND, limits={"NOFILE": 24}),
     Surroundings("ulimit -v 600000", "inspect {model} -q", "raise ulimit -v", limits={"AS": 600_000 * 1024}),
     Surroundings("ulimit -v 700000", "plan {model} --method rtn", "raise ulimit -v", limits={"AS": 700_000 * 1024}),
-    Surroundings("ulimit -d 200000", ROUND, "memory", limits={"DATA": 200_000 * 1024}),
+    Surroundings("ulimit -d 200000", ROUND, "raise ulimit -d", limits={"DATA": 200_000 * 1024}),
+    Surroundings("ulimit -d that rises", ROUND, ENDS, limits={"DATA": RISING}),
     Surroundings("a small stack", SOLVE, limits={"STACK": 512 * 1024}),
     Surroundings("stderr closed", ROUND, closed=(2,)),
     Surroundings("all streams closed", SOLVE, closed=(0, 1, 2)),
@@ -126,7 +130,25 @@ def poor(found: Run) -> None:
         place.expected[line] = digests(out)
     for surroundings in cases:
         with found.case(surroundings.what):
-            judge(surroundings, started(surroundings, place), place)
+            if isinstance(surroundings.refusal, tuple):
+                in_each_place(surroundings, surroundings.refusal, place)
+            else:
+                judge(surroundings, started(surroundings, place), place)
+
+
+def in_each_place(surroundings: Surroundings, places: tuple[str, ...], place: Place) -> None:
+    """Raise a limit until the command ended in each of some places, and in none of them in another way."""
+    ((name, limits),) = surroundings.limits.items()
+    assert isinstance(limits, range)
+    left = {*places}
+    for limit in limits:
+        ended = started(replace(surroundings, limits={name: limit}), place)
+        (words,) = [each for each in places if each in ended.stderr] or [places[0]]
+        judge(replace(surroundings, refusal=words), ended, place)
+        left -= {words}
+        if not left:
+            return
+    raise AssertionError(f"never ended in {left}")
 
 
 def judge(surroundings: Surroundings, ended: subprocess.CompletedProcess[str], place: Place) -> None:
@@ -139,7 +161,7 @@ def judge(surroundings: Surroundings, ended: subprocess.CompletedProcess[str], p
         return
     lines = said.strip().splitlines()
     assert ended.returncode in (1, 2) and len(lines) == 1, f"{ended.returncode}: {said}"
-    assert lines[0].startswith("Error: ") and surroundings.refusal in lines[0], lines[0]
+    assert lines[0].startswith("Error: ") and str(surroundings.refusal) in lines[0], lines[0]
     if surroundings.stdout is None:  # else the output was complete before its line could not be printed
         assert not list(out.parent.iterdir()), "something was written"
 
@@ -206,6 +228,7 @@ def prepared(surroundings: Surroundings, here: Path) -> Callable[[], None]:
 
     def prepare() -> None:
         for name, limit in surroundings.limits.items():
+            assert isinstance(limit, int)
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
         if surroundings.gone:
             os.rmdir(here)
