@@ -17,6 +17,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--amx", choices=("on", "off"), help="let the processor claim that it has AMX, or has not")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests; one that only hands them to others would import for seconds before it does."""
     if getattr(config.option, "numprocesses", None):
@@ -26,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
 
+    # A shell that runs the tests in the background ignores it, and so would each process that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.option.amx:
+        has_amx = config.option.amx == "on"
+        torch.cpu._is_amx_tile_supported = lambda: has_amx
+        torch.backends.cpu.get_cpu_capability = lambda: "AVX512" if has_amx else "AVX2"
     torch.set_num_threads(1)  # the models here are too small for two
     # The same examples in every run, and no deadline, because other programs may share the machine.
     hypothesis.settings.register_profile("same", deadline=None, derandomize=True)

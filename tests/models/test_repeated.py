@@ -75,7 +75,7 @@ def test_a_batch_with_gradients_runs_alone_and_another_shape_does_not(folders: d
             generator = torch.Generator().manual_seed(seed)
             tokens = torch.randint(256, (3, 9), generator=generator)
             hidden = torch.randn(3, 9, model.module.config.hidden_size, generator=generator)
-            weight = model.weights.source(name).clone().requires_grad_()
+            weight = model.weights.source(name).float().requires_grad_()
             out = model.run_with(0, tokens, State(hidden), {name: weight})
             out.square().sum().backward()
             assert model.takes_batches(0)
