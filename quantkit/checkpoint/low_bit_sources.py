@@ -31,14 +31,15 @@ from quantkit.checkpoint.stored_tensors import Derived, StoredTensors
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
-from quantkit.layouts import validation
 from quantkit.layouts.compressed_tensors import (
     MARLIN24,
     METHOD as COMPRESSED_TENSORS,
+    CompressedTensorsConfig,
+    Weights,
     in_order_of_targets,
 )
 from quantkit.layouts.expressions import Patterns
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import ORIGINAL, Schemes, read
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.
@@ -200,22 +201,21 @@ def is_variant(src: StoredTensors, schemes: Schemes) -> bool:
 def _compressed_tensors(
     src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype
 ) -> LowBit | None:
-    stated_groups = validation.entry(stated, "config_groups", dict, type(None), default=None) or {}
-    groups = [group for group in stated_groups.values() if isinstance(group, dict)]
+    config = read(CompressedTensorsConfig, stated)
     targets: dict[str, Scheme] = {}
-    for group in groups:
-        if isinstance(weights := group.get("weights"), dict):
-            fmt = group.get("format") or stated.get("format")
+    for group in config.config_groups.values():
+        if group.weights is not None:
+            fmt = group.format or config.format
             if fmt in (MARLIN24, "dense"):
                 return None
-            targets |= dict.fromkeys(validation.strings(group, "targets"), _scheme(weights, fmt))
+            targets |= dict.fromkeys(group.targets or (), _scheme(group.weights, fmt))
     if not targets:
         return None
     for key in ("transform_config", "sparsity_config"):
-        found = validation.entry(stated, key, dict, type(None), default=None)
+        found = getattr(config, key)
         if found and found.get("format") != "dense":
             title = next(iter(targets.values())).title
-            raise CheckpointError(f"{title} weights with {key!r} are not read", validation.ORIGINAL)
+            raise CheckpointError(f"{title} weights with {key!r} are not read", ORIGINAL)
     default, overrides = in_order_of_targets(targets)
     patterns = Patterns([pattern for pattern, _ in overrides])
 
@@ -223,45 +223,38 @@ def _compressed_tensors(
         place = patterns.first(module)
         return default if place is None else overrides[place][1]
 
-    activations = any(
-        group.get(f"{of}_activations") for group in groups for of in ("input", "output")
-    )
-    cache = activations or stated.get("kv_cache_scheme") is not None
+    activations = any(group.activations for group in config.config_groups.values())
+    cache = activations or config.kv_cache_scheme is not None
     weights = _weights(
         src, list(dict.fromkeys(targets.values())), scheme_of, dtype, activations, cache
     )
     return weights if weights.tensors else None
 
 
-def _scheme(weights: Mapping[str, Any], fmt: Any) -> Scheme:
+def _scheme(weights: Weights, fmt: Any) -> Scheme:
     """Read the `weights` of a config group of format `fmt`; CheckpointError for a form that is not
     read.
     """
-    kind = validation.entry(weights, "type", str, default="int")
-    bits = validation.entry(weights, "num_bits", int, default=8)
-    size = validation.entry(weights, "group_size", int, type(None), default=None)
+    kind, bits, size = weights.type, weights.num_bits, weights.group_size
     unstated = (
         "tensor" if size is None else "group" if size > 0 else "channel"
     )  # as the library takes it
-    strategy = validation.entry(weights, "strategy", str, type(None), default=None) or unstated
+    strategy = weights.strategy or unstated
     form = FORMATS.get((str(fmt), kind))
     if form is None or bits not in form.bits:
         what = f"{kind}{bits} weights of compressed-tensors in format {str(fmt)!r:.40}"
-        raise CheckpointError(f"{what} are not read", validation.ORIGINAL)
+        raise CheckpointError(f"{what} are not read", ORIGINAL)
     block: Block
     if strategy in ("tensor", "channel"):
         block = None
     elif strategy == "block":
-        block = _block(weights.get("block_structure"), "block_structure")
+        block = _block(weights.block_structure, "block_structure")
     elif strategy in ("group", "tensor_group") and (strategy == "group") != form.divisor:
         block = _block([1, size], "group_size")
     else:
         name = form.title if form is _FP8 else f"{form.title}{bits}"
-        raise CheckpointError(
-            f"{name} weights of strategy {strategy!r:.40} are not read", validation.ORIGINAL
-        )
-    symmetric = validation.entry(weights, "symmetric", bool, default=True)
-    return Scheme(form, bits, block, symmetric)
+        raise CheckpointError(f"{name} weights of strategy {strategy!r:.40} are not read", ORIGINAL)
+    return Scheme(form, bits, block, weights.symmetric)
 
 
 def _block(sizes: Any, key: str) -> tuple[int, int]:

@@ -24,11 +24,10 @@ from quantkit.io import config_checks, files, json_files, model_folder
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
 from quantkit.layouts import LAYOUTS, read_config
-from quantkit.layouts.base import Layout, Unpacking
+from quantkit.layouts.base import DAMAGED, Layout, Unpacking
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes
-from quantkit.layouts.validation import DAMAGED
 
 #: The section of config.json that states the quantization, and its name in compressed-tensors'
 #: first releases.

@@ -36,8 +36,8 @@ from quantkit.errors import (
     about,
 )
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.layouts import LAYOUTS, validation
-from quantkit.layouts.base import Layout
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.base import Layout, half
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_linear, reads_weight, size_of
 from quantkit.models.meta_model import computed, float32_states
@@ -231,7 +231,7 @@ def repack_for_kernels(linears: Linears) -> list[str]:
             why = linear.prepare_kernel()
             for tensor in linear.packed().values() if linear.device.type == "cpu" else ():
                 if tensor.dtype in (torch.bfloat16, torch.float32):  # scales of another program
-                    validation.half(tensor)
+                    half(tensor)
                 elif tensor.dtype == torch.float8_e4m3fn:  # has more values than FP6 and FP5
                     linear.record()
         if (

@@ -11,19 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
-from quantkit.layouts import validation
-from quantkit.layouts.awq import Awq
+from quantkit.keys import Positive
+from quantkit.layouts.awq import Awq, Quick
 from quantkit.layouts.base import Layout
 from quantkit.layouts.compressed_tensors import CompressedTensors
-from quantkit.layouts.expressions import check_amount
+from quantkit.layouts.expressions import check_amount, pattern
 from quantkit.layouts.gptq import Gptq, GptqV2
 from quantkit.layouts.humming import Humming
 from quantkit.layouts.marlin import Marlin
 from quantkit.layouts.marlin24 import Marlin24, Marlin24CompressedTensors
-from quantkit.layouts.quick import Quick
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import ORIGINAL, Schemes, read
 from quantkit.layouts.tcfpx import TcFpx
 
 LAYOUTS: dict[str, Layout] = {
@@ -45,7 +47,21 @@ LAYOUTS: dict[str, Layout] = {
 #: Keys of the public config that tell layouts apart; they must agree with the `quantkit` key.
 FORMAT_KEYS = ("quant_method", "format", "checkpoint_format", "is_marlin_format", "b_dtype")
 
-OWN_KEYS = {"version", "layout", "scheme", "overrides", "ignore", "recipe_sha256", "padded"}
+
+class OwnConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The `quantkit` key of a `quantization_config`, which states all schemes exactly.
+
+    `recipe_sha256` is None for a checkpoint that no recipe of quantkit made. `padded` has the true
+    shapes `[n, k]` of linears that are stored larger.
+    """
+
+    version: str
+    layout: str
+    scheme: str
+    overrides: dict[str, str] = {}
+    ignore: list[str] | None = None
+    recipe_sha256: str | None = None
+    padded: dict[str, tuple[Positive, Positive]] | UnsetType = UNSET
 
 
 def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tuple[Layout, Schemes]:
@@ -65,38 +81,35 @@ def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tup
             if schemes is not None:
                 return layout, schemes
         raise CheckpointError(
-            f"weights quantized by {_method(quantization_config)} are not read", validation.ORIGINAL
+            f"weights quantized by {_method(quantization_config)} are not read", ORIGINAL
         )
 
 
 def quantkit_key(
     layout_name: str, schemes: Schemes, version: str, recipe_sha256: str | None
 ) -> dict[str, Any]:
-    """Make the `quantkit` entry of `quantization_config`, which `read_config` reads back exactly.
-
-    `recipe_sha256` is None for a checkpoint that no recipe of quantkit made.
-    """
+    """Make the `quantkit` key of a config, which `read_config` reads back exactly."""
     overrides: dict[str, str] = {}
-    for pattern, scheme in schemes.overrides:
-        overrides.setdefault(pattern, scheme.label)
-    key = {
-        "version": version,
-        "layout": layout_name,
-        "scheme": schemes.default.label,
-        "overrides": overrides,
-        "ignore": list(schemes.ignore),
-        "recipe_sha256": recipe_sha256,
-    }
-    return key | (
-        {"padded": {module: list(shape) for module, shape in schemes.padded}}
-        if schemes.padded
-        else {}
+    for name, scheme in schemes.overrides:
+        overrides.setdefault(name, scheme.label)
+    found: dict[str, Any] = msgspec.to_builtins(
+        OwnConfig(
+            version=version,
+            layout=layout_name,
+            scheme=schemes.default.label,
+            overrides=overrides,
+            ignore=list(schemes.ignore),
+            recipe_sha256=recipe_sha256,
+            padded=dict(schemes.padded) or UNSET,
+        )
     )
+    return found
 
 
 def _method(config: Mapping[str, Any]) -> str:
     """Name the method of a config that no layout reads; early tools do not state theirs."""
-    stated = [config[key] for key in (*FORMAT_KEYS, "quant_algo") if config.get(key) is not None]
+    keys = (*FORMAT_KEYS, "quant_algo", "version", "backend")
+    stated = [config[key] for key in keys if config.get(key) is not None]
     if not stated and any(key in config for key in ("load_in_4bit", "load_in_8bit")):
         return "bitsandbytes"
     if not stated and {"bits", "group_size"} <= config.keys():
@@ -105,59 +118,28 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
-    own = validation.entry(config, "quantkit", dict)
-    unknown = own.keys() - OWN_KEYS
-    if unknown:
+    own = read(OwnConfig, config["quantkit"], "the 'quantkit' key", "use a newer quantkit")
+    if own.layout not in LAYOUTS:
         raise CheckpointError(
-            f"unknown entries {sorted(unknown)!s:.80} in the 'quantkit' key", "use a newer quantkit"
+            f"layout {own.layout!r:.40} is not one of {', '.join(LAYOUTS)}: a newer quantkit may "
+            "read it"
         )
-    validation.entry(own, "version", str)
-    validation.entry(own, "recipe_sha256", str, type(None), default=None)
-    name = validation.entry(own, "layout", str)
-    if name not in LAYOUTS:
-        raise CheckpointError(
-            f"layout {name!r:.40} is not one of {', '.join(LAYOUTS)}: a newer quantkit may read it"
-        )
-    overrides = validation.entry(own, "overrides", dict, default={})
-    check_amount(overrides)
-    schemes = Schemes(
-        _parse(validation.entry(own, "scheme", str)),
-        tuple(
-            (validation.pattern(key), _parse(validation.entry(overrides, key, str)))
-            for key in overrides
-        ),
-        validation.strings(own, "ignore"),
-        _true_shapes(validation.entry(own, "padded", dict, default={})),
-    )
+    check_amount(own.overrides)
+    overrides = tuple((pattern(name), _parse(label)) for name, label in own.overrides.items())
+    ignore, padded = tuple(own.ignore or ()), tuple((own.padded or {}).items())
+    schemes = Schemes(_parse(own.scheme), overrides, ignore, padded)
     try:
-        public = LAYOUTS[name].write_config(schemes)
+        public = LAYOUTS[own.layout].write_config(schemes)
     except LayoutError as error:
         raise CheckpointError("the 'quantkit' key contradicts itself", error.typed) from error
-    for key in (
-        *FORMAT_KEYS,
-        *(public.keys() & {"version"}),
-    ):  # of AWQ; other methods state a library version there
+    # `version` is that of AWQ's words; other methods state a library version there.
+    for key in (*FORMAT_KEYS, *(public.keys() & {"version"})):
         if config.get(key) != public.get(key):
             raise CheckpointError(
                 f"{key!r} is {str(config.get(key))!r:.40}, and the 'quantkit' key says layout "
-                f"{name!r} "
-                f"with {schemes.default.label}: they contradict each other"
+                f"{own.layout!r} with {own.scheme}: they contradict each other"
             )
-    return LAYOUTS[name], schemes
-
-
-def _true_shapes(padded: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, int]], ...]:
-    for module, shape in padded.items():
-        if (
-            type(shape) is not list
-            or len(shape) != 2
-            or not all(type(size) is int and size > 0 for size in shape)
-        ):
-            raise CheckpointError(
-                f"'padded' says {str(shape)!r:.40} of {module!r:.80}: a true shape is a list of "
-                "two positive sizes"
-            )
-    return tuple((module, (n, k)) for module, (n, k) in padded.items())
+    return LAYOUTS[own.layout], schemes
 
 
 def _parse(label: str) -> Scheme:

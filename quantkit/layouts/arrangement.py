@@ -1,9 +1,12 @@
-"""`Arrangement`: the order of a matrix in memory as a line of axis names, and its codes packed into
-32-bit words.
+"""The order of a matrix in memory, and its codes packed into 32-bit words: an `Arrangement`, or one
+stream of bits for each row.
 
 `Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")` names the axes of the rows, of
 the columns (slow to fast), and their order in memory. The inverse is derived, so both directions
 come from the one line.
+
+A stream of bits has no gaps (docs/layouts.md 9 and 9b). Code `j` of a row has the bits from
+`j * bits` on, in little-endian int32 words. The bits behind the last code are 0.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from math import gcd, prod
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
@@ -327,3 +331,121 @@ def _lanes(stride: int, width: int) -> torch.dtype:
 def _mask(width: int, dtype: torch.dtype) -> int:
     """Set the lowest `width` bits of every byte of an integer."""
     return int.from_bytes(bytes([(1 << width) - 1] * dtype.itemsize), "little")
+
+
+def stream_words(k: int, bits: int) -> int:
+    """Count the words of a row of `k` codes."""
+    return -(-k * bits // 32)
+
+
+def stream_packer(words: Tensor, bits: int, k: int) -> OnRows:
+    """Make a function that packs uint8 rows `[some, k]` into contiguous int32 `words` `[n,
+    stream_words(k)]`.
+    """
+    whole = _whole(k, bits)
+
+    def pack_rows(first: int, codes: Tensor) -> None:
+        out = words[first : first + len(codes)]
+        if whole == k:
+            _pack(codes, out, bits)
+            return
+        padded = words.new_empty(len(codes), whole * bits // 32)
+        _pack(pad(codes, (0, whole - k)), padded, bits)
+        out.copy_(padded[:, : out.shape[1]])
+
+    return pack_rows
+
+
+def stream_unpacker(words: Tensor, bits: int, k: int, name: str) -> OnRows:
+    """Make a function that fills contiguous uint8 rows `[some, k]` from `words`: the inverse of
+    `stream_packer`.
+
+    It raises LayoutError for bits behind the last code of the tensor called `name` that are not 0.
+    """
+    whole, words = _whole(k, bits), words.contiguous()
+
+    def unpack_rows(first: int, codes: Tensor) -> None:
+        some = words[first : first + len(codes)]
+        if whole == k:
+            _unpack(some, codes, bits)
+            return
+        padded = codes.new_empty(len(codes), whole)
+        _unpack(pad(some, (0, whole * bits // 32 - some.shape[1])), padded, bits)
+        if bool(padded[:, k:].any()):
+            raise LayoutError(
+                f"{name!r} holds codes past its true shape, where it must be 0: the file is damaged"
+            )
+        codes.copy_(padded[:, :k])
+
+    return unpack_rows
+
+
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """Pack zero points uint8 `[n, g]` down their columns into int32 `[stream_words(n), g]`."""
+    n, groups = zeros.shape
+    words = torch.empty((groups, stream_words(n, bits)), dtype=torch.int32, device=zeros.device)
+    stream_packer(words, bits, n)(0, zeros.t().contiguous())
+    return words.t().clone(memory_format=torch.contiguous_format)
+
+
+def unpack_zeros(words: Tensor, bits: int, n: int, name: str) -> Tensor:
+    """Unpack zero points uint8 `[n, g]`, the inverse of `pack_zeros`."""
+    zeros = torch.empty((words.shape[1], n), dtype=torch.uint8, device=words.device)
+    stream_unpacker(words.t(), bits, n, name)(0, zeros)
+    return zeros.t().clone(memory_format=torch.contiguous_format)
+
+
+def _whole(k: int, bits: int) -> int:
+    """Round `k` up to a number of codes that fills whole words."""
+    unit = 32 // gcd(32, bits)
+    return -(-k // unit) * unit
+
+
+def _pack(codes: Tensor, words: Tensor, bits: int) -> None:
+    """Pack rows of whole words: eight codes, in one 64-bit word, become `bits` bytes."""
+    if 32 % bits == 0:
+        _order(bits).packer(words.view(-1), bits, (len(codes), codes.shape[1]))(0, codes)
+        return
+    unit = _unit(bits)
+    for some, out in blocks(codes.shape[1], codes, words):
+        wide = aligned(some.reshape(-1)).view(torch.int64)
+        for lane in (8, 16, 32):
+            width = lane * bits // 8
+            low = _low_lanes(width, lane)
+            high = (wide >> (lane - width)).bitwise_and_(low << width)
+            wide = high.bitwise_or_(wide & low)
+        stream = out.view(-1).view(unit).view(wide.numel(), -1)
+        stream.copy_(wide.view(unit).view(wide.numel(), -1)[:, : stream.shape[1]])
+
+
+def _unpack(words: Tensor, codes: Tensor, bits: int) -> None:
+    """Unpack rows of whole words into contiguous `codes`: the inverse of `_pack`."""
+    if 32 % bits == 0:
+        _order(bits).unpacker(words, bits, (len(codes), codes.shape[1]))(0, codes)
+        return
+    unit = _unit(bits)
+    for some, out in blocks(codes.shape[1], words, codes):
+        wide = torch.empty(out.numel() // 8, dtype=torch.int64, device=out.device)
+        stream = some.reshape(-1).view(unit).view(wide.numel(), -1)
+        wide.view(unit).view(wide.numel(), -1)[:, : stream.shape[1]] = stream
+        for lane in (32, 16, 8):  # the first step drops bits that were not written
+            width = lane * bits // 8
+            low = _low_lanes(width, lane)
+            high = (wide & (low << width)).bitwise_left_shift_(lane - width)
+            wide = wide.bitwise_and_(low).bitwise_or_(high)
+        out.copy_(wide.view(torch.uint8).view(out.shape))
+
+
+def _order(bits: int) -> Arrangement:
+    """Give the order of codes that do not straddle words."""
+    return Arrangement("N", f"K i:{32 // bits}", "N K i")
+
+
+def _unit(bits: int) -> torch.dtype:
+    """Choose the integer type to copy `bits` bytes in: wider types are copied faster."""
+    return torch.uint8 if bits % 2 else torch.int16
+
+
+def _low_lanes(width: int, lane: int) -> int:
+    """Set the lowest `width` bits of every second lane of an int64 with lanes of `lane` bits."""
+    return sum(((1 << width) - 1) << at for at in range(0, 64, 2 * lane))

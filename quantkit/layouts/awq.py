@@ -1,31 +1,64 @@
-"""AWQ checkpoints in the GEMM packing: eight neighbouring outputs a word, interleaved
-(docs/layouts.md 2).
+"""AWQ checkpoints: eight neighbouring outputs a word (docs/layouts.md 2), and QUICK's (8).
 
 Zero points are always stored, without an offset. They are all 8 for a symmetric weight, and its
 config says `zero_point` too. Only vLLM reads one scale per row; AutoAWQ's own packing fails on it.
+
+QUICK has the same weights in the order of a kernel that needs no shared memory for them. The words
+are MARLIN's in another order, which depends on `n`. Scales and zero points are stored twice.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError
-from quantkit.layouts import validation
-from quantkit.layouts.arrangement import Arrangement
-from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
+from quantkit.errors import LayoutError, Setting, Words
+from quantkit.layouts.arrangement import Arrangement, OnRows
+from quantkit.layouts.base import Layout, SideFile, Stored, matrix
 from quantkit.layouts.expressions import literal
 from quantkit.layouts.gptq import zero_points
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import GroupSize, Schemes
 
 #: Codes `[n, k]` and zero points `[n, g]`: the even outputs of eight lie in the low half of a word.
 WORDS = Arrangement("N h:4 o:2", "K", "K N o h")
+#: The codes of QUICK.
+CODES = Arrangement("N t:2 j:4 b:2 h:2 a:4", "K s:2 r:2 q:4 e:2", "K t h N a q s j e b r")
+#: Scales and zero points `[g, n]`, before every one is repeated.
+SCALES = Arrangement("G", "N t:2 c:8 h:2 a:4", "G t h N a c")
+#: Zero points that are permuted and repeated already.
+ZERO_WORDS = Arrangement("G", "N i:8", "G N i")
+
+
+class AwqConfig(msgspec.Struct, kw_only=True):
+    """The config of AWQ (docs/layouts.md 2), and of QUICK."""
+
+    bits: Literal[4]
+    group_size: GroupSize
+    zero_point: bool = True
+    version: str | None = None
+    modules_to_not_convert: list[str] | None = None
+    lm_head: bool | UnsetType = UNSET
+
+
+def _older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the side file: the loader takes exactly these keys, and the version in capitals
+    (docs/layouts.md 8.4).
+    """
+    return {
+        "zero_point": config["zero_point"],
+        "q_group_size": config["group_size"],
+        "w_bit": config["bits"],
+        "version": config["version"].upper(),
+        "modules_to_not_convert": config["modules_to_not_convert"],
+    }
 
 
 class Awq(Layout):
@@ -38,6 +71,9 @@ class Awq(Layout):
     TENSORS = ("qweight", "qzeros", "scales")
     MARKER = "qweight"
     TITLE, MULTIPLES = "the AWQ layout", (8, 1)
+    CONFIG = AwqConfig
+    #: The version in a config.
+    VERSION: ClassVar[str] = "gemm"
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)
@@ -48,52 +84,124 @@ class Awq(Layout):
         }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        k, words = validation.matrix(shapes, "qweight")
+        k, words = matrix(shapes, "qweight")
         return 8 * words, k
 
-    def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
-    ) -> Packing:
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
+        tensors["qzeros"].view(-1).copy_(WORDS.pack(zero_points(scales, zeros), 4))
+        tensors["scales"].copy_(scales.t())
+        return WORDS.packer(tensors["qweight"].view(-1), 4, shape)
+
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
         n, k = shape
-        self.check(scheme, n, k)
-        words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
-        tensors = {
-            "qweight": words.view(k, n // 8),
-            "qzeros": WORDS.pack(zero_points(scales, zeros), 4).view(-1, n // 8),
-            "scales": validation.half(scales).t().contiguous(),
-        }
-        return Packing(tensors, WORDS.packer(words, 4, shape))
-
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        n, k = self.check_tensors(tensors, scheme)
         zeros = zeros_of_record(WORDS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
-        fill = WORDS.unpacker(tensors["qweight"], 4, (n, k))
-        return Unpacking(scheme, (n, k), validation.half(tensors["scales"].t()), zeros, fill)
+        return tensors["scales"].t(), zeros, WORDS.unpacker(tensors["qweight"], 4, shape)
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make the config of docs/layouts.md 2; overrides are in the `quantkit` key only."""
-        self.check_all(schemes)
-        return config_of(schemes, "gemm")
+    def config(self, schemes: Schemes) -> AwqConfig:
+        """Dense linears but the head go to `modules_to_not_convert`, overrides to the `quantkit`
+        key only.
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a GEMM config with the newer or the older keys; None for another
-        method or QUICK.
-
-        CheckpointError for any other version of AWQ, because its words are in another order.
-        `zero_point` false, which no GEMM packer writes, reads as symmetric: `unpack` then refuses
-        zero points other than 8.
+        That is a list of substrings, so only those patterns of `ignore` that match a substring are
+        in it.
         """
-        version = version_of(config)
-        if version in (None, "quick"):
-            return None
-        if version != "gemm" or config.get("backend") == "llm-awq":
-            raise CheckpointError(
-                f"an AWQ checkpoint of version {version!r:.40}, backend "
-                f"{str(config.get('backend'))!r:.40}: "
-                "quantkit reads the versions gemm and quick, export it in one of them, or "
-                f"{validation.ORIGINAL}"
+        dense = [_substring(module) for module in schemes.ignore if module != "lm_head"]
+        return AwqConfig(
+            bits=4,
+            group_size=schemes.default.group_size or -1,
+            version=self.VERSION,
+            modules_to_not_convert=[part for part in dense if part] or None,
+            lm_head=schemes.quantizes_head or UNSET,
+        )
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Recognize the version, whose words are in an order of their own."""
+        version = config.get("version") or config.get("format") or Awq.VERSION
+        return str(version).lower() == self.VERSION and config.get("backend") != "llm-awq"
+
+    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the older keys `w_bit` and `q_group_size` too."""
+        older = {"w_bit": "bits", "q_group_size": "group_size"}
+        return {**config, **{new: config[old] for old, new in older.items() if old in config}}
+
+    def schemes(self, config: AwqConfig) -> Schemes:
+        """Read the schemes; `zero_point` false, which no packer writes, reads as symmetric: zero
+        points other than 8 are then refused.
+        """
+        size = None if config.group_size == -1 else config.group_size
+        head = () if config.lm_head else ("lm_head",)
+        dense = [part for part in config.modules_to_not_convert or () if part != "lm_head"]
+        ignore = (*head, *(f"re:.*{re.escape(part)}.*" for part in dense))
+        return Schemes(Scheme(INT4, size, symmetric=not config.zero_point), ignore=ignore)
+
+
+class Quick(Awq):
+    """QUICK. The published packer fails when n / 128 is odd and not 1; the formulas of
+    docs/layouts.md 8.2 do not.
+    """
+
+    NAME = "quick"
+    VERSION = "quick"
+    SIDE_FILE = SideFile("quant_config.json", _older_keys)
+    TITLE, MULTIPLES = "QUICK", (128, 32)
+    WAY_OUT = Words(Setting("skip"), "the weight, or use", Setting("layout", "awq"))
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        super().check_scheme(scheme)
+        if scheme.group_size is None:  # its loader divides k by the group size, which would be -1
+            raise LayoutError(
+                "QUICK cannot load one scale per row", Words("use", Setting("group_size", 128))
             )
-        return schemes_of(config)
+        if scheme.group_size % 32:
+            raise LayoutError(
+                f"QUICK has groups of a multiple of 32, not of {scheme.group_size}",
+                Words("use", Setting("group_size", 128), "or", Setting("layout", "awq")),
+            )
+
+    def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
+        g = scheme.groups(k)
+        return {
+            "qweight": (torch.int32, (k // 4, n // 2)),
+            "qzeros": (torch.int32, (g, n // 4)),
+            "scales": (torch.float16, (g, 2 * n)),
+        }
+
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+        rows, columns = matrix(shapes, "qweight")
+        return 2 * columns, 4 * rows
+
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
+        n, g = scales.shape
+        points = SCALES(zero_points(scales, zeros).t()).view(g, n // 4, 1, 4).repeat(1, 1, 2, 1)
+        tensors["qzeros"].view(-1).copy_(ZERO_WORDS.pack(points.view(g, 2 * n), 4))
+        twice = SCALES(scales.t()).view(g, n, 1).repeat(1, 1, 2)
+        tensors["scales"].copy_(twice.view(g, 2 * n))
+        return CODES.packer(tensors["qweight"].view(-1), 4, shape)
+
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
+        n, g = shape[0], scheme.groups(shape[1])
+        scales = _first_copy(tensors["scales"].contiguous().view(g, n, 2, 1), "scales")
+        points = ZERO_WORDS.unpack(tensors["qzeros"], 4, (g, 2 * n)).view(g, n // 4, 2, 4)
+        zeros = SCALES.inverse(_first_copy(points, "qzeros"), (g, n)).t()
+        fill = CODES.unpacker(tensors["qweight"], 4, shape)
+        return SCALES.inverse(scales, (g, n)).t(), zeros_of_record(zeros, scheme), fill
 
 
 def zeros_of_record(zeros: Tensor, scheme: Scheme) -> Tensor | None:
@@ -113,58 +221,6 @@ def zeros_of_record(zeros: Tensor, scheme: Scheme) -> Tensor | None:
     return None
 
 
-def config_of(schemes: Schemes, version: str) -> dict[str, Any]:
-    """Make AWQ's config with `version`; dense linears but the head go to `modules_to_not_convert`.
-
-    That is a list of substrings, so only those patterns of `ignore` that match a substring are in
-    it.
-    """
-    dense = [
-        _substring(module) for module in schemes.ignore if module != "lm_head"
-    ]  # which readers expect dense
-    config: dict[str, Any] = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": schemes.default.group_size or -1,
-        "zero_point": True,
-        "version": version,
-        "modules_to_not_convert": [part for part in dense if part] or None,
-    }
-    return config | ({"lm_head": True} if schemes.quantizes_head else {})
-
-
-def version_of(config: Mapping[str, Any]) -> str | None:
-    """Read the version of an AWQ config in small letters, `gemm` if it states none; None for other
-    methods.
-    """
-    if config.get("quant_method") != "awq":
-        return None
-    older, newer = (
-        validation.entry(config, key, str, type(None), default=None)
-        for key in ("version", "format")
-    )
-    return (older or newer or "gemm").lower()
-
-
-def schemes_of(config: Mapping[str, Any]) -> Schemes:
-    """Read the schemes of an AWQ config, also with the older keys `w_bit` and `q_group_size`."""
-    bits = validation.entry(config, "w_bit" if "w_bit" in config else "bits", int)
-    group = validation.entry(
-        config, "q_group_size" if "q_group_size" in config else "group_size", int
-    )
-    if bits != 4:
-        raise CheckpointError(
-            f"an AWQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}"
-        )
-    group_size = validation.group_size(group, "AWQ")
-    dense = [
-        part for part in validation.strings(config, "modules_to_not_convert") if part != "lm_head"
-    ]
-    ignore = (*validation.dense_head(config), *(f"re:.*{re.escape(part)}.*" for part in dense))
-    symmetric = not validation.entry(config, "zero_point", bool, default=True)
-    return Schemes(Scheme(INT4, group_size, symmetric=symmetric), ignore=ignore)
-
-
 def _substring(module: str) -> str | None:
     """Give the substring that an entry of `ignore` matches, None for other patterns."""
     if not module.startswith("re:"):
@@ -172,3 +228,15 @@ def _substring(module: str) -> str | None:
     inner = module.removeprefix("re:")
     is_substring = inner.startswith(".*") and inner.endswith(".*") and len(inner) > 4
     return literal(inner[2:-2]) if is_substring else None
+
+
+def _first_copy(copies: Tensor, name: str) -> Tensor:
+    """Give the first copy of `[g, blocks, 2, entries]`, flat; raise LayoutError unless the bits of
+    both agree.
+    """
+    first, second = copies.unbind(2)
+    if not torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)):
+        raise LayoutError(
+            f"tensor {name!r} holds every entry twice, and two copies differ: it is damaged"
+        )
+    return first.reshape(-1)

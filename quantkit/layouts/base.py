@@ -1,27 +1,44 @@
-"""`Layout`: the interface of a file layout, and `pack` and `unpack` over its `packing` and
-`unpacking`.
+"""`Layout`: the interface of a file layout, what all layouts do by it, and the checks of stored
+tensors.
+
+Checkpoints are untrusted input: type, shape and contents are checked before anything is used. A
+failure is one line that names the tensor, and the rule.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import isfinite
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from quantkit.core.formats import INT4, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import LayoutError, Setting, Words
-from quantkit.layouts import validation
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import (
+    CheckpointError,
+    Command,
+    LayoutError,
+    Option,
+    RecipeError,
+    Setting,
+    Words,
+)
 from quantkit.layouts.arrangement import OnRows
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import ORIGINAL, Schemes, read
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 #: A number of rows that is a whole number of tiles in every layout.
 TILE = 128
+#: Names the layout that holds every scheme.
+USUAL = Words("use", Setting("layout", "compressed-tensors"))
+DAMAGED = "the checkpoint is damaged or in another layout than its config states, fetch it again"
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class SideFile(NamedTuple):
@@ -71,15 +88,17 @@ class Layout(ABC):
     """The place of each code, scale and zero point in a checkpoint's tensors, and the form of its
     config.json.
 
-    All that other rooms must know of a layout is declared here, so that none asks for a layout by
-    its name.
+    All that other packages must know of a layout is declared here, so that none asks for a layout
+    by its name.
     """
 
     NAME: ClassVar[str]
     #: The layout that this one varies; `convert A-to-B` takes its name for both.
     VARIANT_OF: ClassVar[str | None] = None
-    #: Each `quant_method` of the configs that `read_config` reads.
+    #: Each `quant_method` of the configs that `read_config` reads, the written one first.
     QUANT_METHODS: ClassVar[tuple[str, ...]]
+    #: The other entries of these configs, in the order in which they are written.
+    CONFIG: ClassVar[type[msgspec.Struct]]
     #: The formats that `holds` accepts, in words.
     HOLDS: ClassVar[str] = "int4"
     #: Every suffix that the layout may store behind a module's name, such as ("B", "s").
@@ -94,7 +113,7 @@ class Layout(ABC):
     #: they are not.
     TITLE: ClassVar[str]
     MULTIPLES: ClassVar[tuple[int, int]]
-    WAY_OUT: ClassVar[str] = Words(validation.USUAL, ", or", Setting("skip"), "the weight")
+    WAY_OUT: ClassVar[str] = Words(USUAL, ", or", Setting("skip"), "the weight")
     #: Weights can be stacked if each `n` is a multiple of this: then no two share a tile. None: not
     #: stacked.
     STACKING_UNIT: ClassVar[int | None] = None
@@ -126,32 +145,87 @@ class Layout(ABC):
         return shape
 
     @abstractmethod
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
+        """Fill in the scales and zero points of empty `tensors`, by suffix, and make the function
+        that packs rows of codes.
+
+        Scheme and shape are checked, and `scales` are contiguous float16. It raises LayoutError for
+        values that cannot be stored.
+        """
+
+    @abstractmethod
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
+        """Read the scales and zero points of checked `tensors`, and make the function that unpacks
+        rows of codes; LayoutError for values that the record does not have.
+        """
+
+    @abstractmethod
+    def config(self, schemes: Schemes) -> msgspec.Struct:
+        """Make the CONFIG that public readers of the layout expect."""
+
+    @abstractmethod
+    def schemes(self, config: Any) -> Schemes:
+        """Read the schemes from a CONFIG; CheckpointError for what cannot be read."""
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Return True if a config with one of QUANT_METHODS is of this layout."""
+        return True
+
+    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Give the entries of a config under the names of CONFIG, which older ones may lack."""
+        return config
+
     def packing(
         self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
     ) -> Packing:
         """Make a row-wise packer with its output tensors; scales and zero points are already filled
         in.
 
-        It raises LayoutError for schemes and shapes that `check` refuses, and for values that
-        cannot be stored.
+        It raises LayoutError for schemes and shapes that `check` refuses, and as `packer`.
         """
+        self.check(scheme, *shape)
+        tensors = {
+            suffix: torch.empty(size, dtype=dtype, device=scales.device)
+            for suffix, (dtype, size) in self.stored(scheme, *shape).items()
+        }
+        return Packing(tensors, self.packer(tensors, scheme, shape, half(scales), zeros))
 
-    @abstractmethod
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         """Make a row-wise unpacker; raise LayoutError for wrong dtypes, shapes, scales or zero
         points.
         """
+        shape = self.check_tensors(tensors, scheme)
+        scales, zeros, fill = self.unpacker(tensors, scheme, shape)
+        return Unpacking(scheme, shape, half(scales), zeros, fill)
 
-    @abstractmethod
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the `quantization_config` that public readers of the layout expect."""
+        self.check_all(schemes)
+        entries: dict[str, Any] = msgspec.to_builtins(self.config(schemes))
+        return {"quant_method": self.QUANT_METHODS[0], **entries}
 
-    @abstractmethod
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
         """Read the schemes from a `quantization_config`; None if it is of another layout.
 
         CheckpointError for a config of this layout that is malformed or cannot be read.
         """
+        if config.get("quant_method") not in self.QUANT_METHODS or not self.claims(config):
+            return None
+        try:
+            schemes = self.schemes(read(self.CONFIG, self.entries(config)))
+            self.check_all(schemes)
+        except (LayoutError, RecipeError) as error:
+            raise CheckpointError(error.rule, *error.ways_out) from error
+        return schemes
 
     @property
     def family(self) -> str:
@@ -165,16 +239,14 @@ class Layout(ABC):
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise LayoutError unless the layout holds the scheme; the message names a way out."""
         if not self.holds(scheme.format):
-            raise LayoutError(
-                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", validation.USUAL
-            )
+            raise LayoutError(f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", USUAL)
 
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message
         names a way out.
         """
         self.check_scheme(scheme)
-        validation.check_multiples(self.TITLE, (n, k), self.MULTIPLES, self.WAY_OUT)
+        check_multiples(self.TITLE, (n, k), self.MULTIPLES, self.WAY_OUT)
         scheme.groups(k)
 
     def check_all(self, schemes: Schemes) -> None:
@@ -188,7 +260,7 @@ class Layout(ABC):
         """
         n, k = self.size({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme)
         self.check(scheme, n, k)
-        validation.match(tensors, self.stored(scheme, n, k), self.OPTIONAL)
+        match(tensors, self.stored(scheme, n, k), self.OPTIONAL)
         return n, k
 
     def pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
@@ -235,3 +307,90 @@ class Layout(ABC):
 def static_groups(scheme: Scheme, k: int, device: torch.device) -> Tensor:
     """Give the group of each column without act-order, `k // group_size`, as int32 `[k]`."""
     return torch.arange(k, dtype=torch.int32, device=device) // (scheme.group_size or k)
+
+
+def check_multiples(
+    title: str, shape: tuple[int, int], units: tuple[int, int], way_out: str
+) -> None:
+    """Raise LayoutError unless `n` and `k` of `shape` are positive multiples of `units`."""
+    for letter, size, unit in zip("nk", shape, units, strict=True):
+        if size < 1 or size % unit:
+            rule = f"a multiple of {unit}" if unit > 1 else "positive"
+            raise LayoutError(f"{title} needs {letter} to be {rule}, and it is {size}", way_out)
+
+
+def half(scales: Tensor) -> Tensor:
+    """Copy scales `[n, g]` to contiguous float16; zero and negative ones are legal.
+
+    LayoutError for NaN, infinity, and values that float16 would change (docs/layouts.md 11).
+    """
+    if scales.numel() and not isfinite(float(scales.abs().amax())):  # amax propagates NaN
+        row, group = (~torch.isfinite(scales)).nonzero()[0].tolist()
+        raise LayoutError(
+            f"the scale of row {row}, group {group} is {float(scales[row, group])}",
+            "quantize again",
+        )
+    exact = scales.to(torch.float16, copy=True, memory_format=torch.contiguous_format)
+    changed = exact.float() != scales.float()
+    if bool(changed.any()):
+        row, group = changed.nonzero()[0].tolist()
+        fits = bool(torch.isfinite(exact).all())
+        rounding = Words(
+            "round them (reported) by", Command("pack"), "with", Option("requantize_scales", True)
+        )
+        raise LayoutError(
+            f"{int(changed.sum())} {dtype_name(scales.dtype)} scales are no float16 values, first "
+            f"{float(scales[row, group])} at row {row}, group {group}",
+            rounding if fits else "the largest is 65504, " + ORIGINAL,
+        )
+    return exact
+
+
+def match(
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    optional: Collection[str] = (),
+) -> None:
+    """Raise LayoutError unless `tensors` have the dtypes and shapes of `stored`; scales may be
+    bfloat16 or float32.
+    """
+    for name, (dtype, shape) in stored.items():
+        if name not in tensors:
+            if name in optional:
+                continue
+            raise LayoutError(f"tensor {name!r} is missing: the checkpoint is incomplete")
+        found = tensors[name]
+        if tuple(found.shape) != shape:
+            raise LayoutError(
+                f"tensor {name!r} must have shape {list(shape)}, it has {list(found.shape)}",
+                DAMAGED,
+            )
+        if found.dtype != dtype and not (dtype == torch.float16 and found.dtype in _SCALES):
+            was = dtype_name(found.dtype)
+            raise LayoutError(f"tensor {name!r} must be {dtype_name(dtype)}, it is {was}", DAMAGED)
+    for name in tensors:
+        if name not in stored:
+            raise LayoutError(
+                f"tensor {name!r} does not belong to this scheme: it would be ignored"
+            )
+
+
+def matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
+    """Give both sizes of the stored matrix `name`; raise LayoutError if it is missing
+    or no matrix.
+    """
+    shape = shapes.get(name)
+    if shape is None or len(shape) != 2:
+        raise LayoutError(
+            f"tensor {name!r} must be a matrix, it is {'missing' if shape is None else list(shape)}"
+        )
+    return shape[0], shape[1]
+
+
+def codes_in_words(words: int, fmt: Format) -> int:
+    """Count the codes in 32-bit `words` of a row; raise LayoutError unless they hold a multiple of
+    32 codes.
+    """
+    if words % fmt.bits:
+        raise LayoutError(f"{words} words a row are no multiple of {fmt.bits}, as {fmt.name} has")
+    return words // fmt.bits * 32

@@ -13,18 +13,28 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import bit_streams, validation
-from quantkit.layouts.arrangement import blocks
-from quantkit.layouts.base import Layout, Packing, Stored, Unpacking, static_groups
-from quantkit.layouts.expressions import LONGEST, check_amount, literal
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.arrangement import (
+    OnRows,
+    blocks,
+    pack_zeros,
+    stream_packer,
+    stream_unpacker,
+    stream_words,
+    unpack_zeros,
+)
+from quantkit.layouts.base import Layout, Stored, match, matrix
+from quantkit.layouts.expressions import LONGEST, anchored, check_amount, literal, pattern
+from quantkit.layouts.gptq import check_static
+from quantkit.layouts.schemes import ORIGINAL, Schemes
 
 T = TypeVar("T")
 
@@ -34,6 +44,51 @@ INTEGERS = {fmt.bits: fmt for fmt in FORMATS.values() if not fmt.is_float}
 NO_CODE = 255
 #: The method in configs, and the format that `Marlin24CompressedTensors` reads.
 METHOD, MARLIN24 = "compressed-tensors", "marlin-24"
+#: The formats of weights that `CompressedTensors` holds.
+INTEGER, FLOAT = "pack-quantized", "float-quantized"
+
+
+class Weights(msgspec.Struct, kw_only=True):
+    """How a config group quantizes its weights."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    dynamic: Any = False
+    actorder: Any = None
+    block_structure: Any = None
+    observer: Any = "minmax"
+    observer_kwargs: Any = msgspec.field(default_factory=dict)
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """A config group: names or patterns of modules, and their schemes."""
+
+    targets: list[str] | None = None
+    input_activations: Any = None
+    output_activations: Any = None
+    weights: Weights | None = None
+    format: str | UnsetType | None = UNSET
+
+    @property
+    def activations(self) -> bool:
+        """Whether activations are quantized."""
+        return self.input_activations is not None or self.output_activations is not None
+
+
+class CompressedTensorsConfig(msgspec.Struct, kw_only=True):
+    """The config of compressed-tensors (docs/layouts.md 9)."""
+
+    format: str | None = None
+    quantization_status: Any = "compressed"
+    global_compression_ratio: Any = None
+    ignore: list[str] | None = None
+    kv_cache_scheme: dict[str, Any] | None = None
+    config_groups: dict[str, Group]
+    transform_config: dict[str, Any] | UnsetType | None = UNSET
+    sparsity_config: dict[str, Any] | UnsetType | None = UNSET
 
 
 class CompressedTensors(Layout):
@@ -43,6 +98,7 @@ class CompressedTensors(Layout):
 
     NAME = "compressed-tensors"
     QUANT_METHODS = (METHOD,)
+    CONFIG = CompressedTensorsConfig
     HOLDS = "integers, and floats whose values are FP8 E4M3 values"
     TENSORS = (
         "weight_packed",
@@ -78,7 +134,7 @@ class CompressedTensors(Layout):
         scales = {"weight_scale": (torch.float16, (n, g))}
         if scheme.format.is_float:
             return {"weight": (torch.float8_e4m3fn, (n, k)), **scales}
-        along = partial(bit_streams.words_of, bits=scheme.format.bits)
+        along = partial(stream_words, bits=scheme.format.bits)
         zeros = {} if scheme.symmetric else {"weight_zero_point": (torch.int32, (along(n), g))}
         packed = {"weight_packed": (torch.int32, (n, along(k)))}
         return {**packed, **scales, "weight_shape": (torch.int64, (2,)), **zeros}
@@ -88,43 +144,31 @@ class CompressedTensors(Layout):
         say no more.
         """
         if scheme.format.is_float:
-            return validation.matrix(shapes, "weight")
-        n, words = validation.matrix(shapes, "weight_packed")
+            return matrix(shapes, "weight")
+        n, words = matrix(shapes, "weight_packed")
         if scheme.group_size is None:
             return n, 32 * words // scheme.format.bits
-        return n, validation.matrix(shapes, "weight_scale")[1] * scheme.group_size
+        return n, matrix(shapes, "weight_scale")[1] * scheme.group_size
 
-    def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
-    ) -> Packing:
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
         """Make a row-wise packer; places past `n` and `k` in the last words are 0."""
-        n, k = shape
-        self.check(scheme, n, k)
+        tensors["weight_scale"].copy_(scales)
         if scheme.format.is_float:
-            carrier, table = (
-                torch.empty(shape, dtype=torch.uint8, device=scales.device),
-                _carrier(scheme.format),
+            carrier, table = tensors["weight"].view(torch.uint8), _carrier(scheme.format)
+            return lambda first, codes: _translate(
+                codes, table, carrier[first : first + len(codes)]
             )
-            carried = {
-                "weight": carrier.view(torch.float8_e4m3fn),
-                "weight_scale": validation.half(scales),
-            }
-            return Packing(
-                carried,
-                lambda first, codes: _translate(codes, table, carrier[first : first + len(codes)]),
-            )
-        bits = scheme.format.bits
-        words = torch.empty(
-            (n, bit_streams.words_of(k, bits)), dtype=torch.int32, device=scales.device
-        )
-        tensors = {
-            "weight_packed": words,
-            "weight_scale": validation.half(scales),
-            "weight_shape": torch.tensor([n, k], dtype=torch.int64),
-        }
         if zeros is not None:
-            tensors["weight_zero_point"] = bit_streams.pack_zeros(zeros, bits)
-        return Packing(tensors, bit_streams.packer(words, bits, k))
+            tensors["weight_zero_point"].copy_(pack_zeros(zeros, scheme.format.bits))
+        tensors["weight_shape"].copy_(torch.tensor(shape))
+        return stream_packer(tensors["weight_packed"], scheme.format.bits, shape[1])
 
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
         """Unpack tensors to a record; LayoutError for act-order, or FP8 values that are not of the
@@ -138,30 +182,32 @@ class CompressedTensors(Layout):
                 _require_codes(found.codes(), tensors["weight"], scheme.format)  # the better reason
             raise
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Make a row-wise unpacker; FP8 values that are not of the format become NO_CODE."""
+        scales, (n, k), bits, zeros = tensors["weight_scale"], shape, scheme.format.bits, None
         if scheme.format.is_float:
-            return self._unpacking_carrier(tensors, scheme)
-        n, k = self._true_shape(tensors, scheme)
-        expected = self.stored(scheme, n, k)
-        order = tensors.get("weight_g_idx")
-        if order is not None:
-            expected["weight_g_idx"] = (torch.int32, (k,))
-        validation.match(tensors, expected)
-        if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
-            raise LayoutError(
-                "weight_g_idx is not k // group_size, act-order at run time is not read",
-                validation.ORIGINAL,
+            carrier, table = tensors["weight"].view(torch.uint8), _codes_of_carrier(scheme.format)
+            return (
+                scales,
+                None,
+                lambda first, codes: _translate(carrier[first : first + len(codes)], table, codes),
             )
-        zeros, bits = None, scheme.format.bits
         if not scheme.symmetric:
-            zeros = bit_streams.unpack_zeros(
-                tensors["weight_zero_point"], bits, n, "weight_zero_point"
-            )
-        fill = bit_streams.unpacker(tensors["weight_packed"], bits, k, "weight_packed")
-        return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
+            zeros = unpack_zeros(tensors["weight_zero_point"], bits, n, "weight_zero_point")
+        return scales, zeros, stream_unpacker(tensors["weight_packed"], bits, k, "weight_packed")
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
+    def check_tensors(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
+        if scheme.format.is_float:
+            return super().check_tensors(tensors, scheme)
+        n, k = self._true_shape(tensors, scheme)
+        stated = {"weight_g_idx": (torch.int32, (k,))} if "weight_g_idx" in tensors else {}
+        match(tensors, self.stored(scheme, n, k) | stated)
+        check_static(tensors, "weight_g_idx", scheme, k)
+        return n, k
+
+    def config(self, schemes: Schemes) -> CompressedTensorsConfig:
         """Make the config of docs/layouts.md 9, with one config group for each scheme.
 
         The library takes the target that is a name before one that is a pattern, the first pattern
@@ -170,8 +216,8 @@ class CompressedTensors(Layout):
         """
         targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
         before = ""
-        for pattern, scheme in schemes.overrides:
-            name = literal(pattern)
+        for text, scheme in schemes.overrides:
+            name = literal(text)
             if name is not None and "." in name:  # without a dot it might be read as a class
                 targets.setdefault(schemes.of(name), []).append(name)
             else:
@@ -180,48 +226,31 @@ class CompressedTensors(Layout):
                         "compressed-tensors does not hold so many overrides by pattern",
                         "write patterns that match more, or the names in full",
                     )
-                targets.setdefault(scheme, []).append(f"re:{before}{validation.anchored(pattern)}")
-                before += f"(?!{validation.anchored(pattern)})"
-        self.check_all(schemes)
-        formats = sorted({_public_format(scheme) for scheme in targets})
-        mixed = len(formats) > 1
-        groups = {
-            f"group_{i}": _group(names, scheme, mixed)
-            for i, (scheme, names) in enumerate(targets.items())
-        }
-        return {
-            "quant_method": METHOD,
-            "format": "mixed-precision" if mixed else formats[0],
-            "quantization_status": "compressed",
-            "global_compression_ratio": None,
-            "ignore": list(schemes.ignore),
-            "kv_cache_scheme": None,
-            "config_groups": groups,
-        }
+                targets.setdefault(scheme, []).append(f"re:{before}{anchored(text)}")
+                before += f"(?!{anchored(text)})"
+        groups = [Group(targets=names, weights=_weights(s)) for s, names in targets.items()]
+        formats = [FLOAT if scheme.format.is_float else INTEGER for scheme in targets]
+        mixed = len(set(formats)) > 1
+        for group, name in zip(groups, formats if mixed else (), strict=mixed):
+            group.format = name
+        return CompressedTensorsConfig(
+            format="mixed-precision" if mixed else formats[0],
+            ignore=list(schemes.ignore),
+            config_groups={f"group_{i}": group for i, group in enumerate(groups)},
+        )
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a compressed-tensors config; None for another method or format
-        `marlin-24`.
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        return config.get("format") != MARLIN24
 
-        CheckpointError for other widths, quantized activations, transforms, and FP8 values that
-        quantkit did not write: the record cannot hold them.
+    def schemes(self, config: CompressedTensorsConfig) -> Schemes:
+        """Read the schemes; CheckpointError for other widths, quantized activations, transforms,
+        and FP8 values that quantkit did not write: the record cannot hold them.
         """
-        if config.get("quant_method") != METHOD or config.get("format") == MARLIN24:
-            return None
-        return schemes_of(config, "pack-quantized")
-
-    def _unpacking_carrier(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        n, k = self.check_tensors(tensors, scheme)
-        carrier, table = tensors["weight"].view(torch.uint8), _codes_of_carrier(scheme.format)
-
-        def fill(first: int, codes: Tensor) -> None:
-            _translate(carrier[first : first + len(codes)], table, codes)
-
-        return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), None, fill)
+        return schemes_of(config, INTEGER)
 
     def _true_shape(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
         shapes = {name: tensor for name, tensor in tensors.items() if name == "weight_shape"}
-        validation.match(shapes, {"weight_shape": (torch.int64, (2,))})
+        match(shapes, {"weight_shape": (torch.int64, (2,))})
         n, k = tensors["weight_shape"].tolist()
         try:
             self.check(scheme, n, k)
@@ -231,33 +260,27 @@ class CompressedTensors(Layout):
         return n, k
 
 
-def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
+def schemes_of(config: CompressedTensorsConfig, packed: str) -> Schemes:
     """Read the schemes of integers of the groups with the format `packed`; CheckpointError as
-    `read_config`.
+    `CompressedTensors.schemes`.
     """
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if validation.entry(config, key, dict, type(None), default=None):
+        if getattr(config, key):
             raise CheckpointError(
-                f"a compressed-tensors checkpoint with {key!r}: only plain weights are read, "
-                f"{validation.ORIGINAL}"
+                f"a compressed-tensors checkpoint with {key!r}: only plain weights are read",
+                ORIGINAL,
             )
-    groups = validation.entry(config, "config_groups", dict)
     by_target: dict[str, Scheme] = {}
-    for name in groups:
-        group = validation.entry(groups, name, dict)
-        if any(group.get(key) is not None for key in ("input_activations", "output_activations")):
+    for name, group in config.config_groups.items():
+        if group.weights is None or group.activations:
             raise CheckpointError(
-                f"config group {name!r:.40} quantizes activations: only weights are read, "
-                f"{validation.ORIGINAL}"
+                f"config group {name!r:.40} quantizes activations: only weights are read", ORIGINAL
             )
-        fmt = validation.entry(group, "format", str, type(None), default=None) or validation.entry(
-            config, "format", str
-        )
-        scheme = _scheme_of(validation.entry(group, "weights", dict), fmt, packed)
-        by_target |= dict.fromkeys(validation.strings(group, "targets"), scheme)
+        scheme = _scheme_of(group.weights, group.format or config.format, packed)
+        by_target |= dict.fromkeys(group.targets or (), scheme)
     if not by_target:
         raise CheckpointError("'config_groups' names no target: nothing is quantized")
-    return Schemes(*in_order_of_targets(by_target), validation.strings(config, "ignore"))
+    return Schemes(*in_order_of_targets(by_target), tuple(config.ignore or ()))
 
 
 def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str, T], ...]]:
@@ -273,8 +296,8 @@ def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str,
     ]
     check_amount(t[3:] for t in by_target if t.startswith("re:"))
     patterns = [(f"(?:{t[3:]}).*", value) for t, value in ordered if t.startswith("re:")]
-    for pattern, _ in patterns:
-        validation.pattern(pattern)
+    for text, _ in patterns:
+        pattern(text)
     return by_target.get("Linear", next(iter(by_target.values()))), (*exact, *patterns)
 
 
@@ -315,51 +338,30 @@ def _codes_of_carrier(fmt: Format) -> Tensor:
     return table
 
 
-def _public_format(scheme: Scheme) -> str:
-    return "float-quantized" if scheme.format.is_float else "pack-quantized"
-
-
-def _group(targets: list[str], scheme: Scheme, mixed: bool) -> dict[str, Any]:
-    weights: dict[str, Any] = {
-        "num_bits": 8 if scheme.format.is_float else scheme.format.bits,
-        "type": "float" if scheme.format.is_float else "int",
-        "symmetric": scheme.symmetric,
-        "strategy": "group" if scheme.group_size else "channel",
-        "group_size": scheme.group_size,
-        "dynamic": False,
-        "actorder": None,
-        "block_structure": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
-    group = {
-        "targets": targets,
-        "input_activations": None,
-        "output_activations": None,
-        "weights": weights,
-    }
-    return group | ({"format": _public_format(scheme)} if mixed else {})
-
-
-def _scheme_of(weights: Mapping[str, Any], fmt: str, packed: str) -> Scheme:
-    bits, kind = (
-        validation.entry(weights, "num_bits", int, default=8),
-        validation.entry(weights, "type", str, default="int"),
+def _weights(scheme: Scheme) -> Weights:
+    return Weights(
+        num_bits=8 if scheme.format.is_float else scheme.format.bits,
+        type="float" if scheme.format.is_float else "int",
+        symmetric=scheme.symmetric,
+        strategy="group" if scheme.group_size else "channel",
+        group_size=scheme.group_size,
     )
+
+
+def _scheme_of(weights: Weights, fmt: str | None, packed: str) -> Scheme:
+    bits, kind, group = weights.num_bits, weights.type, weights.group_size
     if fmt != packed or kind != "int" or bits not in ((4,) if packed == MARLIN24 else INTEGERS):
         raise CheckpointError(
             f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written "
-            "by quantkit: "
-            f"read are int2 to int6 and int8 in {packed!r}, and fp6 and fp5 in FP8 with the "
-            "'quantkit' key; "
-            f"{validation.ORIGINAL}"
+            f"by quantkit: read are int2 to int6 and int8 in {packed!r}, and fp6 and fp5 in FP8 "
+            "with the 'quantkit' key",
+            ORIGINAL,
         )
-    strategy = validation.entry(weights, "strategy", str)
-    group = validation.entry(weights, "group_size", int, type(None), default=None)
-    if strategy == "channel" or (strategy == "group" and group is not None and group > 0):
-        symmetric = validation.entry(weights, "symmetric", bool, default=True)
-        return Scheme(INTEGERS[bits], group if strategy == "group" else None, symmetric)
+    if weights.strategy == "channel" or (weights.strategy == "group" and (group or 0) > 0):
+        size = group if weights.strategy == "group" else None
+        return Scheme(INTEGERS[bits], size, weights.symmetric)
     raise CheckpointError(
-        f"strategy {strategy!r:.40} with group_size {group}: quantkit reads 'group' and 'channel', "
-        f"{validation.ORIGINAL}"
+        f"strategy {weights.strategy!r:.40} with group_size {group}: quantkit reads 'group' and "
+        "'channel'",
+        ORIGINAL,
     )

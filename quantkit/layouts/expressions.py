@@ -16,7 +16,7 @@ from typing import Any
 
 import regex
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, LayoutError
 
 #: The most seconds of processor time for one match, and for all matches of one config.
 SECONDS, SECONDS_IN_ALL = 1.0, 20.0
@@ -80,6 +80,40 @@ def literal(text: str) -> str | None:
     """
     name = re.sub(r"\\(.)", r"\1", text)
     return name if re.escape(name) == text else None
+
+
+def pattern(text: str) -> str:
+    """Return `text` if it is a regular expression; raise CheckpointError otherwise."""
+    try:
+        if literal(text) is None:
+            compiled(text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{text!r:.80} in the quantization config is no regular expression ({error!s:.80})",
+            "mend it",
+        ) from error
+    return text
+
+
+def is_pattern(text: str) -> bool:
+    """Return True if `text` is a regular expression that quantkit matches."""
+    try:
+        pattern(text)
+    except CheckpointError:
+        return False
+    return True
+
+
+def anchored(text: str) -> str:
+    """Wrap a pattern so that it matches to the end of a name; raise LayoutError if it cannot be
+    embedded.
+    """
+    inner = f"(?:{text})$"
+    if literal(text) is None and not (is_pattern(text) and is_pattern(inner)):
+        raise LayoutError(
+            f"override {text!r:.80} cannot stand in a config", "write it without flags at its start"
+        )
+    return inner
 
 
 class Patterns:

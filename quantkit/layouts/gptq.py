@@ -10,21 +10,67 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import validation
-from quantkit.layouts.arrangement import Arrangement
-from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking, static_groups
-from quantkit.layouts.schemes import Schemes, read_dynamic, write_dynamic
+from quantkit.errors import LayoutError, Setting, Words
+from quantkit.layouts.arrangement import Arrangement, OnRows
+from quantkit.layouts.base import Layout, SideFile, Stored, matrix, static_groups
+from quantkit.layouts.schemes import (
+    ORIGINAL,
+    Dynamic,
+    GroupSize,
+    Schemes,
+    read,
+    read_dynamic,
+    write_dynamic,
+)
 
 CODES = Arrangement("N", "K i:8", "K N i")
 ZEROS = Arrangement("N i:8", "G", "G N i")
+
+
+class GptqConfig(msgspec.Struct, kw_only=True):
+    """The config of GPTQ (docs/layouts.md 1.3), and of both MARLIN layouts."""
+
+    bits: Literal[4]
+    group_size: GroupSize
+    sym: bool
+    desc_act: Any = False
+    checkpoint_format: str | None = None
+    format: str | UnsetType | None = UNSET
+    is_marlin_format: Any = UNSET
+    lm_head: bool = False
+    pack_dtype: Literal["int32"] | UnsetType = UNSET
+    dynamic: Dynamic = UNSET
+
+    def __post_init__(self) -> None:
+        if self.format and self.checkpoint_format not in (None, "", self.format):
+            raise ValueError(
+                f"checkpoint_format {self.checkpoint_format!r:.40} contradicts format "
+                f"{self.format!r:.40}"
+            )
+
+    @staticmethod
+    def settings(scheme: Scheme) -> dict[str, Any]:
+        """Give the entries that state a scheme."""
+        return {"bits": 4, "group_size": scheme.group_size or -1, "sym": scheme.symmetric}
+
+    @property
+    def scheme(self) -> Scheme:
+        """The default scheme; RecipeError for groups of no column."""
+        return Scheme(INT4, None if self.group_size == -1 else self.group_size, self.sym)
+
+    @property
+    def dense_head(self) -> tuple[str, ...]:
+        """The output head, unless it is quantized."""
+        return () if self.lm_head else ("lm_head",)
 
 
 class Gptq(Layout):
@@ -34,6 +80,7 @@ class Gptq(Layout):
 
     NAME = "gptq"
     QUANT_METHODS = ("gptq",)
+    CONFIG = GptqConfig
     TENSORS = ("qweight", "qzeros", "scales", "g_idx")
     OPTIONAL = ("g_idx",)
     MARKER = "qweight"
@@ -50,6 +97,8 @@ class Gptq(Layout):
     )
     #: Zero point minus stored zero point.
     OFFSET: ClassVar[int] = 1
+    #: The name of the variant in a config.
+    LABEL: ClassVar[str] = "gptq"
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)
@@ -61,45 +110,40 @@ class Gptq(Layout):
         }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        words, n = validation.matrix(shapes, "qweight")
+        words, n = matrix(shapes, "qweight")
         return n, 8 * words
 
-    def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
-    ) -> Packing:
-        n, k = shape
-        self.check(scheme, n, k)
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
         points = zero_points(scales, zeros)
         if bool((points < self.OFFSET).any()):
             raise LayoutError(
                 "a zero point of 0 cannot be stored in GPTQ v1 (LAYOUTS 1.4)",
                 Words("use", Setting("layout", "gptq-v2")),
             )
-        words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
-        tensors = {
-            "qweight": words.view(k // 8, n),
-            "qzeros": ZEROS.pack(points - self.OFFSET, 4).view(-1, n // 8),
-            "scales": validation.half(scales).t().contiguous(),
-            "g_idx": static_groups(scheme, k, scales.device),
-        }
-        return Packing(tensors, CODES.packer(words, 4, shape))
+        tensors["qzeros"].view(-1).copy_(ZEROS.pack(points - self.OFFSET, 4))
+        tensors["scales"].copy_(scales.t())
+        tensors["g_idx"].copy_(static_groups(scheme, shape[1], scales.device))
+        return CODES.packer(tensors["qweight"].view(-1), 4, shape)
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Make a row-wise unpacker; a missing `g_idx` counts as `k // g`.
 
         Symmetric files are read by their data, whatever the label: all zero points 7 is v1 and all
         8 is v2 (docs/layouts.md 1.4).
         """
-        n, k = self.check_tensors(tensors, scheme)
-        order = tensors.get("g_idx")
-        if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
-            raise LayoutError(
-                "g_idx is not k // group_size, act-order at run time is not read",
-                validation.ORIGINAL,
-            )
-        zeros = self._zeros(ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
-        fill = CODES.unpacker(tensors["qweight"], 4, (n, k))
-        return Unpacking(scheme, (n, k), validation.half(tensors["scales"].t()), zeros, fill)
+        check_static(tensors, "g_idx", scheme, shape[1])
+        stored = ZEROS.unpack(tensors["qzeros"], 4, (shape[0], scheme.groups(shape[1])))
+        fill = CODES.unpacker(tensors["qweight"], 4, shape)
+        return tensors["scales"].t(), self._zeros(stored, scheme), fill
 
     def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
         if not scheme.symmetric or "qzeros" not in tensors:
@@ -107,50 +151,34 @@ class Gptq(Layout):
         all_8 = 0x88888888 - 2**32  # a word of zero points of 8, in two's complement
         return GptqV2.NAME if bool((tensors["qzeros"] == all_8).all()) else Gptq.NAME
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make the config of docs/layouts.md 1.3; overrides and dense linears go to `dynamic`."""
-        self.check_all(schemes)
-        label = self.NAME.replace("-", "_")
-        dynamic: dict[str, dict[str, Any]] = {}
+    def config(self, schemes: Schemes) -> GptqConfig:
+        """Overrides and dense linears go to `dynamic`, the head to a key of its own."""
+        dynamic: dict[str, dict[str, Any] | None] = {}
         for module in schemes.ignore:
             if module.startswith("re:"):
                 dynamic[f"-:{module[3:]}"] = {}
-            elif module != "lm_head":  # which has a key of its own
+            elif module != "lm_head":
                 dynamic[f"-:^(?:{re.escape(module)})$"] = {}
-        dynamic |= write_dynamic(schemes.overrides, _entries)
-        config = {
-            "quant_method": "gptq",
-            **_entries(schemes.default),
-            "desc_act": False,
-            "checkpoint_format": label,
-            "format": label,
-            "lm_head": schemes.quantizes_head,
-            "pack_dtype": "int32",
-        }
-        return config | ({"dynamic": dynamic} if dynamic else {})
-
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        if config.get("quant_method") != "gptq" or config.get("is_marlin_format") is True:
-            return None
-        older, newer = (
-            validation.entry(config, key, str, type(None), default=None)
-            for key in ("checkpoint_format", "format")
+        dynamic |= write_dynamic(schemes.overrides, GptqConfig.settings)
+        return GptqConfig(
+            **GptqConfig.settings(schemes.default),
+            checkpoint_format=self.LABEL,
+            format=self.LABEL,
+            lm_head=schemes.quantizes_head,
+            pack_dtype="int32",
+            dynamic=dynamic or UNSET,
         )
-        if older and newer and older != newer:
-            raise CheckpointError(
-                f"checkpoint_format {older!r:.40} contradicts format {newer!r:.40}",
-                "keep the right one",
-            )
-        if (newer or older or Gptq.NAME) != self.NAME.replace("-", "_"):
-            return None
-        if validation.entry(config, "pack_dtype", str, default="int32") != "int32":
-            raise CheckpointError(
-                f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read, "
-                f"{validation.ORIGINAL}"
-            )
-        head = validation.dense_head(config)
-        overrides, ignore = read_dynamic(config, _scheme)
-        return Schemes(_scheme(config), overrides, (*head, *ignore))
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        label = config.get("format") or config.get("checkpoint_format") or Gptq.LABEL
+        return label == self.LABEL and config.get("is_marlin_format") is not True
+
+    def schemes(self, config: GptqConfig) -> Schemes:
+        settings = GptqConfig.settings(config.scheme)
+        overrides, ignore = read_dynamic(
+            config.dynamic, lambda changes: read(GptqConfig, {**settings, **changes}).scheme
+        )
+        return Schemes(config.scheme, overrides, (*config.dense_head, *ignore))
 
     def _zeros(self, stored: Tensor, scheme: Scheme) -> Tensor | None:
         if scheme.symmetric:
@@ -162,9 +190,8 @@ class Gptq(Layout):
         if self.OFFSET and bool((stored == 15).any()):
             raise LayoutError(
                 "a stored zero point of 15 means 16 in GPTQ v1, and readers disagree on it "
-                "(LAYOUTS 1.4): if these are "
-                "v2's zero points under v1's label, set checkpoint_format and format to gptq_v2 in "
-                "config.json"
+                "(LAYOUTS 1.4): if these are v2's zero points under v1's label, set "
+                "checkpoint_format and format to gptq_v2 in config.json"
             )
         return stored + self.OFFSET
 
@@ -176,6 +203,7 @@ class GptqV2(Gptq):
     VARIANT_OF = Gptq.NAME
     ZEROS_IF = ZEROS_NOTICE = None
     OFFSET = 0
+    LABEL = "gptq_v2"
 
 
 def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
@@ -183,19 +211,10 @@ def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
     return torch.full_like(scales, INT4.zero_code, dtype=torch.uint8) if zeros is None else zeros
 
 
-def _entries(scheme: Scheme) -> dict[str, Any]:
-    return {
-        "bits": scheme.format.bits,
-        "group_size": scheme.group_size or -1,
-        "sym": scheme.symmetric,
-    }
-
-
-def _scheme(config: Mapping[str, Any]) -> Scheme:
-    bits, group = validation.entry(config, "bits", int), validation.entry(config, "group_size", int)
-    if bits != 4:
-        raise CheckpointError(
-            f"a GPTQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}"
+def check_static(tensors: Mapping[str, Tensor], name: str, scheme: Scheme, k: int) -> None:
+    """Raise LayoutError if the file states the group of each column, and it is not `k // g`."""
+    order = tensors.get(name)
+    if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
+        raise LayoutError(
+            f"{name} is not k // group_size, act-order at run time is not read", ORIGINAL
         )
-    group_size = validation.group_size(group, "GPTQ")
-    return Scheme(INT4, group_size, symmetric=validation.entry(config, "sym", bool))

@@ -8,16 +8,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, FP5, FP6, Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import bit_streams, validation
-from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
+from quantkit.keys import Count
+from quantkit.layouts.arrangement import (
+    OnRows,
+    pack_zeros,
+    stream_packer,
+    stream_unpacker,
+    unpack_zeros,
+)
+from quantkit.layouts.base import Layout, Stored, check_multiples, codes_in_words, matrix
 from quantkit.layouts.expressions import literal
-from quantkit.layouts.schemes import Schemes, read_dynamic, write_dynamic
+from quantkit.layouts.schemes import (
+    ORIGINAL,
+    Dynamic,
+    Schemes,
+    read,
+    read_dynamic,
+    write_dynamic,
+)
 
 #: A config's name for each format. Codes of integers are unsigned there, and half of their number
 #: is zero.
@@ -26,11 +42,22 @@ DTYPES |= {f"uint{fmt.bits}": fmt for fmt in FORMATS.values() if not fmt.is_floa
 _NAMES = {fmt: name for name, fmt in DTYPES.items()}
 
 
+class HummingConfig(msgspec.Struct, kw_only=True):
+    """The config of humming (docs/layouts.md 9b); groups of 0 stand for one scale per row."""
+
+    b_dtype: str
+    weight_scale_group_size: Count = 0
+    has_zero_point: bool | UnsetType = UNSET
+    ignore: list[str] | None = None
+    dynamic: Dynamic = UNSET
+
+
 class Humming(Layout):
     """humming: FP6 and FP5 with one scale per row, integers in groups too, k % 32 == 0."""
 
     NAME = "humming"
     QUANT_METHODS = ("humming",)
+    CONFIG = HummingConfig
     HOLDS = "fp6, fp5 and integers"
     TENSORS = ("weight", "weight_scale", "zero_point")
     MARKER = "weight_scale"
@@ -51,9 +78,7 @@ class Humming(Layout):
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         super().check(scheme, n, k)
         if not scheme.symmetric:  # zero points fill whole words
-            validation.check_multiples(
-                f"{self.TITLE} with zero points", (n, k), (32, 32), self.WAY_OUT
-            )
+            check_multiples(f"{self.TITLE} with zero points", (n, k), (32, 32), self.WAY_OUT)
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         bits, g = scheme.format.bits, scheme.groups(k)
@@ -65,89 +90,80 @@ class Humming(Layout):
         }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        n, words = validation.matrix(shapes, "weight")
-        return n, validation.codes_in_words(words, scheme.format)
+        n, words = matrix(shapes, "weight")
+        return n, codes_in_words(words, scheme.format)
 
-    def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
-    ) -> Packing:
-        n, k = shape
-        self.check(scheme, n, k)
-        words = torch.empty(
-            (n, k * scheme.format.bits // 32), dtype=torch.int32, device=scales.device
-        )
-        tensors = {"weight": words, "weight_scale": validation.half(scales)}
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
         if zeros is not None:
-            tensors["zero_point"] = bit_streams.pack_zeros(zeros, scheme.format.bits)
-        return Packing(tensors, bit_streams.packer(words, scheme.format.bits, k))
+            tensors["zero_point"].copy_(pack_zeros(zeros, scheme.format.bits))
+        tensors["weight_scale"].copy_(scales)
+        return stream_packer(tensors["weight"], scheme.format.bits, shape[1])
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        n, k = self.check_tensors(tensors, scheme)
-        bits = scheme.format.bits
-        zeros = (
-            None
-            if scheme.symmetric
-            else bit_streams.unpack_zeros(tensors["zero_point"], bits, n, "zero_point")
-        )
-        fill = bit_streams.unpacker(tensors["weight"], bits, k, "weight")
-        return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
+        (n, k), bits, zeros = shape, scheme.format.bits, None
+        if not scheme.symmetric:
+            zeros = unpack_zeros(tensors["zero_point"], bits, n, "zero_point")
+        return tensors["weight_scale"], zeros, stream_unpacker(tensors["weight"], bits, k, "weight")
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.
+    def config(self, schemes: Schemes) -> HummingConfig:
+        """Overrides go to `dynamic`.
 
         vLLM takes a plain entry of `ignore` for a part of a name, so an exact name is written as a
         pattern. A name without dots, such as the head's, stays plain, because wrapper models put a
         prefix before it.
         """
-        self.check_all(schemes)
-        ignore = [
-            f"re:^{re.escape(entry)}$" if _is_exact(entry) else entry for entry in schemes.ignore
-        ]
-        usual = {"has_zero_point": False, **_entries(schemes.default)}
+        usual = {"has_zero_point": False, **_settings(schemes.default)}
 
         def changes(scheme: Scheme) -> dict[str, Any]:
-            own = {"has_zero_point": False, **_entries(scheme)}
+            own = {"has_zero_point": False, **_settings(scheme)}
             return {
                 key: value for key, value in own.items() if key == "b_dtype" or value != usual[key]
             }
 
-        dynamic = write_dynamic(schemes.overrides, changes)
-        config = {"quant_method": "humming", **_entries(schemes.default), "ignore": ignore}
-        return config | ({"dynamic": dynamic} if dynamic else {})
+        return HummingConfig(
+            **_settings(schemes.default),
+            ignore=[f"re:^{re.escape(e)}$" if _is_exact(e) else e for e in schemes.ignore],
+            dynamic=write_dynamic(schemes.overrides, changes) or UNSET,
+        )
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a humming config, also with the older keys `dtype` and
-        `group_size`.
-        """
-        if config.get("quant_method") != "humming":
-            return None
-        overrides, dense = read_dynamic(config, _scheme)
-        ignore = tuple(map(_ignored, validation.strings(config, "ignore")))
-        return Schemes(_scheme(config), overrides, (*ignore, *dense))
+    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the older keys `dtype` and `group_size` too."""
+        older = {"dtype": "b_dtype", "group_size": "weight_scale_group_size"}
+        return {new: config[old] for old, new in older.items() if old in config} | {**config}
+
+    def schemes(self, config: HummingConfig) -> Schemes:
+        default = _scheme(config)
+
+        def changed(changes: Mapping[str, Any]) -> Scheme:
+            usual = {"has_zero_point": False, **_settings(default)}
+            return _scheme(read(HummingConfig, {**usual, **self.entries(changes)}))
+
+        overrides, dense = read_dynamic(config.dynamic, changed)
+        return Schemes(default, overrides, (*map(_ignored, config.ignore or ()), *dense))
 
 
-def _entries(scheme: Scheme) -> dict[str, Any]:
+def _settings(scheme: Scheme) -> dict[str, Any]:
     entries = {"b_dtype": _NAMES[scheme.format], "weight_scale_group_size": scheme.group_size or 0}
     return entries if scheme.symmetric else {**entries, "has_zero_point": True}
 
 
-def _scheme(config: Mapping[str, Any]) -> Scheme:
-    dtype = validation.entry(config, "b_dtype" if "b_dtype" in config else "dtype", str)
-    key = "weight_scale_group_size" if "weight_scale_group_size" in config else "group_size"
-    group = validation.entry(config, key, int, default=0)
-    if dtype not in DTYPES:
+def _scheme(config: HummingConfig) -> Scheme:
+    if config.b_dtype not in DTYPES:
         raise CheckpointError(
-            f"a humming checkpoint of {dtype!r:.40}: quantkit reads {', '.join(DTYPES)}, "
-            f"{validation.ORIGINAL}"
+            f"a humming checkpoint of {config.b_dtype!r:.40}: quantkit reads {', '.join(DTYPES)}",
+            ORIGINAL,
         )
-    fmt, zeros = DTYPES[dtype], validation.entry(config, "has_zero_point", bool, default=False)
-    if group < 0 or (fmt.is_float and (group or zeros)):
-        raise CheckpointError(
-            f"a humming checkpoint of {dtype} with groups of "
-            f"{group}{' and zero points' if zeros else ''}: "
-            f"quantkit reads floats with one scale per row (0), {validation.ORIGINAL}"
-        )
-    return Scheme(fmt, group or None, symmetric=not zeros)
+    size = config.weight_scale_group_size or None
+    return Scheme(DTYPES[config.b_dtype], size, symmetric=not config.has_zero_point)
 
 
 def _is_exact(entry: str) -> bool:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import validation
-from quantkit.layouts.arrangement import Arrangement
-from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking
+from quantkit.errors import LayoutError, Setting, Words
+from quantkit.layouts.arrangement import Arrangement, OnRows
+from quantkit.layouts.base import Layout, SideFile, Stored, matrix
+from quantkit.layouts.gptq import GptqConfig
 from quantkit.layouts.schemes import Schemes
 
 CODES = Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")
@@ -31,6 +30,8 @@ class Marlin(Layout):
     SIDE_FILE = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "MARLIN", (64, 128)
     STACKING_UNIT = 64
+    CONFIG = GptqConfig
+    LABEL = "marlin"
 
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
@@ -46,53 +47,52 @@ class Marlin(Layout):
         return {"B": (torch.int32, (k // 16, 2 * n)), "s": (torch.float16, (scheme.groups(k), n))}
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        rows, columns = validation.matrix(shapes, "B")
+        rows, columns = matrix(shapes, "B")
         return columns // 2, 16 * rows
 
-    def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
-    ) -> Packing:
-        n, k = shape
-        self.check(scheme, n, k)
-        g = scales.shape[1]
-        words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
-        tensors = {
-            "B": words.view(k // 16, 2 * n),
-            "s": _scale_order(g)(validation.half(scales).t()).view(g, n),
-        }
-        return Packing(tensors, CODES.packer(words, 4, shape))
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
+        n, g = scales.shape
+        tensors["s"].copy_(_scale_order(g)(scales.t()).view(g, n))
+        return CODES.packer(tensors["B"].view(-1), 4, shape)
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        n, k = self.check_tensors(tensors, scheme)
-        g = scheme.groups(k)
-        scales = validation.half(_scale_order(g).inverse(tensors["s"], (g, n)).t())
-        return Unpacking(scheme, (n, k), scales, None, CODES.unpacker(tensors["B"], 4, (n, k)))
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
+        order = _scale_order(len(tensors["s"]))
+        scales = order.inverse(tensors["s"], (len(tensors["s"]), shape[0])).t()
+        return scales, None, CODES.unpacker(tensors["B"], 4, shape)
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make the config of docs/layouts.md 3.5, with both published keys.
-
-        Overrides and dense linears other than `lm_head` are in the `quantkit` key only.
+    def config(self, schemes: Schemes) -> GptqConfig:
+        """Overrides and dense linears other than `lm_head` are in the `quantkit` key only
+        (docs/layouts.md 3.5).
         """
-        self.check_all(schemes)
-        return {
-            **gptq_config(schemes, "marlin"),
-            "is_marlin_format": True,
-            "lm_head": schemes.quantizes_head,
-        }
-
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a MARLIN config in any of its three published forms; None for another
-        layout.
-        """
-        method = config.get("quant_method")
-        marked = config.get("is_marlin_format") is True or "marlin" in (
-            config.get("checkpoint_format"),
-            config.get("format"),
+        return GptqConfig(
+            **GptqConfig.settings(schemes.default),
+            checkpoint_format=self.LABEL,
+            is_marlin_format=True,
+            lm_head=schemes.quantizes_head,
         )
-        if method != "marlin" and not (method == "gptq" and marked):
-            return None
-        scheme = read_scheme(config, "MARLIN", "it can only be 4, 128 or -1, and true")
-        return Schemes(scheme, ignore=validation.dense_head(config))
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Recognize the three published forms: a method, a flag and the name of a format."""
+        return (
+            config["quant_method"] != "gptq"
+            or config.get("is_marlin_format") is True
+            or self.LABEL in (config.get("checkpoint_format"), config.get("format"))
+        )
+
+    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"bits": 4, "sym": True, **config}
+
+    def schemes(self, config: GptqConfig) -> Schemes:
+        return Schemes(config.scheme, ignore=config.dense_head)
 
 
 def check_group_size(title: str, scheme: Scheme) -> None:
@@ -105,32 +105,6 @@ def check_group_size(title: str, scheme: Scheme) -> None:
             Words("quantize with", Setting("group_size", 128, "channel")),
             Words("use", Setting("layout", "gptq")),
         )
-
-
-def gptq_config(schemes: Schemes, checkpoint_format: str) -> dict[str, Any]:
-    """Make the entries that both MARLIN layouts share with a GPTQ config."""
-    return {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": schemes.default.group_size or -1,
-        "sym": True,
-        "desc_act": False,
-        "checkpoint_format": checkpoint_format,
-    }
-
-
-def read_scheme(config: Mapping[str, Any], title: str, rule: str) -> Scheme:
-    """Read the dense scheme of a config of either MARLIN layout; CheckpointError, which ends in
-    `rule`, for others.
-    """
-    bits = validation.entry(config, "bits", int, default=4)
-    group = validation.entry(config, "group_size", int)
-    symmetric = validation.entry(config, "sym", bool, default=True)
-    if bits != 4 or group not in (128, -1) or not symmetric:
-        raise CheckpointError(
-            f"a {title} config with bits {bits}, group_size {group}, sym {symmetric}: {rule}"
-        )
-    return Scheme(INT4, None if group == -1 else group)
 
 
 def _scale_order(g: int) -> Arrangement:

@@ -12,25 +12,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 from torch import Tensor
 
+from quantkit.core import sparsity
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import compressed_tensors, marlin, sparse24, validation
-from quantkit.layouts.arrangement import Arrangement
-from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts import marlin
+from quantkit.layouts.arrangement import Arrangement, OnRows, blocks
+from quantkit.layouts.base import Layout, SideFile, Stored, matrix
+from quantkit.layouts.compressed_tensors import (
+    MARLIN24,
+    METHOD as COMPRESSED_TENSORS,
+    CompressedTensors,
+    CompressedTensorsConfig,
+    schemes_of,
+)
+from quantkit.layouts.gptq import GptqConfig
+from quantkit.layouts.schemes import ORIGINAL, Schemes
 
 #: The public name of the format, and vLLM's own name of the method.
 FORMAT, METHOD = "marlin_24", "gptq_marlin_24"
 
 KEPT = Arrangement("N a:8 b:2 j:4", "K h:2 q:4 e:2", "K N a q j e b h")
 GROUPED_SCALES = Arrangement("G", "N b:2 c:4", "G N c b")
+#: The order of metadata (docs/layouts.md 4.4).
+METADATA_ORDER = Arrangement("N e:8 n2:2 n1:2 n0:2", "C d:2 q:4", "C N n1 e n0 d n2 q")
+#: Index: bit i is set if code i of the quad is not zero. Entry: `i0 | i1 << 2` for the kept places,
+#: or REFUSED for three and four nonzero codes (docs/layouts.md 4.1).
+REFUSED = 0
+METADATA = (0xE, 0x8, 0x9, 0x4, 0xE, 0x8, 0x9, 0x0, 0xE, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
 
 
 class Marlin24(Layout):
@@ -38,6 +55,7 @@ class Marlin24(Layout):
 
     NAME = "marlin24"
     QUANT_METHODS: ClassVar[tuple[str, ...]] = ("gptq", METHOD)
+    CONFIG: ClassVar[type[msgspec.Struct]] = GptqConfig
     #: Kept codes, metadata and scales, in this order.
     TENSORS = ("B_24", "B_meta", "s")
     MARKER = "B_24"
@@ -64,35 +82,35 @@ class Marlin24(Layout):
         }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        rows, columns = validation.matrix(shapes, self.TENSORS[0])
+        rows, columns = matrix(shapes, self.TENSORS[0])
         return columns // 2, 32 * rows
 
-    def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
-    ) -> Packing:
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
         n, k = shape
-        self.check(scheme, n, k)
-        rows = validation.half(scales).t()
-        words, meta = (
-            torch.empty([n * k // size], dtype=torch.int32, device=scales.device)
-            for size in (16, 32)
-        )
-        pack_kept = KEPT.packer(words, 4, (n, k // 2))
-        pack_metadata = sparse24.SPARSE_MARLIN.packer(meta, 4, (n, k // 4))
+        kept_words, meta_words, stored = (tensors[name] for name in self.TENSORS)
+        pack_kept = KEPT.packer(kept_words.view(-1), 4, (n, k // 2))
+        meta_words = meta_words.view(-1).view(torch.int32)
+        pack_metadata = METADATA_ORDER.packer(meta_words, 4, (n, k // 4))
+        grouped = stored.shape[0] > 1  # as in MARLIN (docs/layouts.md 5.2)
+        stored.copy_(GROUPED_SCALES(scales.t()).view(stored.shape) if grouped else scales.t())
 
         def add(first: int, codes: Tensor) -> None:
-            kept, metadata = sparse24.compress(codes, INT4.zero_code)
+            kept, metadata = compress(codes, INT4.zero_code)
             pack_kept(first, kept)
             pack_metadata(first, metadata)
 
-        tensors = (
-            words.view(k // 32, 2 * n),
-            meta.view(torch.int16).view(k // 32, 2 * n),
-            GROUPED_SCALES(rows).view(rows.shape) if len(rows) > 1 else rows.contiguous(),
-        )
-        return Packing(dict(zip(self.TENSORS, tensors, strict=True)), add)
+        return add
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Make a row-wise unpacker, which raises LayoutError for metadata that does not describe
         two of four.
 
@@ -100,42 +118,43 @@ class Marlin24(Layout):
         which nothing in the file shows. They are read as the kernel reads them, permuted
         (docs/layouts.md 5.5).
         """
-        n, k = self.check_tensors(tensors, scheme)
+        n, k = shape
         words, meta, scales = (tensors[name] for name in self.TENSORS)
         fill_kept = KEPT.unpacker(words, 4, (n, k // 2))
-        fill_metadata = sparse24.SPARSE_MARLIN.unpacker(
-            aligned(meta).view(torch.int32), 4, (n, k // 4)
-        )
+        fill_metadata = METADATA_ORDER.unpacker(aligned(meta).view(torch.int32), 4, (n, k // 4))
 
         def fill(first: int, codes: Tensor) -> None:
             kept, metadata = (codes.new_empty(len(codes), k // size) for size in (2, 4))
             fill_kept(first, kept)
             fill_metadata(first, metadata)
-            sparse24.expand(kept, metadata, INT4.zero_code, out=codes)
+            expand(kept, metadata, INT4.zero_code, out=codes)
 
-        if len(scales) > 1:  # the number of rows decides, as in MARLIN (docs/layouts.md 5.2)
+        if len(scales) > 1:  # the number of rows decides
             scales = GROUPED_SCALES.inverse(scales, (len(scales), n))
-        return Unpacking(scheme, (n, k), validation.half(scales.t()), None, fill)
+        return scales.t(), None, fill
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make the config of docs/layouts.md 5.4.
+    def config(self, schemes: Schemes) -> msgspec.Struct:
+        """Overrides and dense linears other than `lm_head` are in the `quantkit` key only
+        (docs/layouts.md 5.4).
 
-        Overrides and dense linears other than `lm_head` are in the `quantkit` key only. The method
-        is not METHOD, because readers that do not know it take it for a dense model.
+        The method is not METHOD, because readers that do not know it take it for a dense model.
         """
-        self.check_all(schemes)
-        return {**marlin.gptq_config(schemes, FORMAT), "lm_head": schemes.quantizes_head}
+        return GptqConfig(
+            **GptqConfig.settings(schemes.default),
+            checkpoint_format=FORMAT,
+            lm_head=schemes.quantizes_head,
+        )
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Read the schemes of a Sparse-MARLIN config, by its format or vLLM's method; None for
-        another layout.
-        """
-        method = config.get("quant_method")
-        marked = FORMAT in (config.get("checkpoint_format"), config.get("format"))
-        if method != METHOD and not (method == "gptq" and marked):
-            return None
-        scheme = marlin.read_scheme(config, self.TITLE, "quantkit reads 4, 128 or -1, and true")
-        return Schemes(replace(scheme, sparsity="2:4"), ignore=validation.dense_head(config))
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Recognize the name of the format, and vLLM's method."""
+        stated = (config.get("checkpoint_format"), config.get("format"))
+        return config["quant_method"] == METHOD or FORMAT in stated
+
+    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"bits": 4, "sym": True, **config}
+
+    def schemes(self, config: Any) -> Schemes:
+        return Schemes(replace(config.scheme, sparsity="2:4"), ignore=config.dense_head)
 
 
 class Marlin24CompressedTensors(Marlin24):
@@ -143,50 +162,110 @@ class Marlin24CompressedTensors(Marlin24):
 
     NAME = "marlin24-ct"
     VARIANT_OF = Marlin24.NAME
-    QUANT_METHODS = (compressed_tensors.METHOD,)
+    QUANT_METHODS = (COMPRESSED_TENSORS,)
+    CONFIG = CompressedTensorsConfig
     TENSORS = ("weight_packed", "meta", "scale_packed")
     MARKER = "scale_packed"
     SIDE_FILE = None
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make the config of docs/layouts.md 5.4.
+    def config(self, schemes: Schemes) -> CompressedTensorsConfig:
+        """Put the format into every config group too: a library that cannot read it then refuses it
+        by name (docs/layouts.md 5.4).
 
-        The format is in every config group too: a library that cannot read it then refuses it by
-        name. Otherwise it would take the tensors for `pack-quantized`.
+        Otherwise it would take the tensors for `pack-quantized`.
         """
-        self.check_all(schemes)
-        config = compressed_tensors.CompressedTensors().write_config(schemes)
-        fmt = {"format": compressed_tensors.MARLIN24}
-        groups = {name: group | fmt for name, group in config["config_groups"].items()}
-        return config | fmt | {"config_groups": groups}
+        config = CompressedTensors().config(schemes)
+        config.format = MARLIN24
+        for group in config.config_groups.values():
+            group.format = MARLIN24
+        return config
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        fmt = compressed_tensors.MARLIN24
-        if config.get("quant_method") != compressed_tensors.METHOD or config.get("format") != fmt:
-            return None
-        sparse = validation.entry(config, "sparsity_config", dict, type(None), default=None) or {}
-        if sparse.get("format", "dense") not in (
-            "dense",
-            fmt,
-        ):  # it may say 2:4, and that nothing more was packed
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        return config.get("format") == MARLIN24
+
+    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return config
+
+    def schemes(self, config: CompressedTensorsConfig) -> Schemes:
+        """Read the schemes; `sparsity_config` may say 2:4, and that nothing more was packed."""
+        sparse = (config.sparsity_config or {}).get("format", "dense")
+        if sparse not in ("dense", MARLIN24):
             raise CheckpointError(
-                f"a {fmt} checkpoint with sparsity {str(sparse['format'])!r:.40}: only dense is "
-                "read, "
-                f"{validation.ORIGINAL}"
+                f"a {MARLIN24} checkpoint with sparsity {str(sparse)!r:.40}: only dense is read",
+                ORIGINAL,
             )
-        schemes = compressed_tensors.schemes_of({**config, "sparsity_config": None}, fmt)
-        overrides = tuple((pattern, self._sparse(scheme)) for pattern, scheme in schemes.overrides)
-        return Schemes(self._sparse(schemes.default), overrides, schemes.ignore)
+        config.sparsity_config = None
+        found = schemes_of(config, MARLIN24)
+        overrides = tuple((name, replace(s, sparsity="2:4")) for name, s in found.overrides)
+        return Schemes(replace(found.default, sparsity="2:4"), overrides, found.ignore)
 
-    def _sparse(self, scheme: Scheme) -> Scheme:
-        try:
-            if not scheme.symmetric:
-                raise LayoutError(
-                    "Sparse-MARLIN is symmetric only, and the config says asymmetric",
-                    "quantize again",
-                )
-            sparse = replace(scheme, sparsity="2:4")
-            self.check_scheme(sparse)
-        except LayoutError as error:
-            raise CheckpointError(error.rule, *error.ways_out) from error
-        return sparse
+
+def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
+    """Compress 2:4-sparse codes uint8 `[n, k]` below 16 to the kept codes `[n, k/2]` and metadata
+    `[n, k/4]`.
+
+    LayoutError for a quad with more than two codes other than `zero`, and unless `k` is a multiple
+    of 4.
+    """
+    n, k = codes.shape
+    kept = torch.empty((n, k // 2), dtype=torch.uint8, device=codes.device)
+    metadata = torch.empty((n, sparsity.quads(k)), dtype=torch.uint8, device=codes.device)
+    table = _compressed(zero, codes.device)
+    for some, pairs, places in blocks(k, aligned(codes), kept, metadata):
+        quads = some.view(-1).view(torch.int32)
+        found = table.index_select(0, (quads >> 12).bitwise_or_(quads).bitwise_and_(0xFFFF))
+        pairs.view(-1).view(torch.int16).copy_(found)  # which drops the metadata above
+        places.view(-1).copy_(found.bitwise_right_shift_(16))
+    if metadata.numel() and int(metadata.min()) == REFUSED:
+        sparsity.check(codes, zero)  # which names the first one
+    return kept, metadata
+
+
+def expand(kept: Tensor, metadata: Tensor, zero: int, out: Tensor) -> None:
+    """Fill uint8 `out` `[n, k]` from kept codes `[n, k/2]` and metadata `[n, k/4]`; all other codes
+    are `zero`.
+
+    The metadata of a file may differ from `compress` where a stored code is zero. LayoutError for
+    metadata that do not name two places in rising order.
+    """
+    wrong = (metadata & 3) >= (metadata >> 2)
+    if bool(wrong.any()):
+        row, quad = wrong.nonzero()[0].tolist()
+        raise LayoutError(
+            f"metadata does not describe two of four: {int(wrong.sum())} codes are none of 4, 8, "
+            "9, C, D, E, first "
+            f"{int(metadata[row, quad]):X} at row {row}, columns {4 * quad} to {4 * quad + 3}: the "
+            "file is damaged"
+        )
+    table = _expanded(zero, kept.device)
+    for pairs, places, part in blocks(out.shape[1], aligned(kept), metadata, out):
+        index = (places.to(torch.int16) << 4).view(-1).bitwise_or_(pairs.view(-1).view(torch.int16))
+        part.copy_(table.index_select(0, index.int()).view(torch.uint8).view(part.shape))
+
+
+@lru_cache(maxsize=4)
+def _compressed(zero: int, device: torch.device) -> Tensor:
+    """Tabulate kept codes, in the low two bytes, and metadata above. Index: the nibbles 0, 2, 1, 3
+    of a quad.
+    """
+    number = torch.arange(1 << 16)
+    quads = torch.stack([number >> shift & 15 for shift in (0, 8, 4, 12)], 1)
+    flags = ((quads != zero).long() << torch.arange(4)).sum(1)
+    metadata = torch.tensor(METADATA)[flags]
+    first, second = (
+        quads.gather(1, places.view(-1, 1)).view(-1) for places in (metadata & 3, metadata >> 2)
+    )
+    return (first | second << 8 | metadata << 16).int().to(device)
+
+
+@lru_cache(maxsize=4)
+def _expanded(zero: int, device: torch.device) -> Tensor:
+    """Tabulate quads, a byte each. Index: the kept codes in the low two bytes, with metadata
+    between them.
+    """
+    number = torch.arange(1 << 12)
+    first, metadata, second = (number >> shift & 15 for shift in (0, 4, 8))
+    quads = torch.full((len(number), 4), zero)
+    for places, kept in ((metadata & 3, first), (metadata >> 2, second)):
+        quads.scatter_(1, places.view(-1, 1), kept.view(-1, 1))
+    return quads.to(torch.uint8).view(torch.int32).view(-1).to(device)

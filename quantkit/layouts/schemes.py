@@ -1,5 +1,5 @@
 """`Schemes`: the scheme and the true shape of each linear of a checkpoint, as its configuration
-states them.
+states them; and the reading of that configuration, which is untrusted input.
 """
 
 from __future__ import annotations
@@ -8,12 +8,29 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, UnsetType
 
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.layouts import validation
-from quantkit.layouts.expressions import Patterns, check_amount, literal
+from quantkit.layouts.expressions import (
+    Patterns,
+    anchored,
+    check_amount,
+    is_pattern,
+    literal,
+    pattern,
+)
+
+S = TypeVar("S", bound=msgspec.Struct)
+#: Columns of a group in a config, where -1 stands for one scale per row.
+GroupSize = Annotated[int, Meta(ge=-1)]
+#: The exceptions of a config: entries that differ, by a pattern of names.
+Dynamic = dict[str, dict[str, Any] | None] | UnsetType | None
+#: The way out for weights of a method that is not read.
+ORIGINAL = "give the original model, which the model card names as base_model"
 
 
 @dataclass(frozen=True)
@@ -53,9 +70,26 @@ class Schemes:
         )
 
 
+def read(kind: type[S], entries: object, where: str = "", way_out: str = ORIGINAL) -> S:
+    """Convert the entries of a config to a struct; CheckpointError names the entry that is wrong,
+    and its rule.
+    """
+    try:
+        return msgspec.convert(entries, kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        name = place.strip("`").removeprefix("$.")
+        types = {field.encode_name: str(field.type) for field in msgspec.structs.fields(kind)}
+        if choices := re.search(r"Literal\[(.*?)\]", types.get(name, "")):
+            rule += f", quantkit reads {choices[1]}"
+        where = where or "the quantization config"
+        place = f"{name!r:.80} in {where}" if name else where
+        raise CheckpointError(f"{place}: {rule[:1].lower()}{rule[1:]}", way_out) from error
+
+
 def write_dynamic(
     overrides: Iterable[tuple[str, Scheme]], settings: Callable[[Scheme], dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, Any] | None]:
     """Make `dynamic`, the exceptions in a config; LayoutError for a pattern that cannot be
     embedded.
 
@@ -63,38 +97,33 @@ def write_dynamic(
     from the start of a name, and the first that matches wins. Source: the documentation of
     GPTQModel; vLLM 0.26.0 reads humming's so too.
     """
-    dynamic: dict[str, dict[str, Any]] = {}
-    for pattern, scheme in overrides:
-        dynamic.setdefault(f"+:^{validation.anchored(pattern)}", settings(scheme))
+    dynamic: dict[str, dict[str, Any] | None] = {}
+    for text, scheme in overrides:
+        dynamic.setdefault(f"+:^{anchored(text)}", settings(scheme))
     return dynamic
 
 
 def read_dynamic(
-    config: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], Scheme]
+    dynamic: Dynamic, scheme_of: Callable[[Mapping[str, Any]], Scheme]
 ) -> tuple[tuple[tuple[str, Scheme], ...], tuple[str, ...]]:
-    """Read overrides and the entries for `ignore`; `scheme_of` reads a config with an exception's
-    settings laid over.
-
-    CheckpointError for a malformed entry.
+    """Read overrides and the entries for `ignore`; `scheme_of` reads the scheme that an exception's
+    settings make of the default one.
     """
     overrides: list[tuple[str, Scheme]] = []
     ignore: list[str] = []
-    dynamic = validation.entry(config, "dynamic", dict, type(None), default=None) or {}
-    starts = {key: key.removeprefix("+:").removeprefix("-:") for key in dynamic}
+    starts = {key: key.removeprefix("+:").removeprefix("-:") for key in dynamic or ()}
     ours = {
         key: it[1]
         for key, start in starts.items()
         if (it := re.fullmatch(r"\^\(\?:(.*)\)\$", start))
     }
     check_amount((starts | ours).values())
-    for key, changes in dynamic.items():
+    for key, changes in (dynamic or {}).items():
         own = ours.get(key)
-        if own is None or not validation.is_pattern(own):
-            own = validation.pattern(f"(?:{starts[key]}).*")
+        if own is None or not is_pattern(own):
+            own = pattern(f"(?:{starts[key]}).*")
         if key.startswith("-:"):
             ignore.append(literal(own) or f"re:{own}")
-        elif type(changes) is not dict:
-            raise CheckpointError(f"{key!r:.80} in 'dynamic' must be an object")
         else:
-            overrides.append((own, scheme_of({**config, **changes})))
+            overrides.append((own, scheme_of(changes or {})))
     return tuple(overrides), tuple(ignore)

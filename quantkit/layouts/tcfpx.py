@@ -12,17 +12,16 @@ Names of tensors in a file are not established. Ours are `weight`, in the shape 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import validation
-from quantkit.layouts.arrangement import Arrangement
-from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
+from quantkit.layouts.arrangement import Arrangement, OnRows
+from quantkit.layouts.base import Layout, Stored, Unpacking, codes_in_words, matrix
 from quantkit.layouts.schemes import Schemes
 
 _ROWS, _COLS = "N a:2 b:2 c:2 i:8", "K d:2 q:4 p:2"
@@ -34,11 +33,20 @@ HIGH = {
 }
 
 
+class TcFpxConfig(msgspec.Struct, kw_only=True):
+    """The config of TC-FPx: quantkit's own, because no other program has one."""
+
+    format: str
+    bits: int | None = None
+    ignore: list[str] | None = None
+
+
 class TcFpx(Layout):
     """TC-FPx: one scale per row, n % 64 == 0 and k % 64 == 0."""
 
     NAME = "tcfpx"
     QUANT_METHODS = ("tcfpx",)
+    CONFIG = TcFpxConfig
     HOLDS = "fp6 and fp5"
     TENSORS = ("weight", "scales")
     MARKER = "scales"
@@ -63,30 +71,31 @@ class TcFpx(Layout):
         }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        n, words = validation.matrix(shapes, "weight")
-        return n, validation.codes_in_words(words, scheme.format)
+        n, words = matrix(shapes, "weight")
+        return n, codes_in_words(words, scheme.format)
 
     def shape_in_words(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
         """Count bytes in words, since torchao stores words as bytes (docs/layouts.md 7.1)."""
         return (*shape[:-1], shape[-1] // 4) if shape and dtype == torch.uint8 else shape
 
-    def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
-    ) -> Packing:
-        n, k = shape
-        self.check(scheme, n, k)
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
         bits = scheme.format.bits
-        words = torch.empty([n * k * bits // 32], dtype=torch.int32, device=scales.device)
-        high, low = planes(words, bits)
+        high, low = planes(tensors["weight"].view(-1), bits)
         pack_high, pack_low = HIGH[bits].packer(high, bits - 4, shape), LOW.packer(low, 4, shape)
+        tensors["scales"].copy_(scales.view(-1))
 
         def add(first: int, codes: Tensor) -> None:
             pack_high(first, (codes >> 4).bitwise_and_((1 << bits - 4) - 1))
             pack_low(first, codes & 15)
 
-        return Packing(
-            {"weight": words.view(n, -1), "scales": validation.half(scales).view(n)}, add
-        )
+        return add
 
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         """Make a row-wise unpacker.
@@ -94,13 +103,16 @@ class TcFpx(Layout):
         `weight` may also have torchao's form, the same bytes as uint8 `[n, k*bits/8]`; `scales` may
         be `[n, 1]`.
         """
-        tensors = {**tensors, **_as_stored(tensors)}
-        n, k = self.check_tensors(tensors, scheme)
+        return super().unpacking({**tensors, **_as_stored(tensors)}, scheme)
+
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
         bits = scheme.format.bits
         high, low = planes(tensors["weight"].reshape(-1), bits)
         fill_high, fill_low = (
-            HIGH[bits].unpacker(high, bits - 4, (n, k)),
-            LOW.unpacker(low, 4, (n, k)),
+            HIGH[bits].unpacker(high, bits - 4, shape),
+            LOW.unpacker(low, 4, shape),
         )
 
         def fill(first: int, codes: Tensor) -> None:
@@ -109,37 +121,22 @@ class TcFpx(Layout):
             fill_high(first, above)
             codes.bitwise_or_(above.bitwise_left_shift_(4))
 
-        return Unpacking(scheme, (n, k), validation.half(tensors["scales"].view(n, 1)), None, fill)
+        return tensors["scales"].view(-1, 1), None, fill
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make quantkit's own config, because no other program has one; overrides are in the
-        `quantkit` key only.
-        """
-        self.check_all(schemes)
+    def config(self, schemes: Schemes) -> TcFpxConfig:
+        """Overrides are in the `quantkit` key only."""
         fmt = schemes.default.format
-        return {
-            "quant_method": self.NAME,
-            "format": fmt.split,
-            "bits": fmt.bits,
-            "ignore": list(schemes.ignore),
-        }
+        return TcFpxConfig(format=fmt.split, bits=fmt.bits, ignore=list(schemes.ignore))
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        if config.get("quant_method") != self.NAME:
-            return None
-        split = validation.entry(config, "format", str)
+    def schemes(self, config: TcFpxConfig) -> Schemes:
         known = {fmt.split: fmt for fmt in FORMATS.values() if self.holds(fmt)}
-        if split not in known:
+        fmt = known.get(config.format)
+        if fmt is None or config.bits not in (None, fmt.bits):
             raise CheckpointError(
-                f"a TC-FPx checkpoint of {split!r:.40}: quantkit reads {', '.join(known)}"
+                f"a TC-FPx checkpoint of format {config.format!r:.40} and bits {config.bits}: "
+                f"quantkit reads {', '.join(f'{f.split} of {f.bits}' for f in known.values())}"
             )
-        fmt = known[split]
-        bits = validation.entry(config, "bits", int, default=fmt.bits)
-        if bits != fmt.bits:
-            raise CheckpointError(
-                f"a TC-FPx config with format {split} and bits {bits}: {split} has {fmt.bits}"
-            )
-        return Schemes(Scheme(fmt), ignore=validation.strings(config, "ignore"))
+        return Schemes(Scheme(fmt), ignore=tuple(config.ignore or ()))
 
     def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack packed weights: `n` is the slowest axis of each plane, and each plane is joined."""

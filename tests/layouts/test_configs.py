@@ -6,17 +6,20 @@ import copy
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from safetensors.torch import save_file
 
-from quantkit.core.formats import FP5, FP6, INT4
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import FP5, FP6
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS, quantkit_key, read_config
 from quantkit.layouts.schemes import Schemes
-from tests.layouts.samples import HELD
+from tests.layouts.samples import HELD, record
 
 PATH = "somewhere/config.json"
 MODULES = [
@@ -24,6 +27,9 @@ MODULES = [
     for i in (0, 1, 10)
     for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.gate_proj")
 ]
+
+
+HEAD = ("lm_head",)
 
 
 def parse(*labels: str) -> list[Scheme]:
@@ -122,7 +128,7 @@ def test_patterns_with_leading_flags_are_refused() -> None:
             LAYOUTS[layout].write_config(schemes)
 
 
-INT4_G128, INT4_ROWS = parse("int4:g128", "int4:channel")
+INT4_G128, INT4_ROWS, INT4_ASYM = parse("int4:g128", "int4:channel", "int4:g128:asym")
 
 
 def test_written_configs_are_those_of_the_documentation() -> None:
@@ -156,33 +162,134 @@ def test_a_quantized_head_is_marked_and_other_dense_linears_are_named() -> None:
     assert dense["dynamic"] == {r"-:^(?:model\.layers\.0\.mlp\.up_proj)$": {}}
 
 
-FOREIGN = {
-    "AutoGPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}, "gptq"),
-    "v2 by the older key": (
-        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "checkpoint_format": "gptq_v2"}, "gptq-v2"
-    ),
-    "v2 by the newer key": (
-        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "format": "gptq_v2"}, "gptq-v2"
-    ),
-    "marlin by the flag": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "is_marlin_format": True}, "marlin"
-    ),
-    "marlin by the format": (
-        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "checkpoint_format": "marlin"}, "marlin"
-    ),
-    "marlin by the method": ({"quant_method": "marlin", "group_size": 128}, "marlin"),
-    "humming, short keys": ({"quant_method": "humming", "dtype": "float5e3m1", "group_size": 0}, "humming"),
-}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+GEMM = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+OLDER = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
+SPARSE = {**GPTQ, "checkpoint_format": "marlin_24"}
+AWQ, QUICK = LAYOUTS["awq"], LAYOUTS["quick"]
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_published_configs_are_read(name: str) -> None:
-    config, layout = FOREIGN[name]
+def ct(layout: str = "compressed-tensors", **changes: Any) -> dict[str, Any]:
+    """Make a config as the library does, with the format at the top only, and change some entries."""
+    label = "int4:g128:24" if layout == "marlin24-ct" else "int4:g128"
+    config = copy.deepcopy(LAYOUTS[layout].write_config(Schemes(Scheme.parse(label), ignore=HEAD)))
+    group = config["config_groups"]["group_0"]
+    group.pop("format", None)
+    for key, value in changes.items():
+        places = (group["weights"], group)
+        next((place for place in places if key in place), config)[key] = value
+    return config
+
+
+#: What published configs state, as layout, scheme and dense linears.
+READ: list[tuple[dict[str, Any], str, str, tuple[str, ...]]] = [
+    ({**GPTQ, "desc_act": True}, "gptq", "int4:g128", HEAD),
+    ({**GPTQ, "group_size": -1, "checkpoint_format": "gptq_v2"}, "gptq-v2", "int4", HEAD),
+    ({**GPTQ, "group_size": -1, "format": "gptq_v2"}, "gptq-v2", "int4", HEAD),
+    ({**GPTQ, "is_marlin_format": True}, "marlin", "int4:g128", HEAD),
+    ({**GPTQ, "group_size": -1, "checkpoint_format": "marlin"}, "marlin", "int4", HEAD),
+    ({"quant_method": "marlin", "group_size": 128}, "marlin", "int4:g128", HEAD),
+    ({"quant_method": "humming", "dtype": "float5e3m1", "group_size": 0}, "humming", "fp5", ()),
+    (SPARSE, "marlin24", "int4:g128:24", HEAD),
+    ({**GPTQ, "format": "marlin_24"}, "marlin24", "int4:g128:24", HEAD),
+    ({"quant_method": "gptq_marlin_24", "bits": 4, "group_size": 128}, "marlin24", "int4:g128:24", HEAD),
+    ({**GPTQ, "group_size": -1, "format": "marlin_24", "lm_head": True}, "marlin24", "int4:channel:24", ()),
+    (ct("marlin24-ct"), "marlin24-ct", "int4:g128:24", HEAD),
+    (ct("marlin24-ct", strategy="channel", group_size=None), "marlin24-ct", "int4:channel:24", HEAD),
+    (ct("marlin24-ct", sparsity_config={"format": "dense", "targets": []}), "marlin24-ct", "int4:g128:24", HEAD),
+    (ct("marlin24-ct", format="pack-quantized"), "compressed-tensors", "int4:g128", HEAD),
+    *[(ct(num_bits=bits), "compressed-tensors", f"int{bits}:g128", HEAD) for bits in (2, 3, 5, 6, 8)],
+    (ct(actorder="group"), "compressed-tensors", "int4:g128", HEAD),  # the tensors decide
+    (ct(sparsity_config={}, transform_config={}, version="0.9"), "compressed-tensors", "int4:g128", HEAD),
+    (GEMM, "awq", "int4:g128:asym", HEAD),
+    ({**GEMM, "version": "GEMM"}, "awq", "int4:g128:asym", HEAD),
+    ({**GEMM, "version": None}, "awq", "int4:g128:asym", HEAD),
+    ({**GEMM, "version": None, "format": "gemm"}, "awq", "int4:g128:asym", HEAD),
+    ({**GEMM, "group_size": -1}, "awq", "int4:channel:asym", HEAD),
+    ({**GEMM, "zero_point": False}, "awq", "int4:g128", HEAD),
+    ({**GEMM, "w_bit": 4, "q_group_size": 64}, "awq", "int4:g64:asym", HEAD),
+    ({"quant_method": "awq", **OLDER}, "awq", "int4:g128:asym", HEAD),
+    ({**GEMM, "version": "Quick"}, "quick", "int4:g128:asym", HEAD),
+    ({**GEMM, "lm_head": True, "modules_to_not_convert": ["lm_head"]}, "awq", "int4:g128:asym", ()),
+]
+
+
+@pytest.mark.parametrize(("config", "layout", "label", "ignore"), READ)
+def test_published_configs_are_read(config: dict[str, Any], layout: str, label: str, ignore: tuple[str, ...]) -> None:
     found, schemes = read_config(config, PATH)
-    assert layout == found.NAME
-    group = config["group_size"]
-    expected = Scheme(FP5) if layout == "humming" else Scheme(INT4, None if group == -1 else group)
-    assert schemes == Schemes(expected, ignore=() if layout == "humming" else ("lm_head",))
+    assert layout == found.NAME and schemes == Schemes(Scheme.parse(label), ignore=ignore)
+
+
+#: Configs that are refused, and words of the message: the entry, or its value.
+REFUSED: list[tuple[Any, str]] = [
+    *[(value, "must be an object") for value in (None, [], "gptq", 4)],
+    ({}, "a method without a name are not read"),
+    ({"quant_method": ["gptq"]}, "['gptq'] are not read"),
+    ({"quant_method": "aqlm", "bits": 4}, "aqlm"),
+    ({**GPTQ, "format": "marlin_2"}, "marlin_2"),
+    ({**GPTQ, "format": "gptq", "checkpoint_format": "x"}, "contradicts"),
+    ({**SPARSE, "format": "gptq"}, "contradicts"),
+    ({**GPTQ, "bits": 8}, "'bits'"),
+    ({**GPTQ, "bits": "4"}, "'bits'"),
+    ({**GPTQ, "group_size": 0}, "group size 0"),
+    ({**GPTQ, "group_size": -2}, "'group_size'"),
+    ({**GPTQ, "pack_dtype": "int8"}, "'pack_dtype'"),
+    ({**GPTQ, "lm_head": None}, "'lm_head'"),
+    ({key: value for key, value in GPTQ.items() if key != "sym"}, "`sym`"),
+    ({**GPTQ, "dynamic": {".*": {"bits": 8}}}, "'bits'"),
+    ({**GPTQ, "dynamic": {"(": {}}}, "regular expression"),
+    ({**GPTQ, "dynamic": {".*": 4}}, "dynamic"),
+    ({"quant_method": "marlin", "group_size": 64}, "groups of 128"),
+    ({"quant_method": "marlin", "group_size": 128, "sym": False}, "symmetric only"),
+    *[({**SPARSE, **change}, word) for change, word in (
+        ({"bits": 8}, "'bits'"), ({"group_size": 64}, "groups of 128"), ({"sym": False}, "symmetric")
+    )],
+    ({"quant_method": "humming", "b_dtype": "float4e2m1"}, "float4e2m1"),
+    ({"quant_method": "humming", "b_dtype": "uint7"}, "uint7"),
+    ({"quant_method": "humming", "b_dtype": "uint4", "weight_scale_group_size": -1}, "'weight_scale_group_size'"),
+    ({"quant_method": "humming", "b_dtype": "float6e3m2", "has_zero_point": True}, "symmetric only"),
+    ({"quant_method": "humming", "b_dtype": "float6e3m2", "weight_scale_group_size": 128}, "one scale per row"),
+    ({"quant_method": "tcfpx", "format": "e4m1", "bits": 6}, "e4m1"),
+    ({"quant_method": "tcfpx", "format": "e3m2", "bits": 5}, "bits 5"),
+    ({"quant_method": "tcfpx", "bits": 6}, "`format`"),
+    *[({**GEMM, "version": name}, name) for name in ("gemv", "GEMV_fast", "exllama", "marlin")],
+    ({**GEMM, "version": None, "format": "llm-awq"}, "llm-awq"),
+    ({**GEMM, "backend": "llm-awq"}, "llm-awq"),
+    ({**GEMM, "version": 3}, "3"),
+    ({**GEMM, "bits": 8}, "'bits'"),
+    ({**GEMM, "group_size": 0}, "group size 0"),
+    ({**GEMM, "group_size": None}, "'group_size'"),
+    ({**GEMM, "zero_point": "yes"}, "'zero_point'"),
+    ({**GEMM, "modules_to_not_convert": "lm_head"}, "'modules_to_not_convert'"),
+    ({**GEMM, "version": "quick", "group_size": -1}, "one scale per row"),
+    ({**GEMM, "version": "quick", "group_size": 16}, "multiple of 32"),
+    *[(ct(num_bits=bits), f"int{bits} in format") for bits in (0, 1, 7, 16)],
+    (ct(format="float-quantized", num_bits=8, type="float"), "not written by quantkit"),
+    (ct(format="nvfp4-pack-quantized", type="float"), "nvfp4-pack-quantized"),
+    (ct(strategy="tensor", group_size=None), "tensor"),
+    (ct(strategy="group", group_size=None), "group_size None"),
+    (ct(strategy="group", group_size=-1), "group_size -1"),
+    (ct(group_size=True), "weights.group_size'"),
+    (ct(weights=None), "activations"),
+    (ct(input_activations={"num_bits": 8}), "activations"),
+    (ct(output_activations={}), "activations"),
+    (ct(kv_cache_scheme={"num_bits": 8}), "'kv_cache_scheme'"),
+    (ct(transform_config={"config_groups": {"a": 1}}), "'transform_config'"),
+    (ct(sparsity_config={"format": "sparse-24-bitmask"}), "'sparsity_config'"),
+    (ct(targets=["re:("]), "regular expression"),
+    (ct(targets=[]), "no target"),
+    (ct(ignore="lm_head"), "'ignore'"),
+    (ct("marlin24-ct", sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
+    (ct("marlin24-ct", group_size=64), "groups of 128"),
+    (ct("marlin24-ct", symmetric=False), "symmetric"),
+    (ct("marlin24-ct", num_bits=8), "int8"),
+    (ct("marlin24-ct", kv_cache_scheme={"num_bits": 8}), "'kv_cache_scheme'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "word"), REFUSED)
+def test_other_variants_and_malformed_entries_are_refused_by_name(config: Any, word: str) -> None:
+    refused(config, word)
 
 
 def test_per_module_overrides_of_foreign_gptq_files() -> None:
@@ -194,41 +301,6 @@ def test_per_module_overrides_of_foreign_gptq_files() -> None:
     assert schemes.of("model.layers.1.self_attn.q_proj").label == "int4:g64"
     assert schemes.of("model.layers.2.self_attn.q_proj").label == "int4:g128:asym"
     assert schemes.of("model.layers.2.self_attn.k_proj").label == "int4:g128"
-    refused({**config, "dynamic": {".*": {"bits": 8}}}, "8 bits")
-    refused({**config, "dynamic": {"(": {}}}, "regular expression")
-    refused({**config, "dynamic": {".*": 4}}, "object")
-
-
-def ct(**changes: Any) -> dict[str, Any]:
-    config = copy.deepcopy(LAYOUTS["compressed-tensors"].write_config(Schemes(INT4_G128, ignore=("lm_head",))))
-    weights = config["config_groups"]["group_0"]["weights"]
-    weights.update({k: v for k, v in changes.items() if k in weights})
-    group = config["config_groups"]["group_0"]
-    group.update({k: v for k, v in changes.items() if k in ("input_activations", "targets")})
-    config.update({k: v for k, v in changes.items() if k not in weights and k not in group})
-    return config
-
-
-def test_foreign_compressed_tensors_other_than_weights_of_integers_are_refused() -> None:
-    assert read_config(ct(actorder="group"), PATH)[1].default == INT4_G128  # the tensors decide
-    for bits in (2, 3, 5, 6, 8):
-        assert read_config(ct(num_bits=bits), PATH)[1].default.label == f"int{bits}:g128"
-    for bits in (0, 1, 7, 16):
-        refused(ct(num_bits=bits), f"int{bits} in format")
-    refused(ct(format="float-quantized", num_bits=8, type="float"), "float8", "not written by quantkit", "fp6")
-    refused(ct(format="nvfp4-pack-quantized", type="float"), "nvfp4-pack-quantized")
-    refused(ct(strategy="tensor", group_size=None), "tensor")
-    refused(ct(strategy="group", group_size=None), "group_size None")
-    refused(ct(strategy="group", group_size=-1))
-    refused(ct(group_size=True), "'group_size' must be int")
-    refused(ct(input_activations={"num_bits": 8}), "activations")
-    refused(ct(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme")
-    refused(ct(transform_config={"config_groups": {"a": 1}}), "transform_config")
-    refused(ct(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config")
-    refused(ct(targets=["re:("]), "regular expression")
-    refused(ct(targets=[]), "no target")
-    refused(ct(ignore="lm_head"), "'ignore' must be")
-    assert read_config(ct(sparsity_config={}, transform_config={}, version="0.9.1"), PATH)[1].default == INT4_G128
 
 
 def test_targets_of_compressed_tensors_are_matched_in_the_librarys_order() -> None:
@@ -240,15 +312,6 @@ def test_targets_of_compressed_tensors_are_matched_in_the_librarys_order() -> No
     assert schemes.of(MODULES[0]).group_size == 16
     assert schemes.of("model.layers.5.self_attn.q_proj").group_size == 64  # "re:.*p" before "re:.*q"
     assert schemes.of("model.layers.5.mlp.fc1").group_size == 128
-
-
-def test_a_config_of_no_layout_is_refused() -> None:
-    refused({"quant_method": "aqlm", "bits": 4}, "aqlm")
-    refused({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "marlin_2"}, "marlin_2")
-    refused({}, "a method without a name are not read")
-    for value in (None, [], "gptq", 4):
-        refused(value, "must be an object")
-    refused({"quant_method": ["gptq"]}, "['gptq'] are not read")
 
 
 #: What other tools state -> the name in the message.
@@ -270,31 +333,7 @@ def test_weights_of_other_tools_are_named_with_the_way_out(stated: dict[str, Any
     refused(stated, f"weights quantized by {name} are not read: give the original model")
 
 
-def test_variants_that_are_not_read_name_the_way_out() -> None:
-    gptq = {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}
-    for stated in (gptq, {**gptq, "quant_method": "awq"}, ct(num_bits=7), ct(input_activations={"num_bits": 8})):
-        refused(stated, "give the original model")
-    refused({"quant_method": "awq", "version": "gemv", "bits": 4, "group_size": 128}, "gemv", "give the original model")
-
-
-def test_contradictions_are_refused() -> None:
-    refused(
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "gptq", "checkpoint_format": "x"},
-        "contradicts",
-    )
-    refused({"quant_method": "gptq", "bits": 3, "group_size": 128, "sym": True}, "3 bits")
-    refused({"quant_method": "gptq", "bits": 4, "group_size": 0, "sym": True}, "group_size 0")
-    refused({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "pack_dtype": "int8"}, "pack_dtype")
-    refused({"quant_method": "marlin", "group_size": 64}, "128 or -1")
-    refused({"quant_method": "marlin", "group_size": 128, "sym": False}, "sym False")
-    refused({"quant_method": "humming", "b_dtype": "float4e2m1"}, "float4e2m1")
-    refused({"quant_method": "humming", "b_dtype": "uint7"}, "uint7")
-    refused({"quant_method": "humming", "b_dtype": "uint4", "weight_scale_group_size": -1}, "groups of -1")
-    refused({"quant_method": "humming", "b_dtype": "float6e3m2", "has_zero_point": True}, "zero points")
-    refused({"quant_method": "humming", "b_dtype": "float6e3m2", "weight_scale_group_size": 128}, "groups of 128")
-    refused({"quant_method": "tcfpx", "format": "e4m1", "bits": 6}, "e4m1")
-    refused({"quant_method": "tcfpx", "format": "e3m2", "bits": 5}, "bits 5")
-    refused({"quant_method": "tcfpx", "bits": 6}, "'format' is missing")
+def test_a_key_that_contradicts_the_public_part_is_refused() -> None:
     config = folder_config("marlin", Schemes(INT4_G128))
     for key, value in (("quant_method", "awq"), ("checkpoint_format", "gptq"), ("is_marlin_format", False)):
         refused({**config, key: value}, key, "contradict")
@@ -304,6 +343,10 @@ def test_contradictions_are_refused() -> None:
     refused({**six, "quantkit": {**six["quantkit"], "scheme": "fp5:channel"}}, "b_dtype", "contradict")
     planes = folder_config("tcfpx", Schemes(Scheme(FP6)))
     refused({**planes, "quantkit": {**planes["quantkit"], "scheme": "fp6-e2m3:channel"}}, "'format'", "contradict")
+    for layout, version in (("awq", "quick"), ("quick", "gemm"), ("awq", "gemv"), ("awq", None)):
+        config = folder_config(layout, Schemes(Scheme.parse("int4:g128:asym"), ignore=HEAD))
+        assert layout == read_config(config, PATH)[0].NAME
+        refused({**config, "version": version}, "'version' is", "contradict")
 
 
 HOSTILE_OWN: list[dict[str, Any]] = [
@@ -340,7 +383,7 @@ json_values = st.recursive(
 
 
 @settings(max_examples=150)
-@given(st.sampled_from([folder_config(*case) for case in CASES] + [c for c, _ in FOREIGN.values()]), st.data())
+@given(st.sampled_from([folder_config(*case) for case in CASES] + [case[0] for case in READ]), st.data())
 def test_configs_with_any_entry_replaced_give_no_traceback(config: dict[str, Any], data: st.DataObject) -> None:
     config = copy.deepcopy(config)
     if data.draw(st.booleans()):
@@ -387,3 +430,45 @@ def test_humming_states_groups_and_zero_points_of_each_scheme_that_differ() -> N
     ]
     read = read_config(config, PATH)[1]
     assert [read.of(module) for module in MODULES] == [schemes.of(module) for module in MODULES]
+
+
+def test_dense_linears_are_written_as_substrings() -> None:
+    assert AWQ.write_config(Schemes(INT4_ASYM, ignore=HEAD)) == {**GEMM, "modules_to_not_convert": None}
+    assert AWQ.write_config(Schemes(INT4_ASYM)) == {**GEMM, "modules_to_not_convert": None, "lm_head": True}
+    ignore = ("lm_head", "model.layers.3.mlp.up_proj", r"re:.*vision\.tower.*", "re:.*[kv]_proj", "re:.*")
+    config = AWQ.write_config(Schemes(INT4_ASYM, ignore=ignore))
+    assert config["modules_to_not_convert"] == ["model.layers.3.mlp.up_proj", "vision.tower"]
+    read = AWQ.read_config(config)
+    assert read is not None and read.ignore == (
+        "lm_head", r"re:.*model\.layers\.3\.mlp\.up_proj.*", r"re:.*vision\.tower.*"
+    )  # fmt: skip
+    assert AWQ.write_config(read)["modules_to_not_convert"] == config["modules_to_not_convert"]
+
+
+def test_the_side_file_has_exactly_the_keys_of_the_loader() -> None:
+    config = LAYOUTS["quick"].write_config(
+        Schemes(Scheme.parse("int4:g64"), ignore=("lm_head", "model.layers.0.mlp.up_proj"))
+    )
+    assert config["version"] == "quick" and config["quant_method"] == "awq"
+    assert LAYOUTS["quick"].SIDE_FILE is not None and LAYOUTS["quick"].SIDE_FILE.name == "quant_config.json"
+    assert LAYOUTS["quick"].SIDE_FILE.contents({**config, "quantkit": {}}) == {
+        "zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "QUICK",
+        "modules_to_not_convert": ["model.layers.0.mlp.up_proj"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["GEMM", "QUICK"])
+def test_a_folder_with_only_the_older_side_file_is_read(tmp_path: Path, version: str) -> None:
+    layout = LAYOUTS["quick" if version == "QUICK" else "awq"]
+    q = record(INT4_ASYM, 128, 256)
+    save_file({f"a.q_proj.{name}": tensor for name, tensor in layout.pack(q).items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    side = tmp_path / "quant_config.json"
+    side.write_text(json.dumps({**OLDER, "version": version}))
+    source = Checkpoint(tmp_path)
+    assert source.layout is layout and source.quantized("a.q_proj").equal(q)
+    side.write_text(json.dumps({**OLDER, "version": "GEMV"}))
+    with pytest.raises(CheckpointError, match=r"quant_config\.json: .*GEMV"):
+        Checkpoint(tmp_path)
+    side.write_text(json.dumps({"bits": 6, "group_size": 512}))  # how to quantize while loading (docs/layouts.md 7.6)
+    assert Checkpoint(tmp_path).layout is None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +9,9 @@ from torch import Tensor
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError
-from quantkit.layouts import LAYOUTS, marlin24, read_config, sparse24
+from quantkit.errors import LayoutError
+from quantkit.layouts import LAYOUTS, marlin24
 from quantkit.layouts.arrangement import Arrangement
-from quantkit.layouts.schemes import Schemes
 from tests.golden import both_ways, golden
 from tests.layouts.samples import record
 
@@ -69,7 +65,7 @@ def test_the_encoding_of_pytorch_chooses_the_same_places() -> None:
     for case, info in file.cases.items():
         dense, meta = (file(case, name) for name in ("dense", "meta"))
         assert meta.dtype == getattr(torch, info["meta"])
-        kept, metadata = sparse24.compress((dense != 0).to(torch.uint8), 0)
+        kept, metadata = marlin24.compress((dense != 0).to(torch.uint8), 0)
         assert torch.equal(orders[meta.dtype].pack(metadata, 4).view(meta.dtype).view(meta.shape), meta), case
         assert torch.equal(kept.bool(), file(case, "values") != 0), case
 
@@ -102,13 +98,13 @@ def every_quad(zero: int) -> tuple[Tensor, Tensor]:
 def test_every_quad_follows_the_table_and_comes_back(zero: int) -> None:
     every, legal = every_quad(zero)
     quads = every[legal]
-    kept, metadata = sparse24.compress(quads, zero)
+    kept, metadata = marlin24.compress(quads, zero)
     pairs = kept.tolist()
     for quad, pair, code in zip(quads.tolist(), pairs, metadata.view(-1).tolist(), strict=True):
         assert code == TABLE[tuple(i for i in range(4) if quad[i] != zero)]
         assert pair == [quad[code & 3], quad[code >> 2]]
     back = torch.empty_like(quads)
-    sparse24.expand(kept, metadata, zero, out=back)
+    marlin24.expand(kept, metadata, zero, out=back)
     assert torch.equal(back, quads)
 
 
@@ -118,9 +114,9 @@ def test_three_or_four_nonzero_codes_are_refused_with_the_first_place(zero: int)
     first = int((~legal).int().argmax())
     match = f"{int((~legal).sum())} of {len(every)} quads .* row {first}, columns 0 to 3: this is no 2:4 weight"
     with pytest.raises(LayoutError, match=match):
-        sparse24.compress(every, zero)
+        marlin24.compress(every, zero)
     with pytest.raises(LayoutError, match="multiple of 4"):
-        sparse24.compress(torch.full((2, 6), zero, dtype=torch.uint8), zero)
+        marlin24.compress(torch.full((2, 6), zero, dtype=torch.uint8), zero)
 
 
 @pytest.mark.parametrize("zero", [0, 8])
@@ -131,7 +127,7 @@ def test_kept_codes_are_expanded_to_the_places_of_any_valid_metadata(zero: int, 
     expected = torch.full((256, 4), zero, dtype=torch.uint8)
     expected[:, code & 3], expected[:, code >> 2] = pairs[:, 0], pairs[:, 1]
     back = torch.empty_like(expected)
-    sparse24.expand(pairs, torch.full((256, 1), code, dtype=torch.uint8), zero, out=back)
+    marlin24.expand(pairs, torch.full((256, 1), code, dtype=torch.uint8), zero, out=back)
     assert torch.equal(back, expected)
 
 
@@ -140,7 +136,7 @@ def test_codes_may_be_a_view_of_another_tensor() -> None:
     inside = torch.full((130, 261), 3, dtype=torch.uint8)
     inside[1:129, 5:] = q
     for codes in (inside[1:129, 5:], q.t().contiguous().t()):
-        for found, expected in zip(sparse24.compress(codes, 8), sparse24.compress(q, 8), strict=True):
+        for found, expected in zip(marlin24.compress(codes, 8), marlin24.compress(q, 8), strict=True):
             assert torch.equal(found, expected)
 
 
@@ -168,76 +164,18 @@ def test_metadata_that_does_not_describe_two_of_four_is_refused(layout: str, cod
 def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) -> None:
     """If a kept code is zero, several pairs of places have the same values; readers take the stored one."""
     q = record(ROWS, 128, 128, seed=3)
-    ours = sparse24.compress(q.codes, 8)[1]
+    ours = marlin24.compress(q.codes, 8)[1]
     quads = q.codes.view(-1, 4)
     mask = torch.zeros_like(quads).scatter_(1, (quads != 8).int().argsort(-1, descending=True)[:, :2], 1)
-    theirs = sparse24.compress(mask.view(128, 128), 0)[1]
+    theirs = marlin24.compress(mask.view(128, 128), 0)[1]
     assert not torch.equal(ours, theirs)
     places = theirs.view(-1, 1).long()
     kept = quads.gather(1, torch.cat((places & 3, places >> 2), 1)).view(128, 64)
     b_24 = marlin24.KEPT.pack(kept, 4).view(4, 256)
-    meta = sparse24.SPARSE_MARLIN.pack(theirs, 4).view(torch.int16).view(4, 256)
+    meta = marlin24.METADATA_ORDER.pack(theirs, 4).view(torch.int16).view(4, 256)
     foreign = tensors_of(layout, b_24, meta, q.scales.t().contiguous())
     back = LAYOUTS[layout].unpack(foreign, q.scheme)
     assert back.equal(q)
     again = LAYOUTS[layout].pack(back)
     assert not torch.equal(again[META[layout]], meta)  # which `verify` reports
     assert LAYOUTS[layout].unpack(again, q.scheme).equal(q)
-
-
-# ------------------------------------------------------------------------------------------------------------ configs
-
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
-
-
-def read(config: dict[str, Any]) -> tuple[str, Schemes]:
-    layout, schemes = read_config(config, "config.json")
-    return layout.NAME, schemes
-
-
-def refused(config: dict[str, Any], *words: str) -> None:
-    with pytest.raises(CheckpointError) as refusal:
-        read_config(config, "config.json")
-    assert "\n" not in str(refusal.value) and all(word in str(refusal.value) for word in words), str(refusal.value)
-
-
-def test_configs_with_every_name_of_sparse_marlin_are_read() -> None:
-    dense_head = Schemes(GROUPS, ignore=("lm_head",))
-    assert MARLIN24.write_config(dense_head) == {**GPTQ, "checkpoint_format": "marlin_24", "lm_head": False}
-    for config in (
-        {**GPTQ, "checkpoint_format": "marlin_24"},
-        {**GPTQ, "format": "marlin_24"},
-        {"quant_method": "gptq_marlin_24", "bits": 4, "group_size": 128},
-    ):
-        assert read(config) == ("marlin24", dense_head)
-    assert read({**GPTQ, "group_size": -1, "format": "marlin_24", "lm_head": True}) == ("marlin24", Schemes(ROWS))
-    for change in ({"bits": 8}, {"group_size": 64}, {"sym": False}):
-        refused({**GPTQ, "checkpoint_format": "marlin_24", **change}, "Sparse-MARLIN")
-    refused({**GPTQ, "checkpoint_format": "marlin_24", "format": "gptq"}, "contradicts")
-    assert read({**GPTQ, "checkpoint_format": "marlin"})[0] == "marlin"
-    assert read(GPTQ)[0] == "gptq"
-
-
-def foreign_ct(**weights: Any) -> dict[str, Any]:
-    """Make a config as the library does, with the format at the top only."""
-    config = copy.deepcopy(LAYOUTS["marlin24-ct"].write_config(Schemes(GROUPS, ignore=("lm_head",))))
-    assert config["config_groups"]["group_0"].pop("format") == config["format"] == "marlin-24"
-    config["config_groups"]["group_0"]["weights"].update(weights)
-    return config
-
-
-def test_configs_of_the_compressed_tensors_library_are_read() -> None:
-    head = ("lm_head",)
-    assert read(foreign_ct()) == ("marlin24-ct", Schemes(GROUPS, ignore=head))
-    assert read(foreign_ct(strategy="channel", group_size=None)) == ("marlin24-ct", Schemes(ROWS, ignore=head))
-    sparsity = {"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]}
-    assert read({**foreign_ct(), "sparsity_config": sparsity})[0] == "marlin24-ct"
-    refused({**foreign_ct(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask")
-    refused(foreign_ct(group_size=64), "groups of 128")
-    refused(foreign_ct(symmetric=False), "symmetric only")
-    refused(foreign_ct(num_bits=8), "int8", "marlin-24")
-    refused({**foreign_ct(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme")
-    assert read({**foreign_ct(), "format": "pack-quantized"})[0] == "compressed-tensors"
-    mixed = Schemes(GROUPS, ((r".*\.q_proj", ROWS),), head)
-    assert read(LAYOUTS["marlin24-ct"].write_config(mixed))[1].of("model.layers.0.self_attn.q_proj") == ROWS

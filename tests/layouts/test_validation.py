@@ -107,6 +107,43 @@ def test_symmetric_gptq_zero_points_are_read_by_their_data(layout: str) -> None:
     refused(layout, other, q.scheme, "symmetric")
 
 
+@pytest.mark.parametrize("layout", ["awq", "quick"])
+def test_symmetric_zero_points_of_awq_are_8_and_others_are_refused(layout: str) -> None:
+    q = record(Scheme.parse("int4:g64"), 128, 128)
+    packed = LAYOUTS[layout].pack(q)
+    assert bool((packed["qzeros"] == 0x88888888 - 2**32).all())
+    asymmetric = LAYOUTS[layout].unpack(packed, Scheme.parse("int4:g64:asym"))
+    assert torch.equal(asymmetric.dequantize(), q.dequantize()) and bool((asymmetric.zeros == 8).all())
+    asymmetric.zeros[77, 1] = 7
+    refused(layout, LAYOUTS[layout].pack(asymmetric), q.scheme, "row 77, group 1 is 7, not 8")
+
+
+@pytest.mark.parametrize("label", ["int4:g64:asym", "int4:g64"])
+def test_copies_of_quick_of_a_scale_or_zero_point_that_differ_are_refused(label: str) -> None:
+    q = record(Scheme.parse(label), 256, 128)
+    q.scales[5, 1] = 0.0
+    packed = LAYOUTS["quick"].pack(q)
+    for place in (0, 1, 700):
+        scales = packed["scales"].clone()
+        scales.view(-1).view(torch.int16)[place] ^= 1
+        refused("quick", {**packed, "scales": scales}, q.scheme, "'scales' holds every entry twice")
+    sign = packed["scales"].clone()
+    sign.view(-1)[int((sign.view(torch.int16) == 0).flatten().nonzero()[0])] = -0.0  # equal as numbers
+    refused("quick", {**packed, "scales": sign}, q.scheme, "'scales' holds every entry twice")
+    for nibble in range(8):
+        zeros = packed["qzeros"].clone()
+        zeros[1, 33] ^= 1 << (4 * nibble) if nibble < 7 else -(1 << 31)
+        refused("quick", {**packed, "qzeros": zeros}, q.scheme, "'qzeros' holds every entry twice")
+
+
+def test_both_copies_changed_alike_give_another_record() -> None:
+    q = record(Scheme.parse("int4:g64:asym"), 256, 128)
+    packed = LAYOUTS["quick"].pack(q)
+    packed["qzeros"][0, 0] ^= 0x00010001
+    changed = LAYOUTS["quick"].unpack(packed, q.scheme)
+    assert int((changed.zeros != q.zeros).sum()) == 1 and changed.zeros[0, 0] == q.zeros[0, 0] ^ 1
+
+
 def test_a_stored_gptq_v1_zero_point_of_15_is_refused() -> None:
     q, packed = sample("gptq", "int4:g64:asym")
     packed["qzeros"][1, 2] = -1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ import quantkit
 from quantkit.core.formats import FORMATS, Format, floating
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
-from quantkit.layouts import LAYOUTS, validation
-from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.arrangement import OnRows
+from quantkit.layouts.base import Layout, Stored, matrix
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call
 from tests.layouts.laws import obeys
@@ -25,11 +26,19 @@ from tests.layouts.samples import record
 FP4 = floating("fp4", ebits=2, mbits=1, layout="bytes")
 
 
+class BytesConfig(msgspec.Struct):
+    """Its config."""
+
+    format: str
+    ignore: list[str]
+
+
 class Bytes(Layout):
     """One byte a code, and one scale per row."""
 
     NAME = "bytes"
     QUANT_METHODS = ("bytes",)
+    CONFIG = BytesConfig
     HOLDS = "every format"
     TENSORS = ("codes", "scales")
     MARKER = "codes"
@@ -47,33 +56,36 @@ class Bytes(Layout):
         return {"codes": (torch.uint8, (n, k)), "scales": (torch.float16, (n, 1))}
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        return validation.matrix(shapes, "codes")
+        return matrix(shapes, "codes")
 
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
-        self.check(scheme, *shape)
-        stored = torch.empty(shape, dtype=torch.uint8)
+    def packer(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        shape: tuple[int, int],
+        scales: Tensor,
+        zeros: Tensor | None,
+    ) -> OnRows:
+        tensors["scales"].copy_(scales)
 
         def add(first: int, codes: Tensor) -> None:
-            stored[first : first + len(codes)] = codes
+            tensors["codes"][first : first + len(codes)] = codes
 
-        return Packing({"codes": stored, "scales": validation.half(scales)}, add)
+        return add
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        n, k = self.check_tensors(tensors, scheme)
-
+    def unpacker(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, OnRows]:
         def fill(first: int, codes: Tensor) -> None:
             codes.copy_(tensors["codes"][first : first + len(codes)])
 
-        return Unpacking(scheme, (n, k), validation.half(tensors["scales"]), None, fill)
+        return tensors["scales"], None, fill
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        self.check_all(schemes)
-        return {"quant_method": self.NAME, "format": schemes.default.format.name, "ignore": list(schemes.ignore)}
+    def config(self, schemes: Schemes) -> BytesConfig:
+        return BytesConfig(schemes.default.format.name, list(schemes.ignore))
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        if config.get("quant_method") != self.NAME:
-            return None
-        return Schemes(Scheme(FORMATS[config["format"]]), ignore=validation.strings(config, "ignore"))
+    def schemes(self, config: BytesConfig) -> Schemes:
+        return Schemes(Scheme(FORMATS[config.format]), ignore=tuple(config.ignore))
 
 
 @pytest.fixture(autouse=True)
