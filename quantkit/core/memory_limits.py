@@ -89,24 +89,25 @@ def require_memory_for_imports(*, computes: bool) -> None:
 
     The libraries would abort the process, or end it in any error.
     """
-    torch = None if "torch" in sys.modules else find_spec("torch")
-    own = _own_pages(Path("/proc"))
+    limits = {"v": resource.RLIMIT_AS, "d": resource.RLIMIT_DATA}
+    found = {letter: resource.getrlimit(kind)[0] for letter, kind in limits.items()}
+    if "torch" in sys.modules or {*found.values()} == {resource.RLIM_INFINITY}:
+        return
+    own, torch = _own_pages(Path("/proc")), find_spec("torch")
     if not own.size or torch is None or torch.origin is None:
         return
     libraries = sum(
         path.stat().st_size for path in (Path(torch.origin).parent / "lib").glob("*.so*")
     )
-    space = own.size + int(TORCH * libraries) + computes * OTHERS
-    data = own.data + TORCH_DATA + computes * OTHERS_DATA
-    for letter, kind, needed in (
-        ("v", resource.RLIMIT_AS, space),
-        ("d", resource.RLIMIT_DATA, data),
-    ):
-        limit = resource.getrlimit(kind)[0]
-        if resource.RLIM_INFINITY != limit < needed:
+    needed = {
+        "v": own.size + int(TORCH * libraries) + computes * OTHERS,
+        "d": own.data + TORCH_DATA + computes * OTHERS_DATA,
+    }
+    for letter, limit in found.items():
+        if resource.RLIM_INFINITY != limit < needed[letter]:
             raise QuantkitError(
                 f"ulimit -{letter} allows {limit // 1024} KiB, and the libraries of this command "
-                f"take about {needed // 1024}",
+                f"take about {needed[letter] // 1024}",
                 f"raise ulimit -{letter}",
             )
 
