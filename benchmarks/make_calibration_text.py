@@ -2,8 +2,8 @@
 
 Two fifths are the beginnings of articles of WikiText-2's training part, two fifths small talk of two people, one fifth
 Python's documentation: the best mixture that may be passed on, of those that were tried on real models (the table in
-`benchmarks/README.md`). The documentation is a part of the demo model's training text; it shares no 8 successive words with
-the text that `quantkit demo` evaluates on. The same files and the same version of Python give the same bytes.
+`benchmarks/README.md`). The documentation is a part of the demo model's training text; it shares no 8 successive words
+with the text that `quantkit demo` evaluates on. The same files and the same version of Python give the same bytes.
 """
 
 from __future__ import annotations
