@@ -26,6 +26,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	# Runs the programs of benchmarks/study; its dependencies are clients of other people's models.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps evalplus
 	touch $@
 
 demo: setup

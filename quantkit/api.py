@@ -32,10 +32,8 @@ from quantkit.evaluation.compare import compare as compare_recipes
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.engine_check import verify_in_engine
-from quantkit.evaluation.pairs import load_material
+from quantkit.evaluation.opened import require_running_text
 from quantkit.evaluation.perplexity import Perplexity, perplexity
-from quantkit.evaluation.programs import eval_code as measure_code
-from quantkit.evaluation.rouge import eval_rouge as measure_rouge
 from quantkit.evaluation.tasks import eval_tasks as measure_tasks
 from quantkit.evaluation.verification import Verification
 from quantkit.evaluation.verify import EDITED, UNLISTED, verify as verify_folder, verify_files
@@ -58,6 +56,7 @@ from quantkit.recipes.named import load_named
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from quantkit.recipes.schema import pruning_keys
+from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 
 #: The keywords of `plan` alone.
@@ -206,8 +205,10 @@ def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) 
     ```python
     import quantkit
 
-    thin = quantkit.prune("model", "model-24", method="magnitude") quantkit.quantize(thin.path,
-    "model-24-int4", prune="2:4", prune_method="magnitude", method="rtn") ```
+    thin = quantkit.prune("model", "model-24", method="magnitude")
+    sparse = {"prune": "2:4", "prune_method": "magnitude", "method": "rtn"}
+    quantkit.quantize(thin.path, "model-24-int4", **sparse)
+    ```
     """
     run, publishing, _, pruning_options = _split(options)
     return _published(model, out, build_pruning(**pruning_options), publishing, run)
@@ -640,8 +641,7 @@ def eval_ppl(
     Only its first `tokens` tokens are read, in whole windows. `window` and `stride` are in tokens:
     `window` defaults to the model's longest context, at most 2048 and no longer than the text, and
     `stride` to the window. The BOS token precedes every window if the tokenizer adds it to a text
-    by itself; `bos` True or False overrides that. An encoder-decoder is judged on a file of records
-    with `document` and `summary`: it reads the one and predicts the other. `check` is as for
+    by itself; `bos` True or False overrides that. `check` is as for
     `load`. Raises a QuantkitError for a checkpoint, text or window that cannot be evaluated.
 
     Example:
@@ -656,7 +656,8 @@ def eval_ppl(
     """
     progress = reporter(progress)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    text, what = load_material(src, str(data), trust_remote_code)
+    require_running_text(src, trust_remote_code)
+    text, what = load_evaluation_text(str(data))
     options: Any = {
         "device": device,
         "trust_remote_code": trust_remote_code,
@@ -676,7 +677,6 @@ def eval_kld(
     checkpoint: str | Path,
     against: str | Path,
     *,
-    versus: str | Path | None = None,
     data: str | Path = "wikitext2",
     window: int | None = None,
     stride: int | None = None,
@@ -692,9 +692,8 @@ def eval_kld(
     `against`.
 
     The result has the mean with its 95 % interval, the tails and the share of tokens with the same
-    first choice. `versus` is another checkpoint, which is compared in pairs on the same windows.
-    All models are in memory together, and the tokenizer is that of `against`. Everything else is as
-    for `eval_ppl`.
+    first choice. Both models are in memory together, and the tokenizer is that of `against`.
+    Everything else is as for `eval_ppl`.
 
     Example:
 
@@ -708,7 +707,8 @@ def eval_kld(
     progress = reporter(progress)
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
-    text, what = load_material(ref, str(data), trust_remote_code)
+    require_running_text(ref, trust_remote_code)
+    text, what = load_evaluation_text(str(data))
     options: Any = {
         "device": device,
         "trust_remote_code": trust_remote_code,
@@ -718,23 +718,12 @@ def eval_kld(
     model, reference = load_for_evaluation(src, **options), load_for_evaluation(ref, **options)
     protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
     protocol |= {"data": what, "progress": progress}
-    beside = None
-    if versus is not None:
-        other = load_for_evaluation(Checkpoint(resolve(str(versus)), trust_remote_code), **options)
-        beside = str(versus), other
-    found = kld(model, reference, load_tokenizer(ref.path), text, versus=beside, **protocol)
-    paired = replace(found.versus, weights=describe_weights(other)) if found.versus else None
-    return replace(found, weights=describe_weights(model), versus=paired)
+    found = kld(model, reference, load_tokenizer(ref.path), text, **protocol)
+    return replace(found, weights=describe_weights(model))
 
 
 #: Compare recipes: see `evaluation.compare`.
 compare = api_function()(compare_recipes)
 
-#: Measure pass@k of programs: see `evaluation.programs`.
-eval_code = api_function()(measure_code)
-
 #: Measure answers to tasks: see `evaluation.tasks`.
 eval_tasks = api_function()(measure_tasks)
-
-#: Measure ROUGE of summaries: see `evaluation.rouge`.
-eval_rouge = api_function()(measure_rouge)

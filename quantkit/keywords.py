@@ -25,8 +25,6 @@ LEAST = {
     "shots": 0,
     "tokens": 2,
     "batch_size": 1,
-    "code_batch_size": 1,
-    "max_new_tokens": 1,
 }
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,10 +14,9 @@ import pytest
 
 import quantkit
 from quantkit.cli.demo import texts
-from quantkit.errors import LayoutError, Option, QuantkitError, RecipeError, ThresholdError, Words
+from quantkit.errors import LayoutError, Option, RecipeError, ThresholdError, Words
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
-from quantkit.evaluation.sandbox import Sandbox
 from quantkit.evaluation.verification import Verification
 from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline.result import Result
@@ -36,10 +35,6 @@ def work(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     calibration, evaluation = texts()
     (folder / "calibration.txt").write_text("\n\n".join(calibration), encoding="utf-8")
     (folder / "evaluation.txt").write_text(evaluation[:8_000], encoding="utf-8")
-    record = {"document": evaluation[:400], "summary": evaluation[400:500]}
-    (folder / "summaries.jsonl").write_text(f"{json.dumps(record)}\n" * 3, encoding="utf-8")
-    problem = {"prompt": "def one():", "test": "def check(one):\n    assert one() == 1", "entry_point": "one"}
-    (folder / "problems.jsonl").write_text(json.dumps(problem), encoding="utf-8")
     question = {"goal": "To read", "sol1": "open a book", "sol2": "close it", "label": 0}
     (folder / "tasks" / "piqa").mkdir(parents=True)
     (folder / "tasks" / "piqa" / "validation.jsonl").write_text(f"{json.dumps(question)}\n" * 4, encoding="utf-8")
@@ -47,15 +42,6 @@ def work(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     os.chdir(folder)
     yield folder
     os.chdir(before)
-
-
-def contained() -> bool:
-    """Return whether the kernel lets programs be contained."""
-    try:
-        Sandbox(20).require()
-        return True
-    except QuantkitError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +54,7 @@ def shown(work: Path) -> dict[str, dict[str, Any]]:
         if program:
             code = compile(program, f"the example of {name}", "exec")
             found[name] = {}
-            if name != "push" and (name != "eval_code" or contained()):  # no test has a network
+            if name != "push":  # no test has a network
                 exec(code, found[name])
     return found
 

@@ -14,7 +14,7 @@ from quantkit.cli.exits import FAILED, emit, leave
 from quantkit.cli.keys import recipe_options
 from quantkit.cli.options import command, count, text
 from quantkit.cli.parsing import section
-from quantkit.cli.scores import Numbers, allow_code_execution, questions, shots
+from quantkit.cli.scores import Numbers, questions, shots
 from quantkit.keys import keys_of
 from quantkit.progress import Progress
 from quantkit.recipes.schema import RecipeKeys
@@ -85,14 +85,8 @@ OVER_ALL = ("samples", "max_length")
     text("--tasks", "NAME,NAME", "Tasks, as eval tasks takes them.", default=""),
     questions,
     shots,
-    count("--limit", "First N questions, problems and documents [all]."),
-    text("--code", "FILE", "Problems for pass@1, as eval code takes them.", completers.files),
-    allow_code_execution,
-    click.option("--namespaces/--no-namespaces", default=True, help="As for eval code."),
-    text("--rouge", "FILE", "Documents with summaries, as for eval rouge.", completers.files),
-    count("--max-new-tokens", "Most tokens of a program [512] and of a summary [128]."),
-    count("--batch-size", "Questions and documents at a time", 8),
-    count("--code-batch-size", "Programs at a time", 16),
+    count("--limit", "First N questions of each task [all]."),
+    count("--batch-size", "Questions at a time", 8),
 )
 @section("Advanced", options.source)
 def compare(

@@ -15,7 +15,7 @@ from quantkit.cli.parsing import Commands, Range, combined, section
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.divergence import Divergence, Figures, Versus
+    from quantkit.evaluation.divergence import Divergence
     from quantkit.evaluation.perplexity import Perplexity
 
 window = click.option(
@@ -59,8 +59,6 @@ protocol_options = combined(
 PLACES = {
     "ppl": "quantkit.cli.evaluate:ppl",
     "kld": "quantkit.cli.evaluate:divergence",
-    "code": "quantkit.cli.scores:code",
-    "rouge": "quantkit.cli.scores:rouge",
     "tasks": "quantkit.cli.scores:tasks",
 }
 
@@ -119,12 +117,6 @@ def ppl(
         completers.folders,
         required=True,
     ),
-    text(
-        "--versus",
-        "CHECKPOINT",
-        "Another checkpoint, compared in pairs on the same windows.",
-        completers.folders,
-    ),
 )
 @protocol_options
 @section(
@@ -143,7 +135,7 @@ def divergence(
     from quantkit import api
 
     found = api.eval_kld(checkpoint, progress=progress, **asked)
-    emit(show.as_json(asdict(found)) if as_json else format_divergence(found, checkpoint, progress))
+    emit(show.as_json(asdict(found)) if as_json else format_divergence(found, progress))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")
 
@@ -159,72 +151,19 @@ def format_perplexity(found: Perplexity, progress: Progress) -> str:
     return show.of_level(progress, f"{figure} {protocol}", f"{figure}\n{protocol}", more)
 
 
-def format_divergence(found: Divergence, checkpoint: str, progress: Progress) -> str:
-    """Format a KL divergence with its tails and its protocol, beside another checkpoint's if there
-    is one.
-    """
+def format_divergence(found: Divergence, progress: Progress) -> str:
+    """Format a KL divergence with its tails and its protocol."""
     from quantkit.reporting.facts import tails
 
-    mean, top1, protocol = (
-        f"KL divergence {found.kld:.6f} nats",
-        f"top-1 agreement {_top1(found)}",
-        _protocol(found),
-    )
+    mean, protocol = f"KL divergence {found.kld:.6f} nats", _protocol(found)
+    top1 = f"top-1 agreement {100 * found.top1:.3f} %"
     agreed = round(found.top1 * found.tokens)
     more = f"{found.kld / math.log(2):.6f} bits a token; {agreed} of {found.tokens} tokens agree"
-    line, figures = (
-        f"{mean}, {top1} {protocol}",
-        [mean, ", ".join(map(" ".join, tails(asdict(found)))), top1],
-    )
-    if found.versus is not None:
-        verdict = _verdict(found.versus, checkpoint)
-        line, figures = (
-            f"{mean}; {verdict}; {top1} {protocol}",
-            [_pair(found, found.versus, checkpoint), verdict],
-        )
-    return show.of_level(progress, line, "\n".join([*figures, protocol]), more)
-
-
-def _pair(found: Divergence, other: Versus, checkpoint: str) -> str:
-    """Tabulate the figures of two checkpoints, and the paired difference of their means."""
-    from quantkit.reporting.facts import interval, tails
-
-    ours, theirs = (
-        {"mean": f"{each.kld:.6f}", **dict(tails(asdict(each))), "top-1 agreement": _top1(each)}
-        for each in (found, other)
-    )
-    apart = {
-        "mean": f"{other.difference:+.6f}",
-        "95 % interval": interval(other.difference_low, other.difference_high),
-    }
-    rows = [(label, value, theirs[label], apart.get(label, "")) for label, value in ours.items()]
-    return show.table(("KL divergence, nats", checkpoint, other.name, "difference"), rows)
-
-
-def _verdict(other: Versus, checkpoint: str) -> str:
-    """Say which of two checkpoints is nearer to the reference, if chance does not explain it."""
-    if other.difference_low is None or other.difference_high is None:
-        return "one window says nothing about chance"
-    if other.difference_low <= 0 <= other.difference_high:
-        return (
-            f"{checkpoint} and {other.name} differ by no more than chance: the interval of the "
-            "difference holds 0"
-        )
-    nearer = checkpoint if other.difference < 0 else other.name
-    return f"{nearer} is nearer to the reference: the interval of the difference leaves out 0"
-
-
-def _top1(figures: Figures) -> str:
-    return f"{100 * figures.top1:.3f} %"
+    figures = [mean, ", ".join(map(" ".join, tails(asdict(found)))), top1, protocol]
+    return show.of_level(progress, f"{mean}, {top1} {protocol}", "\n".join(figures), more)
 
 
 def _protocol(found: Perplexity | Divergence) -> str:
-    if found.pairs:
-        return (
-            f"on {found.data}: {found.pairs} summaries given their documents, {found.tokens} "
-            "predictions, "
-            f"{found.text_tokens} tokens of both; {found.weights}"
-        )
     return (
         f"on {found.data}: {found.windows} windows of {found.window} tokens, stride "
         f"{found.stride}, "

@@ -20,9 +20,7 @@ from quantkit.errors import (
     Words,
     about,
 )
-from quantkit.evaluation.programs import CodeExam
 from quantkit.evaluation.recipe_rows import ROWS, Entry, Judges, Rows
-from quantkit.evaluation.rouge import SummaryExam
 from quantkit.evaluation.tasks import Exam
 from quantkit.io import files
 from quantkit.layouts import LAYOUTS
@@ -42,8 +40,8 @@ class Comparison(ShortRepr):
 
     The keys of a row are the columns of the CSV: `bits` a quantized weight, `bytes` of all tensors,
     `text:NAME:ppl`, `text:NAME:kld` and the other fields of `Divergence`, `task:NAME:value`, the
-    mean `tasks:value`, `code:pass@1`, `rouge:rougeL`, and the `command` that quantizes alike.
-    `unfinished` are the titles of the other rows, and `failed` says why rows failed.
+    mean `tasks:value`, and the `command` that quantizes alike. `unfinished` are the titles of the
+    other rows, and `failed` says why rows failed.
     """
 
     path: Path
@@ -76,12 +74,6 @@ def compare(
     shots: int | None = None,
     limit: int | None = None,
     batch_size: int = 8,
-    code: str | Path | None = None,
-    code_batch_size: int = 16,
-    allow_code_execution: bool = False,
-    namespaces: bool = True,
-    rouge: str | Path | None = None,
-    max_new_tokens: int | None = None,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -95,11 +87,9 @@ def compare(
     text run with each source of `calib` and each of `seeds`. Sources and texts may be named:
     NAME=FILE.
 
-    A row has perplexity and KL divergence on each `text`, and what else is asked for: `tasks` (with
-    `data`, `shots` and `limit`, see `eval_tasks`), pass@1 of the likeliest programs for the
-    problems in `code` (see `eval_code`), and ROUGE of summaries of the documents in `rouge` (see
-    `eval_rouge`). All models are decoded to float32, so that rows differ in their codes alone. A
-    scheme that no layout stores is judged without being packed.
+    A row has perplexity and KL divergence on each `text`, and answers to `tasks`, if there are any
+    (with `data`, `shots` and `limit`, see `eval_tasks`). All models are decoded to float32, so that
+    rows differ in their codes alone. A scheme that no layout stores is judged without being packed.
 
     Finished rows are kept in `out`: the same call continues, also with more recipes or texts, and
     several processes share the rows. Raises a QuantkitError, before any work, for what a row would
@@ -126,22 +116,10 @@ def compare(
             "there is nothing to compare", "name a recipe, a calibration text and a seed"
         )
     entries = entries_of(asked, sources, seeds)
-    exams: dict[str, Any] = {}
-    most: Any = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    exam = None
     if names := _listed(tasks):
-        exams["tasks"] = Exam(names, data, shots=shots, limit=limit, batch_size=batch_size)
-    if code is not None:
-        drawing: Any = {
-            "samples": 1,
-            "temperature": 0.0,
-            "limit": limit,
-            "batch_size": code_batch_size,
-            **most,
-        }
-        exams["code"] = CodeExam(code, allow_code_execution, namespaces=namespaces, **drawing)
-    if rouge is not None:
-        exams["rouge"] = SummaryExam(rouge, limit=limit, batch_size=batch_size, **most)
-    judges = Judges(texts, {"window": window, "tokens": tokens}, exams)
+        exam = Exam(names, data, shots=shots, limit=limit, batch_size=batch_size)
+    judges = Judges(texts, {"window": window, "tokens": tokens}, exam)
     run: Any = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     rows = Rows(model, out, judges, progress, run)
     mine = [entry for entry in entries if rows.lacks(entry)]

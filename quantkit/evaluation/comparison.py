@@ -19,13 +19,15 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import CheckpointError, Command, Option, Words, about
 from quantkit.evaluation.divergence import token_values
-from quantkit.evaluation.pairs import load_material, pieces_of
+from quantkit.evaluation.opened import require_running_text
 from quantkit.evaluation.perplexity import exponential
+from quantkit.evaluation.windows import cut
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.devices import device_of
 from quantkit.names import MOST_TOKENS
 from quantkit.recipes.run_options import RunOptions
+from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 LATER = Words(
@@ -53,10 +55,11 @@ def measurement(
         run.trust_remote_code,
     )
     src = Checkpoint(source, trust_remote_code, dequantize=True)
-    text, what = load_material(src, data, trust_remote_code, "eval")
+    require_running_text(src, trust_remote_code)
+    text, what = load_evaluation_text(data, "eval")
     words = load_tokenizer(src.path)
-    length = len(token_ids(words, text, special=False)) if isinstance(text, str) else None
-    if length is not None and length < 2:
+    length = len(token_ids(words, text, special=False))
+    if length < 2:
         raise CheckpointError(
             Words(f"has {length} tokens, too few for", Option("eval")),
             "give a longer text",
@@ -82,7 +85,7 @@ def measurement(
             load_for_evaluation(before, **options),
             load_for_evaluation(after, **options),
         )
-        pieces = pieces_of([reference, ours], words, text, tokens=MOST_TOKENS)
+        pieces = cut([reference, ours], words, text, tokens=MOST_TOKENS)
         first, then = token_values(reference, [ours], pieces, run.progress)
         return {
             "before": exponential(first.nll()),

@@ -1,5 +1,4 @@
-"""Kullback-Leibler divergence of models from a reference: mean with an interval, tails, and a
-paired comparison.
+"""Kullback-Leibler divergence of a model from a reference: mean with an interval, and tails.
 
 It separates quantizations of one model whose perplexities differ by no more than noise. A mean can
 hide tokens at which the model is lost, so the tails stand beside it.
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.evaluation.pairs import Material, Pairs, pieces_of
 from quantkit.evaluation.perplexity import token_losses
-from quantkit.evaluation.windows import Windows, chunks
+from quantkit.evaluation.windows import Windows, chunks, cut
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -89,27 +87,8 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Versus(Figures):
-    """Another model on the same windows, and by how much the first one's mean divergence is above
-    its own.
-
-    `difference_low` to `difference_high` is the 95 % interval of the `difference`, by bootstrap
-    over pairs of windows.
-    """
-
-    name: str
-    difference: float
-    difference_low: float | None
-    difference_high: float | None
-    weights: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Divergence(Figures):
-    """The figures of one model over `tokens` positions; the other fields are as in `Perplexity`.
-
-    `versus` has the other model of a paired comparison.
-    """
+    """The figures of one model over `tokens` positions; the other fields are as in `Perplexity`."""
 
     tokens: int
     windows: int
@@ -120,17 +99,14 @@ class Divergence(Figures):
     text_tokens: int
     weights: str = ""
     bos_rule: str = ""
-    pairs: int = 0
-    versus: Versus | None = None
 
 
 def kld(
     model: PreTrainedModel,
     reference: PreTrainedModel,
     tokenizer: Callable[..., Any],
-    text: Material,
+    text: str,
     *,
-    versus: tuple[str, PreTrainedModel] | None = None,
     data: str = "",
     progress: Progress | None = None,
     **protocol: Any,
@@ -138,23 +114,20 @@ def kld(
     """Compare the next-token distributions of a model with a reference's at every position of every
     window.
 
-    `versus` is the name of another model and the model. `protocol` has the options of
-    `windows.cut`. All models are in memory, and the logits of one window at a time. If windows
-    overlap, a position counts as often as it occurs, and intervals are too narrow. Raises as
-    `perplexity`, and CheckpointError if the vocabularies differ.
+    `protocol` has the options of `windows.cut`. Both models are in memory, and the logits of one
+    window at a time. If windows overlap, a position counts as often as it occurs, and intervals are
+    too narrow. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
     """
-    models = [model] if versus is None else [model, versus[1]]
-    pieces = pieces_of([reference, *models], tokenizer, text, **protocol)
-    _, ours, *others = token_values(reference, models, pieces, progress)
-    other = None if versus is None else _paired(versus[0], ours, others[0])
+    pieces = cut([reference, model], tokenizer, text, **protocol)
+    _, ours = token_values(reference, [model], pieces, progress)
     facts = {**ours.figures(), **pieces.protocol, "tokens": sum(map(len, ours.kl))}
-    return Divergence(**facts, data=data, versus=other)
+    return Divergence(**facts, data=data)
 
 
 def token_values(
     reference: PreTrainedModel,
     models: Sequence[PreTrainedModel],
-    pieces: Windows | Pairs,
+    pieces: Windows,
     progress: Progress | None = None,
 ) -> list[TokenValues]:
     """Run the reference and the models on every window; return the values of the reference, then of
@@ -202,19 +175,6 @@ def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     found = (logits - largest).exp_()
     total = found.sum(-1, dtype=torch.float64)
     return found, total, largest[:, 0].double() + total.log()
-
-
-def _paired(name: str, ours: TokenValues, other: TokenValues) -> Versus:
-    apart = ours.means() - other.means()
-    low, high = interval(apart) or (None, None)
-    difference = float(apart.mean())
-    return Versus(
-        **other.figures(),
-        name=name,
-        difference=difference,
-        difference_low=low,
-        difference_high=high,
-    )
 
 
 def interval(means: np.ndarray[Any, Any]) -> tuple[float, float] | None:

@@ -11,8 +11,6 @@ from quantkit.errors import FILE, CheckpointError, Option, RecipeError, Words
 from quantkit.io.journal import append_journal, read_journal
 
 _T = TypeVar("_T")
-#: Returns what was computed under a name, or computes it: `Finished.get`.
-Get = Callable[[str, Callable[[], Any]], Any]
 
 
 class Finished:

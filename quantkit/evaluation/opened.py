@@ -65,6 +65,12 @@ def open_writer(
     return Opened(src, config, load_tokenizer(src.path))
 
 
+def require_running_text(src: Checkpoint, trust_remote_code: bool) -> None:
+    """Raise CheckpointError for an encoder-decoder, which predicts no running text."""
+    why = "and perplexity and KL divergence are those of a running text"
+    require_decoder_only(src, config_of(src, trust_remote_code), why)
+
+
 def require_package(module: str, package: str, extra: str) -> None:
     """Raise QuantkitError if a package that only this evaluation needs is not installed."""
     if find_spec(module) is None:

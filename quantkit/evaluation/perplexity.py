@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NumericError
-from quantkit.evaluation.pairs import Material, pieces_of
-from quantkit.evaluation.windows import chunks
+from quantkit.evaluation.windows import chunks, cut
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ class Perplexity:
 
     `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, `stride`
     apart. With `bos`, each window had the BOS token in front; `bos_rule` says why it had or had
-    not. `data` names the text; `weights` says how weights were multiplied. Of an encoder-decoder,
-    the windows are the summaries of so many `pairs` with documents.
+    not. `data` names the text; `weights` says how weights were multiplied.
     """
 
     perplexity: float
@@ -47,13 +45,12 @@ class Perplexity:
     text_tokens: int
     weights: str = ""
     bos_rule: str = ""
-    pairs: int = 0
 
 
 def perplexity(
     model: PreTrainedModel,
     tokenizer: Callable[..., Any],
-    text: Material,
+    text: str,
     *,
     data: str = "",
     progress: Progress | None = None,
@@ -62,12 +59,12 @@ def perplexity(
     """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses
     in float32.
 
-    `text` may be records for an encoder-decoder, see `pairs`. `protocol` has the options of
-    `windows.cut`. In each window, all tokens but the first are predicted; with BOS, the first too.
-    If windows overlap, each after the first counts only its last `stride` predictions. Raises as
-    `windows.cut`, and NumericError for logits that are not finite.
+    `protocol` has the options of `windows.cut`. In each window, all tokens but the first are
+    predicted; with BOS, the first too. If windows overlap, each after the first counts only its
+    last `stride` predictions. Raises as `windows.cut`, and NumericError for logits that are not
+    finite.
     """
-    pieces = pieces_of([model], tokenizer, text, **protocol)
+    pieces = cut([model], tokenizer, text, **protocol)
     total, count = 0.0, 0
     for number, _ in pieces.each(progress, "perplexity"):
         losses = token_losses(pieces.logits(model, number), pieces.targets(number))

@@ -26,7 +26,6 @@ from quantkit.evaluation.divergence import token_values
 from quantkit.evaluation.finished import Finished
 from quantkit.evaluation.opened import Opened, open_writer
 from quantkit.evaluation.perplexity import exponential
-from quantkit.evaluation.rouge import KINDS
 from quantkit.evaluation.tasks import Exam, means
 from quantkit.evaluation.windows import Windows, cut
 from quantkit.io import files
@@ -71,41 +70,30 @@ class Entry:
 
 
 class Judges:
-    """All that judges a row: texts, and `exams` with tasks, code and rouge. QuantkitError for an
-    unreadable text.
-    """
+    """All that judges a row: texts, and tasks. QuantkitError for an unreadable text."""
 
     def __init__(
-        self, texts: Mapping[str, str], protocol: Mapping[str, Any], exams: Mapping[str, Any]
+        self, texts: Mapping[str, str], protocol: Mapping[str, Any], tasks: Exam | None
     ) -> None:
         self.texts = {
             label: load_evaluation_text(source, "text")[0] for label, source in texts.items()
         }
-        self.protocol, self._exams = protocol, exams
-        self._tasks: Exam | None = exams.get("tasks")
+        self.protocol, self._tasks = protocol, tasks
         #: What is measured -> its name in a journal, which changes with everything that the result
         #: depends on.
         self._names = {
             ("text", label): f"text {_digest([hash_of(text.encode()), protocol])}"
             for label, text in self.texts.items()
         }
-        for kind, exam in exams.items():
-            if kind == "tasks":
-                each = {
-                    name: _digest([asked, _lasting(exam.about)])
-                    for name, asked in exam.asked.items()
-                }
-                self._names |= {
-                    ("task", name): f"task {name} {digest}" for name, digest in each.items()
-                }
-            else:
-                self._names[kind, ""] = f"{kind} {_digest(_lasting(exam.run))}"
+        for name, asked in tasks.asked.items() if tasks else ():
+            digest = _digest([asked, _lasting(tasks.about)])
+            self._names["task", name] = f"task {name} {digest}"
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be judged so."""
         opened.require_decoder_only()
-        for exam in self._exams.values():
-            exam.require(opened)
+        if self._tasks is not None:
+            self._tasks.require(opened)
 
     def lacks(self, finished: Finished) -> bool:
         """Say whether something of a row is not measured."""
@@ -123,14 +111,10 @@ class Judges:
         """Measure what is not finished; the divergence is that from `reference`."""
         for (kind, which), name in self._names.items():
             compute: Callable[[], Any]
-            if kind == "text":
-                compute = partial(_text_figures, reference, model, windows(which), progress)
-            elif self._tasks is not None and kind == "task":
+            if self._tasks is not None and kind == "task":
                 compute = partial(self._tasks.answer, which, model, opened.tokenizer, progress)
             else:
-                compute = partial(
-                    _exam_figures, self._exams[kind], model, opened, finished, name, progress
-                )
+                compute = partial(_text_figures, reference, model, windows(which), progress)
             finished.get(name, compute)
 
     def columns(self, finished: Finished, base: Finished) -> Row:
@@ -144,20 +128,9 @@ class Judges:
             if kind == "text"
             for key, each in values[kind, which].items()
         }
-        for score in values.get(("code", ""), {}).get("scores", ()):
-            found |= _with_interval(
-                f"code:pass@{score['k']}", score["mean"], score["low"], score["high"]
-            )
-        if summaries := values.get(("rouge", "")):
-            for kind in KINDS:
-                found |= _with_interval(
-                    f"rouge:{kind}", *(summaries[f"{kind}{end}"] for end in ("", "_low", "_high"))
-                )
-        return (
-            found
-            if self._tasks is None
-            else found | self._answered(self._tasks, values, finished, base)
-        )
+        if self._tasks is None:
+            return found
+        return found | self._answered(self._tasks, values, finished, base)
 
     def _answered(
         self, tasks: Exam, values: Mapping[tuple[str, str], Any], finished: Finished, base: Finished
@@ -400,28 +373,6 @@ def _text_figures(
         return {"ppl": exponential(token_values(model(), [], windows, progress)[0].nll())}
     values = token_values(reference, [model()], windows, progress)[1]
     return {"ppl": exponential(values.nll()), **values.figures()}
-
-
-def _exam_figures(
-    exam: Any,
-    model: Callable[[], Any],
-    opened: Opened,
-    finished: Finished,
-    name: str,
-    progress: Progress,
-) -> Row:
-    """Return the scores of programs or summaries, whose batches are kept under names of
-    their own.
-    """
-
-    def get(batch: str, compute: Callable[[], Any]) -> Any:
-        return finished.get(f"{name}: {batch}", compute)
-
-    return asdict(exam.scores(model(), opened, get, progress))
-
-
-def _with_interval(key: str, value: float, low: float | None, high: float | None) -> Row:
-    return {key: value, f"{key}:low": low, f"{key}:high": high}
 
 
 def _lasting(facts: Mapping[str, Any]) -> dict[str, Any]:

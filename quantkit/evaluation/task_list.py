@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
 from quantkit.io.hub import UNREACHABLE, is_unreachable
-from quantkit.text.records import records_with
+from quantkit.text.records import records
 
 #: Ten usual zero-shot tasks under one name.
 SUITES = {
@@ -99,7 +99,7 @@ def _local(folder: Path) -> dict[str, list[dict[str, Any]]]:
         if path.is_file():
             keys: dict[str, type] = {}
             rows = found.setdefault(split, [])
-            for where, row in records_with(path, {}):
+            for where, row in records(path):
                 keys = keys or dict.fromkeys(row, object)
                 if row.keys() != keys.keys():
                     raise CheckpointError(
@@ -175,7 +175,7 @@ def _load(
     if getattr(task, "UNSAFE_CODE", False):
         raise RecipeError(
             f"{name} runs programs that the model writes, uncontained",
-            "use quantkit eval code",
+            "use benchmarks/study/programs.py",
             subject="lm-eval",
         )
     return task

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,15 +108,6 @@ class Sampling:
             "top_k": 0,
             "num_beams": 1,
         }
-
-    def of_batch(self, number: int) -> Sampling:
-        """Return the same choice with a seed of its own for a batch, so that batches can be written
-        in any order.
-        """
-        digest = sha256(f"{self.seed or 0} {number}".encode()).digest()
-        return (
-            replace(self, seed=int.from_bytes(digest[:4], "big")) if self.draws else self
-        )  # torch reads 32 bits
 
     @contextmanager
     def seeded(self) -> Iterator[None]:

@@ -68,8 +68,8 @@ def load(
     with torch.inference_mode():
         difference = packed(**prompt).logits - dense(**prompt).logits
     print("largest difference of a logit:", difference.abs().max().item())
-    print(packed.model.layers[1].self_attn.q_proj)  # PackedLinear: its parameters are the stored
-    tensors ```
+    print(packed.model.layers[1].self_attn.q_proj)  # a PackedLinear with the stored tensors
+    ```
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     with checked(src, check):

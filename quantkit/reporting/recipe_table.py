@@ -1,6 +1,4 @@
-"""Rows of compared recipes as CSV and Markdown. A row is flat: `text:NAME:ppl`, `task:NAME:value`,
-`code:pass@1`.
-"""
+"""Rows of compared recipes as CSV and Markdown. A row is flat: `text:NAME:ppl`, `tasks:value`."""
 
 from __future__ import annotations
 
@@ -134,8 +132,6 @@ def quality(rows: Sequence[Row]) -> list[Column]:
     ]
     found += [Column(f"KL {text}", f"text:{text}:kld", _thousandths) for text in texts]
     found += [Column("tasks", "tasks:value", _percent)]
-    found += [Column(label, f"code:{label}", _percent) for label in labels(rows, "code")]
-    found += [Column(kind, f"rouge:{kind}", _percent) for kind in ("rouge1", "rouge2", "rougeL")]
     return _known(rows, found)
 
 

@@ -11,7 +11,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,28 +98,16 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     )  # whatever the name: files are called either way
 
 
-def records_with(path: Path, *shapes: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a file, each with its place in words; each has the keys and types of one
-    of `shapes`.
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of a file, each with its place in words.
 
-    CheckpointError for the first record that has not, and for a file without records.
+    CheckpointError for a row that is no object of JSON, and for a file without records.
     """
-    known = " or ".join(", ".join(shape) for shape in shapes)
     where = None
     for where, row in file_rows(path):
         _require_whole(row)
-        fits = [shape for shape in shapes if isinstance(row, dict) and shape.keys() <= row.keys()]
-        if not fits:
-            raise CheckpointError(
-                f"needs the keys {known}: {_keys(row)}", "rename the keys", subject=where
-            )
-        for key, kind in fits[0].items():
-            value = row[key].strip() if isinstance(row[key], str) else row[key]
-            if not isinstance(value, kind) or not value:
-                word = "text" if kind is str else "list"
-                raise CheckpointError(
-                    f"{key} is no {word}, or empty", "repair the record", subject=where
-                )
+        if not isinstance(row, dict):
+            raise CheckpointError("is no JSON object", "repair the record", subject=where)
         yield where, row
     if where is None:
         raise CheckpointError("has no records", "give another file", subject=path)

@@ -33,15 +33,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def token_ids(
-    tokenizer: Callable[..., Any], text: str, *, special: bool, is_target: bool = False
-) -> Tensor:
+def token_ids(tokenizer: Callable[..., Any], text: str, *, special: bool) -> Tensor:
     """Return the tokens of a text, int64 `[t]`, with or without the special tokens that the
     tokenizer adds.
 
-    `is_target` is for a text that an encoder-decoder writes, which some tokenizers treat in another
-    way. RecipeError for bytes of a command line or a pipe that are not UTF-8: Python reads them as
-    lone surrogates.
+    RecipeError for bytes of a command line or a pipe that are not UTF-8: Python reads them as lone
+    surrogates.
     """
     try:
         text.encode()
@@ -49,10 +46,8 @@ def token_ids(
         raise RecipeError(
             f"the text is not UTF-8 (character {error.start})", "convert it first"
         ) from error
-    key = {"text_target" if is_target else "text": text}
-    return torch.tensor(
-        tokenizer(**key, add_special_tokens=special, verbose=False)["input_ids"], dtype=torch.int64
-    )
+    tokens = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def adds_bos(tokenizer: Callable[..., Any]) -> bool:

@@ -142,22 +142,6 @@ def test_a_threshold_that_is_met_is_exit_code_0(tiny_llama: Path, calib: Path) -
     call("eval", "kld", tiny_llama, "--against", tiny_llama, *protocol, "--max-kld", 0)
 
 
-def test_a_pair_that_differs_by_chance_is_not_ranked(int4: Path, tiny_llama: Path, calib: Path) -> None:
-    protocol = ("--against", tiny_llama, "--data", calib, "--window", 32)
-    few = ("--tokens", 512)
-    for checkpoint, other, verdict in (
-        (int4, int4, "differ by no more than chance"),
-        (int4, tiny_llama, f"{tiny_llama} is nearer"),
-        (tiny_llama, int4, f"{tiny_llama} is nearer"),
-    ):
-        said = call("eval", "kld", checkpoint, *protocol, *few, "--versus", other).stdout
-        assert verdict in said and "no BOS (the tokenizer's rule)" in said
-    assert (
-        "one window says nothing about chance"
-        in call("eval", "kld", int4, *protocol, "--tokens", 32, "--versus", tiny_llama).stdout
-    )
-
-
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ZeroDivisionError("a bug")

@@ -196,7 +196,7 @@ PIQA = piqa(random.Random(0))
         ("piqa", [PIQA, {**PIQA, "sol2": None}], "", "piqa: question 2 has null for sol2: repair the record"),
         ("piqa", [PIQA, {"goal": "a"}], "", "validation.jsonl: line 2: has the keys goal, and the first record goal,"),
         ("piqa", [], "", "validation.jsonl: has no records"),
-        ("piqa", [3], "", "line 1: needs the keys"),
+        ("piqa", [3], "", "line 1: is no JSON object"),
         ("piqa", [PIQA], "--shots 1", "piqa has 1 records for 1 examples: use fewer --shots"),
         ("piqa", [PIQA], "--chat-template", "the model has no chat template: drop --chat-template"),
         (",", [PIQA], "", "no task is named"),

@@ -50,11 +50,10 @@ def writing_calls(tree: ast.AST) -> list[str]:
     return found
 
 
-#: The modules that write for all others, and one that makes a private temporary folder, which no run publishes. A
-#: sandbox's process has nothing but the standard library, and writes into a file system that ends with it.
+#: The modules that write for all others, and one that makes a private temporary folder, which no run publishes.
 EXEMPT = (
     *("files.py", "journal.py", "staging.py", "gguf_source.py"),
-    *("sandbox_process.py", "engine_check.py", "engine_child.py"),
+    *("engine_check.py", "engine_child.py"),
 )
 
 

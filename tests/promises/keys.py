@@ -32,8 +32,6 @@ PRINTED = (
     "verify int4 --against int4 -q",
     f"eval ppl int4 {TEXT} -q",
     f"eval kld int4 --against model {TEXT} -q",
-    f"eval kld int4 --against model --versus model {TEXT} -q",
-    "eval rouge int4 --data records.jsonl --max-new-tokens 2 -q",
     "compare model -o table --recipes int4:g64:rtn --text calib.txt --window 256 --device cpu -q",
     "generate int4 abc --max-new-tokens 2 -q",
     "report int4 -q",

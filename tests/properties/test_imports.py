@@ -24,7 +24,6 @@ IMPORTERS = {
     "huggingface_hub": {"checkpoint", "pipeline.push", "serving.damage"},
     "msgspec": {"keys", "checkpoint.report", "algorithms.options", "recipes"},
     "yaml": {"recipes.recipe", "io.model_folder"},
-    "rouge_score": {"evaluation.rouge"},
     "lm_eval": {"evaluation.tasks", "evaluation.task_list"},
     "compressed_tensors": {"inference.transformers_loading"},
     "jinja2": {"reporting.templates"},
@@ -58,7 +57,6 @@ LATE = {
     "markupsafe",
     "accelerate",
     "gguf",
-    "rouge_score",
     "lm_eval",
     "huggingface_hub",
     "tokenizers",
@@ -117,7 +115,7 @@ def test_the_public_names_exist() -> None:
     import quantkit
 
     functions = {"plan", "quantize", "prune", "pack", "convert", "distill", "push", "verify", "load"}
-    functions |= {"eval_ppl", "eval_kld", "eval_rouge", "eval_code", "eval_tasks", "compare", "register"}
+    functions |= {"eval_ppl", "eval_kld", "eval_tasks", "compare", "register"}
     assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert set(quantkit.__all__) <= set(dir(quantkit))  # notebooks complete these
     assert all(callable(getattr(quantkit, name)) for name in functions)

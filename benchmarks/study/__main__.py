@@ -1,7 +1,8 @@
 """Run the study of docs/study.md: `quantkit compare` on SmolLM2-135M-Instruct and the 29 M Llama, several at a time.
 
 INT4, FP5 and FP6, by rounding and GPTQ, one scale a row and groups, calibrated on four texts. Each model is judged on
-four texts. SmolLM2, calibrated on WikiText-2, also answers ten tasks and HumanEval, for which the Llama is too small.
+four texts. SmolLM2, calibrated on WikiText-2, also answers ten tasks, for which the Llama is too small; and
+`python -m benchmarks.study.programs` asks it for programs.
 Texts are those of `real.py`, questions those of `task_data.py`. Calibration is windows of 1024 tokens cut anywhere
 (`lengths: fixed`), and as many sequences that the model writes itself, which have their own lengths.
 
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from quantkit.reporting.recipe_table import Row, as_csv, read_csv
 
-#: Model -> size of groups that divides its widths, and whether it answers tasks and writes programs.
+#: Model -> size of groups that divides its widths, and whether it answers tasks.
 MODELS = {"smollm2": (64, True), "llama-29m": (128, False)}
 FORMATS, METHODS, WINDOW = ("int4", "fp5", "fp6"), ("rtn", "gptq"), 1024
 #: WikiText-2, whose rows answer questions, other texts, and that of the model itself: each is a call, with options.
@@ -40,14 +41,13 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", required=True, metavar="NAME=FOLDER", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--texts", type=Path, required=True, help="folder that real_texts.py made")
     parser.add_argument("--data", type=Path, required=True, help="folder of WikiText-2 and PTB")
-    parser.add_argument("--tasks", type=Path, help="folder that task_data.py made [no tasks, no programs]")
+    parser.add_argument("--tasks", type=Path, help="folder that task_data.py made [no tasks]")
     parser.add_argument("--names", default="zeroshot", help="tasks; those with F1 need scikit-learn [zeroshot]")
     parser.add_argument("--limit", type=int, default=500, help="questions of each task [500]")
     parser.add_argument("--windows", type=int, default=64, help="windows of 1024 tokens of each text [64]")
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences [128]")
     parser.add_argument("--seeds", default="0", help="seeds of calibration, like 0,1,2 [0]")
     parser.add_argument("--batch-size", type=int, default=32, help="questions at a time [32]")
-    parser.add_argument("--no-namespaces", action="store_true", help="contain programs by limits alone")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--processes", type=int, default=1, help="processes that share the rows [1]")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then; the same command continues")
@@ -91,9 +91,6 @@ def calls(args: argparse.Namespace, name: str, model: str) -> Iterator[list[str]
         if answers and asked and args.tasks is not None:
             line += ["--tasks", args.names, "--data", str(args.tasks), "--limit", str(args.limit)]
             line += ["--batch-size", str(args.batch_size)]
-            line += ["--code", str(args.tasks / "humaneval.jsonl"), "--allow-code-execution"]
-            line += ["--code-batch-size", "164"]
-            line += ["--no-namespaces"] if args.no_namespaces else []
         yield line
 
 

@@ -1,0 +1,1 @@
+"""The study of docs/study.md: recipes compared (`__main__`), programs and summaries that the results write."""
