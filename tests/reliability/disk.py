@@ -12,19 +12,18 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from quantkit.io import files
 from quantkit.pipeline import quantize
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import Ended, command, run
-from tests.reliability.samples import calibrated, digests, model, one_line, quantkit, text
+from tests.reliability.forks import Ended, command, run, warm
+from tests.reliability.jobs import Job, Jobs, at_operation, case, chosen, continued, hooked, same
+from tests.reliability.samples import one_line, quantkit, text
 from tests.tiny_models import write_model
 
 #: CLONE_NEWNS of Linux.
@@ -40,20 +39,6 @@ ERRORS = {
     errno.EROFS: "read-only file system",
     errno.EACCES: "permission denied",
 }
-
-
-@dataclass(frozen=True)
-class Job:
-    """A command without its output folder, its operations on the disk, and the hashes of what it writes."""
-
-    name: str
-    words: tuple[object, ...]
-    operations: int
-    expected: dict[str, str]
-
-    @property
-    def resumes(self) -> bool:
-        return self.words[0] != "pack"
 
 
 class Fault:
@@ -72,75 +57,6 @@ class Fault:
             raise OSError(self.error, os.strerror(self.error), str(path))
 
 
-def with_hook(words: Sequence[object], hook: Callable[[str, Path], None]) -> Callable[[], int | None]:
-    """Return the work of a command line with a hook before each operation on the disk."""
-
-    def work() -> int | None:
-        files.FAULT = hook
-        return command(*words)()
-
-    return work
-
-
-def counted(words: Sequence[object], folder: Path) -> int:
-    """Run a command line that must succeed, and count its operations on the disk."""
-    seen = 0
-
-    def hook(operation: str, path: Path) -> None:
-        nonlocal seen
-        seen += 1
-        (folder / "operations").write_text(f"{seen}")
-
-    ended = run(with_hook(words, hook), folder)
-    assert ended.code == 0, ended.stderr
-    return int((folder / "operations").read_text())
-
-
-def jobs(folder: Path, *names: str) -> list[Job]:
-    """Write a model and a text, and run each job once; this also imports what every fork needs."""
-    source, words = model(folder / "model"), text(folder / "text.txt")
-    packed = ("quantize", source, "--method", "rtn", "-o", folder / "packed", "-q")
-    assert warmed(*packed) == 0
-    mapped = calibrated(source, words, "", "--act-budget", "1KB")
-    known: dict[str, tuple[object, ...]] = {
-        "rounded": ("quantize", source, "--method", "rtn", "-q"),
-        "calibrated": without_out(calibrated(source, words, "")),
-        "mapped": without_out(mapped),
-        "pack": ("pack", folder / "packed", "--layout", "marlin", "-q"),
-    }
-    made = []
-    for name in names:
-        out = folder / f"{name}-reference"
-        operations = counted((*known[name], "-o", out), folder)
-        made.append(Job(name, known[name], operations, digests(out)))
-    return made
-
-
-def without_out(words: Sequence[object]) -> tuple[object, ...]:
-    """Drop the option -o and its value."""
-    at = list(words).index("-o")
-    return (*words[:at], *words[at + 2 :])
-
-
-def warmed(*words: object) -> int:
-    """Run a command line in this process, so that its imports are there for every fork; returns the exit code."""
-    try:
-        command(*words)()
-    except SystemExit as left:
-        return int(left.code or 0)
-    return 0
-
-
-def continued(job: Job, out: Path, scratch: Path) -> None:
-    """Ask that no output is there, and that the command, resumed if it left work, then writes the same bytes."""
-    assert not out.exists(), "an output folder is there"
-    left = list(out.parent.glob(f"{out.name}*"))
-    options = ("--resume" if job.resumes else "--overwrite",) if left else ()
-    assert job.resumes or not left, f"{left[0].name} is left of a command that cannot resume"
-    quantkit(scratch, *job.words, "-o", out, *options)
-    same(job, out)
-
-
 def after_fault(job: Job, step: int, out: Path, scratch: Path) -> None:
     """Ask as `continued`. If the sync after the last rename failed, the output is complete, and only not yet durable.
 
@@ -149,14 +65,13 @@ def after_fault(job: Job, step: int, out: Path, scratch: Path) -> None:
     if out.exists() and step >= job.operations - 1:
         same(job, out)
     else:
-        continued(job, out, scratch)
+        go_on(job, out, scratch)
 
 
-def same(job: Job, out: Path) -> None:
-    """Ask for the bytes of the reference run, and for nothing beside them; then remove them."""
-    assert digests(out) == job.expected
-    assert [path.name for path in out.parent.glob(f"{out.name}*")] == [out.name]
-    shutil.rmtree(out)
+def go_on(job: Job, out: Path, scratch: Path) -> None:
+    """Ask as `continued`, and that a command which cannot resume left nothing."""
+    assert job.resumes or not list(out.parent.glob(f"{out.name}*")), "something is left of a command that cannot resume"
+    continued(job, out, scratch)
 
 
 def refused(ended: Ended, out: Path) -> str:
@@ -167,31 +82,13 @@ def refused(ended: Ended, out: Path) -> str:
     return ended.stderr
 
 
-def cleared(out: Path) -> None:
-    """Remove what a failed case left, so that the next one begins on a clean disk."""
-    for path in out.parent.glob(f"{out.name}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def case(found: Run, name: str, out: Path) -> Iterator[None]:
-    """Count a case, and leave nothing of it."""
-    with found.case(name):
-        yield
-    cleared(out)
-
-
-def chosen(found: Run, everything: list[Any], fewer: int, key: str) -> list[Any]:
-    """Return all cases, or in the column for every change a sample of them."""
-    return everything if found.column != "pr" else sorted(found.random(key).sample(everything, fewer))
-
-
 # D1: a full disk
 
 
 def full(found: Run) -> None:
     """Fail with ENOSPC at each operation, and on a real tmpfs fill it, shrink it and take its inodes."""
-    rounded, solved, packed, mapped = made = jobs(found.folder, "rounded", "calibrated", "pack", "mapped")
+    known = Jobs(found.folder)
+    rounded, solved, packed, mapped = made = [known[name] for name in ("rounded", "calibrated", "pack", "mapped")]
     found.facts["operations"] = {job.name: job.operations for job in made}
     steps = [(i, k, once) for i in (0, 1) for k in range(1, made[i].operations + 1) for once in (True, False)]
     found.facts["real tmpfs"] = real = may_mount()
@@ -215,7 +112,7 @@ def injected_full(found: Run, job: Job, step: int, once: bool) -> None:
     with case(found, f"{job.name}: ENOSPC {'once' if once else 'from'} {step}", out):
         hook = Fault(step, errno.ENOSPC, once, spared=("unlink",))
         quantize.BESIDE["cpu"] = step % 2 == 0  # as on a GPU, or not
-        ended = run(with_hook((*job.words, "-o", out), hook), found.folder)
+        ended = run(hooked(command(*job.line(out)), hook), found.folder)
         if ended.code == 0:
             same(job, out)  # the operation was a deletion, or one whose failure has no effect
             return
@@ -252,17 +149,14 @@ def enlarged(out: Path) -> None:
 def filled(found: Run, job: Job, step: int) -> None:
     """Fill the disk to its last byte before one operation; then free it."""
     with found.case(f"{job.name}: disk filled before {step}"), disk(found, "16m") as out:
-        ballast, seen = out.parent / "ballast", 0
+        ballast = out.parent / "ballast"
 
-        def hook(operation: str, path: Path) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == step:
-                with suppress(OSError), io.FileIO(ballast, "w") as file:
-                    while file.write(bytes(65536)):
-                        pass
+        def fill() -> None:
+            with suppress(OSError), io.FileIO(ballast, "w") as file:
+                while file.write(bytes(65536)):
+                    pass
 
-        ended = run(with_hook((*job.words, "-o", out), hook), found.folder)
+        ended = run(at_operation(step, fill, command(*job.line(out))), found.folder)
         ballast.unlink()
         if ended.code == 0:
             same(job, out)  # no byte was written after this operation
@@ -270,14 +164,14 @@ def filled(found: Run, job: Job, step: int) -> None:
         needed = SPACE.search(refused(ended, out))
         assert needed is not None, ended.stderr
         assert int(needed[2].replace(",", "")) < 65536, f"not what is free: {ended.stderr}"
-        continued(job, out, found.folder)
+        go_on(job, out, found.folder)
 
 
 def too_small(found: Run, job: Job, share: float) -> None:
     """Run on a disk that has a share of the bytes that the output takes; then enlarge it."""
     size = sum(path.stat().st_size for path in (found.folder / f"{job.name}-reference").iterdir())
     with found.case(f"{job.name}: disk of {share:.0%} of the output"), disk(found, f"{int(share * size)}") as out:
-        ended = quantkit(found.folder, *job.words, "-o", out, code=None)
+        ended = quantkit(found.folder, *job.line(out), code=None)
         if ended.code == 0:
             assert share > 0.95, "a disk this small cannot hold the output"
             same(job, out)
@@ -285,20 +179,20 @@ def too_small(found: Run, job: Job, share: float) -> None:
         line = refused(ended, out)
         assert TOO_SMALL.search(line) or SPACE.search(line), line
         enlarged(out)
-        continued(job, out, found.folder)
+        go_on(job, out, found.folder)
 
 
 def without_inodes(found: Run, job: Job, inodes: int) -> None:
     """Run on a disk that has a number of inodes; then give it more."""
     with found.case(f"{job.name}: {inodes} inodes"), disk(found, "16m", f"nr_inodes={inodes}") as out:
-        ended = quantkit(found.folder, *job.words, "-o", out, code=None)
+        ended = quantkit(found.folder, *job.line(out), code=None)
         if ended.code == 0:
-            assert inodes > len(job.expected), "more files than inodes"
+            assert inodes > len(job.files), "more files than inodes"
             same(job, out)
             return
         assert "no inodes left" in refused(ended, out), ended.stderr
         enlarged(out)
-        continued(job, out, found.folder)
+        go_on(job, out, found.folder)
 
 
 # D2: a disk that refuses
@@ -306,7 +200,8 @@ def without_inodes(found: Run, job: Job, inodes: int) -> None:
 
 def refusing(found: Run) -> None:
     """Fail with each other error at each operation, write short at each write, and limit the sizes of files."""
-    made = jobs(found.folder, "rounded", "calibrated")
+    known = Jobs(found.folder)
+    made = known["rounded"], known["calibrated"]
     solved = made[1]
     found.facts["operations"] = {job.name: job.operations for job in made}
     steps = [(error, i, k) for error in ERRORS for i in (0, 1) for k in range(1, made[i].operations + 1)]
@@ -331,7 +226,7 @@ def injected(found: Run, job: Job, error: int, step: int, once: bool) -> None:
     with case(found, f"{job.name}: {errno.errorcode[error]} {'once' if once else 'from'} {step}", out):
         # A disk that fails, or is read-only, deletes nothing either.
         spared = ("unlink",) if error == errno.EDQUOT else ()
-        ended = run(with_hook((*job.words, "-o", out), Fault(step, error, once, spared)), found.folder)
+        ended = run(hooked(command(*job.line(out)), Fault(step, error, once, spared)), found.folder)
         if ended.code == 0:
             same(job, out)
             return
@@ -366,7 +261,7 @@ def shortened(words: Sequence[object], at: int, record: Path | None = None) -> i
 def counted_writes(job: Job, folder: Path) -> int:
     """Count the writes of a job."""
     out = folder / "out"
-    ended = run(partial(shortened, (*job.words, "-o", out), 0, folder / "writes"), folder)
+    ended = run(partial(shortened, job.line(out), 0, folder / "writes"), folder)
     assert ended.code == 0, ended.stderr
     shutil.rmtree(out)
     return int((folder / "writes").read_text())
@@ -376,7 +271,7 @@ def short(found: Run, job: Job, at: int) -> None:
     """Store half of one write, as a network file system may; the rest must follow."""
     out = found.folder / "out"
     with case(found, f"{job.name}: write {at} is short", out):
-        ended = run(partial(shortened, (*job.words, "-o", out), at), found.folder)
+        ended = run(partial(shortened, job.line(out), at), found.folder)
         assert ended.code == 0, ended.stderr
         same(job, out)
 
@@ -389,7 +284,7 @@ def limited(found: Run, job: Job, limit: int, ignored: bool, enough: bool) -> No
         def work() -> int | None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN if ignored else signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            return command(*job.words, "-o", out)()
+            return command(*job.line(out))()
 
         ended = run(work, found.folder)
         if ended.code == 0:
@@ -401,7 +296,7 @@ def limited(found: Run, job: Job, limit: int, ignored: bool, enough: bool) -> No
             assert "file too large" in refused(ended, out), ended.stderr
         else:
             assert ended.code == -signal.SIGXFSZ, f"exit {ended.code}: {ended.stderr}"
-        continued(job, out, found.folder)
+        go_on(job, out, found.folder)
 
 
 # D3: plan's bytes
@@ -455,7 +350,7 @@ def planned(found: Run) -> None:
         **{name: write_model(name, found.folder / name) for name in ("gpt2", "mixtral", "qwen3_moe")},
     }
     words = text(found.folder / "text.txt")
-    assert warmed("quantize", written["llama"], "--method", "rtn", "-o", found.folder / "warm", "-q") == 0
+    warm("quantize", written["llama"], "--method", "rtn", "-o", found.folder / "warm", "-q")
     most = 0
     for name, options in COMBINATIONS:
         out = found.folder / "out"

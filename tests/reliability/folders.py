@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import BROKE, Ended, command, run, warm
-from tests.reliability.stopping import at_operation
+from tests.reliability.jobs import at_operation
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX, FIRST, SECOND = (

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,81 +29,19 @@ from tests.faults import Killed, killer
 from tests.reliability import power, samples
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import Ended, command, run, start, wait, warm
+from tests.reliability.jobs import Job, Jobs, Work, at_operation, hooked, is_commit, same
 
 #: Bytes of one commit of a streamed run, so that a small model has several.
 COMMIT_BYTES = 300_000
 #: Files that a run removes before it publishes.
 WORK = ("lock", JOURNAL, "activations-")
-Hook = Callable[[str, Path], None]
+NAMES = ("calibrated", "fp6", "pruned", "rounded", "mapped")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A command without its output folder, and what a run gives that nobody disturbs."""
-
-    name: str
-    words: tuple[object, ...]
-    files: dict[str, str]
-    report: object
-    operations: int
-    commits: int
-    events: int
-    seconds: float
-
-    def line(self, out: Path, *options: object) -> tuple[object, ...]:
-        return (*self.words, "-o", out, *options)
-
-
-def jobs(folder: Path) -> dict[str, Job]:
-    """Write a model of four blocks; each command runs once when it is first asked for."""
+def jobs(folder: Path) -> Jobs:
+    """Write a model of four blocks, whose streamed runs commit several times."""
     quantize.COMMIT_BYTES = COMMIT_BYTES
-    source, words = samples.model(folder / "source", 4), samples.text(folder / "calib.txt")
-    text = ("--calib", words, *samples.SHORT)
-    lines: dict[str, tuple[object, ...]] = {
-        "int4": ("quantize", source, *text),
-        "fp6": ("quantize", source, "--format", "fp6", *text),
-        "prune": ("prune", source, "--calib", words, "--samples", 4, "--max-length", 64, "-q"),
-        "rtn": ("quantize", source, "--method", "rtn", "-q"),
-        "mapped": ("quantize", source, "--act-budget", "1KB", *text),
-    }
-    warm(*lines["int4"], "-o", folder / "warm")
-
-    class Known(dict[str, Job]):
-        def __missing__(self, name: str) -> Job:
-            self[name] = undisturbed(folder, name, lines[name])
-            return self[name]
-
-    return Known()
-
-
-def undisturbed(folder: Path, name: str, words: tuple[object, ...]) -> Job:
-    """Run a command, and count its operations on the disk, the lines of its journal and its audit events."""
-    out = folder / "whole"
-    counted = folder / "counted.json"
-    seen = [0, 0, 0]
-
-    def work() -> int | None:
-        def operation(what: str, path: Path) -> None:
-            seen[0] += 1
-            seen[1] += is_commit(what, path)
-
-        def event(what: str, values: tuple[Any, ...]) -> None:
-            seen[2] += 1
-
-        files.FAULT = operation
-        sys.addaudithook(event)
-        try:
-            return command(*words, "-o", out)()
-        finally:
-            files.FAULT = None
-            counted.write_text(json.dumps(seen))
-
-    ended = run(work, folder)
-    assert ended.code == 0, ended.stderr
-    operations, commits, events = json.loads(counted.read_text())
-    job = Job(name, words, everything(out), samples.report(out), operations, commits, events, ended.seconds)
-    shutil.rmtree(out)
-    return job
+    return Jobs(folder, 4)
 
 
 def beside_or_not(rng: random.Random) -> None:
@@ -112,20 +49,9 @@ def beside_or_not(rng: random.Random) -> None:
     quantize.BESIDE["cpu"] = rng.random() < 0.5
 
 
-def is_commit(what: str, path: Path) -> bool:
-    """Return whether an operation begins a line of the journal."""
-    return what == "open" and path.name == JOURNAL
-
-
 def everything(out: Path) -> dict[str, str]:
     """Hash every file of an output but the report, and those with which only a run works."""
     return {name: digest for name, digest in samples.digests(out).items() if not name.startswith((".", *WORK))}
-
-
-def same(job: Job, out: Path) -> None:
-    """Ask for the files and the report of a run that nobody disturbed, and for nothing else in the folder."""
-    assert samples.digests(out) == job.files, "other files or bytes"
-    assert samples.report(out) == job.report, "another report"
 
 
 def partial_of(out: Path) -> Path | None:
@@ -141,7 +67,7 @@ def one_of_three_states(job: Job, out: Path) -> int:
     assert {path for path in out.parent.iterdir() if path.name.startswith(out.name)} <= {out, partial}
     if out.exists():
         assert partial is None, "an output and a partial one"
-        same(job, out)
+        assert samples.digests(out) == job.files and samples.report(out) == job.report
     if partial is None:
         return 0
     if (partial / "config.json").exists():
@@ -167,45 +93,38 @@ def resumed(job: Job, out: Path, scratch: Path, kills: int = 1) -> None:
         before = 0 if partial is None else len(read_journal(partial / JOURNAL))
         counted.write_text("")
 
-        def work() -> int | None:
-            def count(what: str, path: Path) -> None:
-                if is_commit(what, path):
-                    with counted.open("a") as file:
-                        file.write("x")
+        def count(what: str, path: Path) -> None:
+            if is_commit(what, path):
+                with counted.open("a") as file:
+                    file.write("x")
 
-            files.FAULT = count
-            return command(*job.line(out, "--resume"))()
-
-        ended = run(work, scratch)
+        ended = run(hooked(command(*job.line(out, "--resume")), count), scratch)
         assert ended.code == 0 and "Traceback" not in ended.stderr, ended.stderr
         again = before + counted.stat().st_size - job.commits
         # The last line of each run may have no more than the times of what was left to do.
         assert again <= kills, f"{again} units of work were committed twice"
+    assert samples.report(out) == job.report, "another report"
     same(job, out)
-    assert [path.name for path in out.parent.iterdir()] == [out.name], "something is left beside the output"
-    shutil.rmtree(out.parent)
+    out.parent.rmdir()
 
 
-def killed_before(work: Callable[[], int | None], operation: int) -> Callable[[], int | None]:
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_before(work: Work, operation: int) -> Work:
     """Return work that is killed before an operation on the disk; after all of them if there are no more."""
 
     def watched() -> int | None:
-        seen = itertools.count(1)  # its numbers differ in all threads
-
-        def hook(what: str, path: Path) -> None:
-            if next(seen) == operation:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.FAULT = hook
         with suppress(SystemExit):
-            work()
-        os.kill(os.getpid(), signal.SIGKILL)
+            at_operation(operation, die, work)()
+        die()
         return None
 
     return watched
 
 
-def killed_at_event(work: Callable[[], int | None], event: int) -> Callable[[], int | None]:
+def killed_at_event(work: Work, event: int) -> Work:
     """Return work that is killed at an event of Python's audit."""
 
     def watched() -> int | None:
@@ -213,7 +132,7 @@ def killed_at_event(work: Callable[[], int | None], event: int) -> Callable[[], 
 
         def hook(what: str, values: tuple[Any, ...]) -> None:
             if next(seen) == event:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
 
         sys.addaudithook(hook)
         return work()
@@ -221,7 +140,7 @@ def killed_at_event(work: Callable[[], int | None], event: int) -> Callable[[], 
     return watched
 
 
-def killed_after(work: Callable[[], int | None], seconds: float, scratch: Path) -> Ended:
+def killed_after(work: Work, seconds: float, scratch: Path) -> Ended:
     """Run work and kill it after some seconds."""
     pid = start(work, scratch)
     time.sleep(seconds)
@@ -242,7 +161,7 @@ def attack_at_random_instants(found: Run) -> None:
     states = {"nothing": 0, "partial": 0, "complete": 0}
     for i in range(found.least):
         rng = found.random("K1", i)
-        job = known[rng.choice(("int4", "int4", "fp6", "prune", "rtn", "mapped"))]
+        job = known[rng.choice(("calibrated", *NAMES))]
         timed = rng.random() < 0.5
         share = rng.random()
         beside_or_not(rng)
@@ -266,8 +185,7 @@ def attack_at_random_instants(found: Run) -> None:
 def attack_at_every_operation(found: Run) -> None:
     """Kill before each operation, and after the last: before an operation is after the one before it."""
     known = jobs(found.folder)
-    chosen = {"pr": ("int4", "fp6", "prune", "rtn", "mapped"), "nightly": ("int4",)}
-    names = chosen.get(found.column, ("int4", "fp6", "prune"))
+    names = {"pr": NAMES, "nightly": NAMES[:1]}.get(found.column, NAMES[:3])
     instants = [(name, k) for name in names for k in range(1, known[name].operations + 2)]
     found.facts["operations"] = {name: known[name].operations for name in names}
     if found.column == "pr":
@@ -290,7 +208,7 @@ def attack_with_power_cuts(found: Run) -> None:
     Two instants may leave the same folder. Then it is continued once, and counts for both.
     """
     known = jobs(found.folder)
-    names = ("int4",) if found.column == "nightly" else ("int4", "fp6", "prune", "rtn", "mapped")
+    names = NAMES[:1] if found.column == "nightly" else NAMES
     kept: dict[str, str] = {}
     for name in names:
         job = known[name]
@@ -388,7 +306,7 @@ def attack_again_and_again(found: Run) -> None:
     kills = 0
     for i in range(found.least):
         rng = found.random("K4", i)
-        job = known[rng.choice(("int4", "fp6", "prune", "rtn", "mapped"))]
+        job = known[rng.choice(NAMES)]
         beside_or_not(rng)
         with found.case(f"case {i}: {job.name}"):
             out, lines = case_folder(found, f"case{i}"), 0
@@ -511,15 +429,11 @@ def costs(found: Run, folder: Path) -> None:
 def killed_in_block(folder: Path, line: tuple[object, ...], out: Path, block: int) -> int:
     """Kill a run when it opens the file of a block; returns the lines of the journal."""
 
-    def work() -> int | None:
-        def hook(operation: str, path: Path) -> None:
-            if operation == "open" and path.name == f"model-{block:05}.safetensors":
-                os.kill(os.getpid(), signal.SIGKILL)
+    def hook(operation: str, path: Path) -> None:
+        if operation == "open" and path.name == f"model-{block:05}.safetensors":
+            die()
 
-        files.FAULT = hook
-        return command(*line, "-o", out)()
-
-    ended = run(work, folder)
+    ended = run(hooked(command(*line, "-o", out), hook), folder)
     partial = partial_of(out)
     assert ended.code == -signal.SIGKILL and partial is not None, ended.stderr
     return len(read_journal(partial / JOURNAL))

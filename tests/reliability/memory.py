@@ -8,18 +8,16 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.io import files
 from tests.promises.model import CONFIG, shapes, write_json
 from tests.reliability.campaign import Family, Run
-from tests.reliability.disk import case, chosen, continued, jobs, same, warmed
-from tests.reliability.forks import Ended, command, run
+from tests.reliability.forks import Ended, command, run, warm
+from tests.reliability.jobs import Job, Jobs, Work, at_operation, case, chosen, continued, same
 from tests.reliability.samples import calibrated, model, one_line, quantkit, text
 
 MIB = 2**20
@@ -52,7 +50,7 @@ def status(name: str) -> int:
     return int(lines[name].split()[0]) * 1024
 
 
-def measured(words: tuple[object, ...], record: Path, room: int | None = None) -> Callable[[], int | None]:
+def measured(words: tuple[object, ...], record: Path, room: int | None = None) -> Work:
     """Return the work of a command line that records the most RAM it had.
 
     With `room`, the system refuses memory as soon as the process has more than so many bytes: RLIMIT_DATA counts
@@ -80,8 +78,8 @@ class Bench:
         self.text = text(folder / "text.txt")
         self.models = {0: model(folder / "small"), 1: model(folder / "wide", 1, **WIDE, num_key_value_heads=8)}
         small = self.models[0]
-        assert warmed("quantize", small, "--method", "rtn", "-o", folder / "warm", "-q") == 0
-        assert warmed(*calibrated(small, self.text, folder / "solved")) == 0
+        warm("quantize", small, "--method", "rtn", "-o", folder / "warm", "-q")
+        warm(*calibrated(small, self.text, folder / "solved"))
         #: The RAM of this process and so of every fork, with all imports.
         self.imported = status("VmRSS")
 
@@ -141,7 +139,7 @@ def insufficient(found: Run) -> None:
     found.facts |= {"slowest refusal in seconds": round(slowest, 2), "refused by comparing": compared}
 
 
-def halved(words: tuple[object, ...], room: int) -> Callable[[], int | None]:
+def halved(words: tuple[object, ...], room: int) -> Work:
     """Return the work of a command line that may use `room` bytes in all."""
 
     def work() -> int | None:
@@ -177,7 +175,7 @@ class Refusing(TorchDispatchMode):
         return made
 
 
-def refusing(words: tuple[object, ...], at: int, record: Path) -> Callable[[], int | None]:
+def refusing(words: tuple[object, ...], at: int, record: Path) -> Work:
     """Return the work of a command line whose large allocation number `at` fails (0: none)."""
 
     def work() -> int | None:
@@ -187,22 +185,14 @@ def refusing(words: tuple[object, ...], at: int, record: Path) -> Callable[[], i
     return work
 
 
-def squeezed(words: tuple[object, ...], step: int, more: int) -> Callable[[], int | None]:
+def squeezed(words: tuple[object, ...], step: int, more: int) -> Work:
     """Return the work of a command line that, from an operation on the disk on, may take `more` bytes and no others."""
-    seen = 0
 
-    def hook(operation: str, path: Path) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == step:
-            limit = status("VmData") + more
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    def squeeze() -> None:
+        limit = status("VmData") + more
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
-    def work() -> int | None:
-        files.FAULT = hook
-        return command(*words)()
-
-    return work
+    return at_operation(step, squeeze, command(*words))
 
 
 def without_memory(found: Run) -> None:
@@ -211,11 +201,12 @@ def without_memory(found: Run) -> None:
     A process that gets not one more page is not tried: there Python's `Thread.start` waits for ever for a thread that
     has died before it began, in transformers' own pool.
     """
-    made = jobs(found.folder, "rounded", "calibrated")
+    known = Jobs(found.folder)
+    made = known["rounded"], known["calibrated"]
     record, out = found.folder / "allocations", found.folder / "out"
     counts = {}
     for job in made:
-        ended = run(refusing((*job.words, "-o", out), 0, record), found.folder)
+        ended = run(refusing(job.line(out), 0, record), found.folder)
         assert ended.code == 0, ended.stderr
         shutil.rmtree(out)
         counts[job.name] = int(record.read_text())
@@ -226,7 +217,7 @@ def without_memory(found: Run) -> None:
     for i, k in chosen(found, steps, 12, "allocation"):
         job = made[i]
         with case(found, f"{job.name}: allocation {k}", out):
-            judged(job, run(refusing((*job.words, "-o", out), k, record), found.folder), out, found.folder)
+            judged(job, run(refusing(job.line(out), k, record), found.folder), out, found.folder)
     limits = [
         (i, k, more) for i in (0, 1) for k in range(1, made[i].operations, 4) for more in (MIB // 4, MIB, 16 * MIB)
     ]
@@ -235,13 +226,13 @@ def without_memory(found: Run) -> None:
     for i, k, more in limits:
         job = made[i]
         with case(found, f"{job.name}: {more} bytes from operation {k}", out):
-            ended = run(squeezed((*job.words, "-o", out), k, more), found.folder)
+            ended = run(squeezed(job.line(out), k, more), found.folder)
             ended_well += ended.code == 0
             judged(job, ended, out, found.folder)
     found.facts["of those limited, completed"] = f"{ended_well} of {len(limits)}"
 
 
-def judged(job: Any, ended: Ended, out: Path, scratch: Path) -> None:
+def judged(job: Job, ended: Ended, out: Path, scratch: Path) -> None:
     """Ask for the same bytes, or for exit code 1 in one line about memory and then the same bytes."""
     if ended.code == 0:
         same(job, out)
@@ -294,7 +285,7 @@ def streaming(found: Run) -> None:
     with tempfile.TemporaryDirectory() as scratch:  # memory has no space for it
         folder = Path(scratch)
         small = model(found.folder / "small")
-        assert warmed("quantize", small, "--method", "rtn", "-o", found.folder / "warm", "-q") == 0
+        warm("quantize", small, "--method", "rtn", "-o", found.folder / "warm", "-q")
         largest = large_model(folder / "model")
         size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
         allowed = 3 * largest + 600 * 10**6

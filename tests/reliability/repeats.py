@@ -21,7 +21,7 @@ from quantkit.pipeline import convert
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import command, run, warm
-from tests.reliability.stopping import at_operation
+from tests.reliability.jobs import at_operation
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Runs several command lines in one new process: `umask threads [[arguments], ...]`. OMP_NUM_THREADS above the number

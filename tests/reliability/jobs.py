@@ -1,0 +1,148 @@
+"""Command lines that families disturb, what each gives when nobody does, and hooks that disturb them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.io import files
+from quantkit.io.journal import JOURNAL
+from tests.reliability import samples
+from tests.reliability.campaign import Run
+from tests.reliability.forks import command, run, warm
+
+Work = Callable[[], int | None]
+#: Called before each operation on the disk, with its name and its path.
+Hook = Callable[[str, Path], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command without its output folder, and what an undisturbed run writes and takes.
+
+    `operations` are those on the disk, `commits` the lines of its journal, `events` those of Python's audit.
+    """
+
+    name: str
+    words: tuple[object, ...]
+    files: dict[str, str]
+    report: object
+    operations: int
+    commits: int
+    events: int
+    seconds: float
+
+    def line(self, out: Path, *options: object) -> tuple[object, ...]:
+        return (*self.words, "-o", out, *options)
+
+    @property
+    def resumes(self) -> bool:
+        return self.words[0] != "pack"
+
+
+class Jobs(dict[str, Job]):
+    """The jobs of a model of some blocks; each runs once when it is first asked for. Forks find all imports done."""
+
+    def __init__(self, folder: Path, blocks: int = 2) -> None:
+        self.folder = folder
+        self.source, self.text = samples.model(folder / "source", blocks), samples.text(folder / "calib.txt")
+        text = ("--calib", self.text, *samples.SHORT)
+        rounding, packed = ("quantize", self.source, "--method", "rtn", "-q"), folder / "packed"
+        self.lines: dict[str, tuple[object, ...]] = {
+            "calibrated": ("quantize", self.source, *text),
+            "fp6": ("quantize", self.source, "--format", "fp6", *text),
+            "pruned": ("prune", self.source, "--calib", self.text, "--samples", 4, "--max-length", 64, "-q"),
+            "rounded": rounding,
+            "mapped": ("quantize", self.source, "--act-budget", "1KB", *text),
+            "pack": ("pack", packed, "--layout", "marlin", "-q"),
+        }
+        warm(*rounding, "-o", packed)
+        warm(*self.lines["calibrated"], "-o", folder / "warm")
+
+    def __missing__(self, name: str) -> Job:
+        words, out, counted = self.lines[name], self.folder / f"{name}-reference", self.folder / "counted.json"
+        seen = [0, 0, 0]
+
+        def work() -> int | None:
+            def operation(what: str, path: Path) -> None:
+                seen[0] += 1
+                seen[1] += is_commit(what, path)
+
+            def event(what: str, values: tuple[Any, ...]) -> None:
+                seen[2] += 1
+
+            sys.addaudithook(event)
+            try:
+                return hooked(command(*words, "-o", out), operation)()
+            finally:
+                files.FAULT = None
+                counted.write_text(json.dumps(seen))
+
+        ended = run(work, self.folder)
+        assert ended.code == 0, ended.stderr
+        stated = samples.digests(out), samples.report(out), *json.loads(counted.read_text())
+        self[name] = Job(name, words, *stated, ended.seconds)
+        return self[name]
+
+
+def is_commit(what: str, path: Path) -> bool:
+    """Return whether an operation begins a line of the journal."""
+    return what == "open" and path.name == JOURNAL
+
+
+def hooked(work: Work, hook: Hook) -> Work:
+    """Return work with a hook before each operation on the disk."""
+
+    def watched() -> int | None:
+        files.FAULT = hook
+        return work()
+
+    return watched
+
+
+def at_operation(number: int, act: Callable[[], object], work: Work) -> Work:
+    """Return work that acts just before its operation `number` on the disk."""
+    seen = itertools.count(1)  # its numbers differ in all threads
+
+    def hook(operation: str, path: Path) -> None:
+        if next(seen) == number:
+            act()
+
+    return hooked(work, hook)
+
+
+def same(job: Job, out: Path) -> None:
+    """Ask for the bytes of an undisturbed run, and for nothing beside them; then remove them."""
+    assert samples.digests(out) == job.files, "other files or bytes"
+    assert [path.name for path in out.parent.glob(f"{out.name}*")] == [out.name], "something is left beside the output"
+    shutil.rmtree(out)
+
+
+def continued(job: Job, out: Path, scratch: Path) -> None:
+    """Continue a run in the way that it offered, and ask for the bytes of an undisturbed one."""
+    assert not out.exists(), "an output folder is there"
+    left = list(out.parent.glob(f"{out.name}.partial-*"))
+    options = ("--resume" if job.resumes else "--overwrite",) if left else ()
+    samples.quantkit(scratch, *job.line(out, *options))
+    same(job, out)
+
+
+@contextmanager
+def case(found: Run, name: str, out: Path) -> Iterator[None]:
+    """Count a case, and leave nothing of it."""
+    with found.case(name):
+        yield
+    for path in out.parent.glob(f"{out.name}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def chosen(found: Run, everything: list[Any], fewer: int, key: str) -> list[Any]:
+    """Return all cases, or in the column for every change a sample of them."""
+    return everything if found.column != "pr" else sorted(found.random(key).sample(everything, fewer))
