@@ -96,16 +96,16 @@ def packed(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-#: One entry of each that a conversion copies.
+#: Of each entry that a conversion copies: a value of another kind, and one that only its readers would refuse.
 COPIED: list[tuple[tuple[Any, ...], Any]] = [
-    *((("recipe_sha256",), value) for value in (5, ["x"], {}, None, HOSTILE)),
-    *((("recipe",), value) for value in (5, [5], {"a": {"": [[[]]]}})),
-    *((("calibration",), value) for value in ("x", {"sources": 5}, {"tokens": {"a": []}})),
-    *((("device",), value) for value in (5, {"a": 1}, HOSTILE)),
-    *((("base",), value) for value in ([], {"name": 5}, {"name": HOSTILE, "revision": {}}, {})),
-    *((("notices",), value) for value in ([5], [HOSTILE], {"a": 1})),
-    *((("layers", 0, key), value) for key in ("digest", "shape", "method", "new") for value in (5, {"a": [1]})),
-    *((("layers", 0, key), value) for key in ("requantized_error", "scale_error", "zeros") for value in ("x", None)),
+    *((("recipe_sha256",), value) for value in (["x"], HOSTILE)),
+    (("recipe",), {"a": {"": [[[]]]}}),
+    *((("calibration",), value) for value in ({"sources": 5}, {"tokens": {"a": []}})),
+    (("device",), HOSTILE),
+    *((("base",), value) for value in ([], {"name": HOSTILE, "revision": {}})),
+    *((("notices",), value) for value in ([5], [HOSTILE])),
+    *((("layers", 0, key), {"a": [1]}) for key in ("digest", "shape", "method", "new")),
+    *((("layers", 0, key), None) for key in ("requantized_error", "scale_error", "zeros")),
 ]
 
 
@@ -142,8 +142,7 @@ def test_a_report_that_is_no_report_is_one_line(text: str, tmp_path: Path) -> No
 
 def test_a_verification_that_is_none_is_drawn_or_one_line(packed: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(packed, tmp_path / "folder")
-    for value in ODD:
-        for text in (json.dumps(value), json.dumps({"ok": True, "hashes": value, "linears": value, "note": value})):
-            (folder / "verify.json").write_text(text)
-            result = call("report", folder, "--html", tmp_path / "page.html", "-q", code=None)
-            assert result.exit_code == 0 or len(result.stderr.splitlines()) == 1
+    for value in ODD[::2]:
+        (folder / "verify.json").write_text(json.dumps({"ok": True, "hashes": value, "linears": value, "note": value}))
+        result = call("report", folder, "--html", tmp_path / "page.html", "-q", code=None)
+        assert result.exit_code == 0 or len(result.stderr.splitlines()) == 1

@@ -19,15 +19,14 @@ from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
-from quantkit.io.journal import JOURNAL
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests import command_line
 from tests.command_line import RTN, call, refused
-from tests.faults import Killed, faults, memory_path
-from tests.folders import hashes, tensors
+from tests.faults import memory_path
+from tests.folders import tensors
 from tests.tiny_models import write_model
 
 calib, tmp_path = command_line.calib, memory_path
@@ -113,35 +112,6 @@ def test_a_partial_last_group_has_the_scale_of_its_own_columns(odd: Path, tmp_pa
     call("convert", "marlin-to-quick", tmp_path / "out", "--pad", "-o", tmp_path / "quick", "-q")
     quick = Checkpoint(tmp_path / "quick")
     assert all(torch.equal(quick.dense(f"{m}.weight"), src.dense(f"{m}.weight")) for m in src.modules())
-
-
-def test_padded_weights_of_a_finished_block_are_unpacked_where_its_activations_are_lost(
-    odd: Path, calib: Path, tmp_path: Path, uninterrupted: dict[str, str]
-) -> None:
-    lines = 0
-
-    def kill(operation: str, path: Path) -> None:
-        nonlocal lines
-        lines += operation == "fsync" and path.name == JOURNAL
-        if lines == 2:
-            raise Killed
-
-    asked = ("quantize", odd, *["--layout", "marlin", "--set", "pad=true", "-q"], "--calib", calib, *GPTQ)
-    asked = (*asked, "-o", tmp_path / "out")
-    with pytest.raises(Killed), faults(kill):
-        call(*asked)
-    (partial,) = tmp_path.glob("out.partial-*")
-    for path in partial.glob("activations-*.bin"):
-        path.unlink()
-    assert "computed again" in call(*asked, "--resume").stderr
-    assert hashes(tmp_path / "out") == uninterrupted
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(odd: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    out = tmp_path_factory.mktemp("whole") / "out"
-    call("quantize", odd, "--layout", "marlin", "--set", "pad=true", "--calib", calib, *GPTQ, "-q", "-o", out)
-    return hashes(out)
 
 
 # ------------------------------------------------------------------------------------------------ the solver alone
