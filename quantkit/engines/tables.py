@@ -504,10 +504,12 @@ _PLAIN, _DEQUANTIZED, _THROUGH, _REGISTERED = (
 )
 #: The line that makes a prompt, and that which makes one for a model with a chat template.
 TEXT_PROMPT = 'prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)'
-CHAT_PROMPT = """messages = [{"role": "user", "content": "What is the capital of France?"}]
-prompt = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-).to(model.device)"""
+CHAT_PROMPT = (
+    'messages = [{"role": "user", "content": "What is the capital of France?"}]\n'
+    "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
+    'return_dict=True, return_tensors="pt")\n'
+    "prompt = prompt.to(model.device)"
+)
 PROMPT = f"""tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 {TEXT_PROMPT}
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
