@@ -14,7 +14,7 @@ from tests.folders import TEXT
 
 #: The name of the folder that everything lies in.
 SECRET = "a-customer-whose-name-nobody-may-know"
-CALIB = ("--samples", 4, "--max-length", 64, "--set", "clip=none")
+CALIB = ("--samples", 4, "--max-length", 64)
 
 
 @pytest.fixture(scope="module")
