@@ -1,8 +1,8 @@
 """The functions that `import quantkit` and the command line share.
 
 An option of the command line and a keyword of `quantize` are one field of `recipes.schema`. So they
-have the same name and the same default (ALGORITHMS 0). The public functions are those of `import
-quantkit`: `keywords` makes their signatures, and spells their errors.
+have the same name and the same default (ALGORITHMS 0). The public functions of `import quantkit`.
+`keywords` makes their signatures, and spells their errors.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class PruneKeywords(PruningKeywords, PublishKeywords, ToldSettings, total=False)
 
 
 class PlanKeywords(RecipeKeywords, FitKeywords, ToldSettings, total=False):
-    """The keywords of `plan`: those of `quantize` that decide its output, and those about another
-    machine.
+    """The keywords of `plan`: the keywords of `quantize` that decide its output, and some about
+    another machine.
     """
 
     gpu_memory: int | None
@@ -114,7 +114,7 @@ def plan(
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
-    """Plan what `quantize` would write and need, without computing anything.
+    """Plan the files, memory and time of `quantize`, without computing anything.
 
     The keywords are those of `quantize`. The plan has the exact bytes of every file, an estimate of
     the memory, and every weight that does not fit. Its `refusal` is the error that `quantize` would
@@ -338,9 +338,9 @@ def pack(
 
     `expect` is the layout that the source must have. If the layout does not hold a weight's scheme,
     the weight is recast: the same values in a scheme that it holds (LAYOUTS 11). Only config.json
-    and the weight files are read, a few weights at a time. LayoutError lists every weight that the
-    layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes
-    are not those that its report recorded.
+    and the weight files are read, a few weights at a time. LayoutError lists every weight whose
+    shape or scheme the layout cannot hold, or names a weight whose data it cannot hold.
+    CheckpointError if a weight's codes differ from its report.
 
     Example:
 
@@ -464,10 +464,10 @@ def verify(
     time.
 
     `against` is a checkpoint to compare with, dense tensors included. `device` "auto" takes a GPU
-    if it can run the kernels. Codes that nothing can be compared with are a failure, unless
-    `unsealed`: there is no report, the weight files state no digests, and `against` is not given.
-    The installed `engine` opens the folder, with `engine_args` for `vllm.LLM`, and must compute the
-    log-probabilities of the decoded model, up to rounding.
+    if it can run the kernels. Codes without a report, without digests in their weight files and
+    without `against` are a failure, unless `unsealed`. The installed `engine` opens the folder,
+    with `engine_args` for `vllm.LLM`, and must compute the log-probabilities of the decoded model,
+    up to rounding.
 
     CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that
     changed since it was written is a failure instead. KernelError if a kernel fails, or if a GPU
@@ -519,9 +519,7 @@ def _packing(options: PackKeywords) -> dict[str, Any]:
 def _split(
     options: Mapping[str, Any],
 ) -> tuple[RunKeywords, PublishKeywords, FitOptions, dict[str, Any]]:
-    """Separate the options of a run, those that publish its output, those of a target, and those of
-    its recipe.
-    """
+    """Separate options of a run, of publishing, of a target size and of the recipe."""
     kinds = [{field.name for field in fields(kind)} for kind in (RunOptions, FitOptions)]
     kinds.append({*PublishKeywords.__annotations__})
     run, fitted, publishing = (
@@ -550,7 +548,7 @@ def build_pruning(
 
 
 def _patterns(skip: str | Iterable[str] | None) -> list[str]:
-    """List patterns, of which a string is one."""
+    """List the patterns; a string is a single pattern."""
     return [skip] if isinstance(skip, str) else list(skip or ())
 
 

@@ -1,7 +1,6 @@
-"""The errors that a user can meet, and the options that their messages name.
+"""Errors for users, and the options that their messages name.
 
-An error says what it is about (`subject`), which rule is broken (`rule`) and what helps
-(`ways_out`):
+An error has a subject (`subject`), the broken rule (`rule`) and remedies (`ways_out`):
 
     raise LayoutError(
         "MARLIN is symmetric only",
@@ -10,11 +9,10 @@ An error says what it is about (`subject`), which rule is broken (`rule`) and wh
         subject=name,
     )
 
-A text that names an option is `Words`. As a string it is the text of the command line, "use
---layout gptq-v2"; its `python` is that of the API, 'use layout="gptq-v2"'. A text without options
-is a plain string. An f-string makes a plain string of `Words`, so put `Words` together with
-`Words`. The command line prints an error as one line and exits with its code. Any other exception
-is a bug.
+A text that names an option is `Words`. `str(error)` is the text of the command line, "use --layout
+gptq-v2"; `error.python` names keywords, 'use layout="gptq-v2"'. A text without options is a plain
+string. An f-string makes a plain string of `Words`, so put `Words` together with `Words`. The
+command line prints an error as one line and exits with its code. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any, TypeVar
 
 _Words = TypeVar("_Words", bound="Words")
 
-#: What torch, Python and other libraries say when the system gives no memory or no thread.
+#: Messages of torch, Python and other libraries for a lack of memory or threads.
 EXHAUSTED = (
     "DefaultCPUAllocator: can't allocate memory",
     "can't start new thread",
@@ -172,12 +170,11 @@ FILE, NAME = Words("FILE"), Words("NAME")
 
 
 class QuantkitError(Exception):
-    """The base of all errors that a user can meet: a request that cannot be carried out, in one
-    line.
+    """Base class of errors for users: a request that cannot be carried out, in one line.
 
-    `subject` is the tensor, file or option that it is about, or None. `rule` says what is wrong,
-    and each of `ways_out` what to do instead. `exit_code` is the code with which the command line
-    ends. `str` gives the text of the command line, or that of the API `for_python`.
+    `subject` is the tensor, file or option that it is about, or None. `rule` is the broken rule,
+    and each of `ways_out` an instruction that helps. `exit_code` is the exit code of the command
+    line. `str` gives the text of the command line, or that of the API `for_python`.
     """
 
     exit_code = 1
@@ -201,7 +198,7 @@ class QuantkitError(Exception):
         return self.typed.python if self.for_python else self.typed
 
     def to_python(self) -> None:
-        """Let this error, and those behind it, name keywords instead of options; `typed` stays."""
+        """Make this error and its causes name keywords instead of options. `typed` stays."""
         error: BaseException | None = self
         while error is not None:
             if isinstance(error, QuantkitError):
@@ -238,7 +235,7 @@ class HubError(QuantkitError):
 
 
 class VerificationError(QuantkitError):
-    """A folder whose files or weights are not those that were written."""
+    """A folder whose files or weights differ from what was written."""
 
     exit_code = 3
 
@@ -272,9 +269,7 @@ def require_known(kind: str, value: object, names: Collection[str]) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error, or one that it followed, says that the system gives no memory or no
-    thread.
-    """
+    """Return True if an error, or its cause, is a lack of memory or threads."""
     torch = sys.modules.get("torch")
     kinds = (MemoryError, *((torch.OutOfMemoryError,) if torch else ()))
     chain: list[BaseException] = [error]

@@ -50,8 +50,8 @@ class Stop:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Let requests wait inside; the caller asks for them with `check`, and once
-        more behind it.
+        """Defer requests inside the context. The caller polls them with `check`, and once more
+        afterwards.
         """
         self._loops += 1
         try:

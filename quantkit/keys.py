@@ -40,7 +40,7 @@ class Key:
     in Python and of a flag, if it differs from the key's. `negated` says that the keyword is the
     opposite of the key. `form` is the type in a file, and `typed` the annotation of the keyword, if
     they differ from the field's. A key that `may_lack` is left out of a file while it has its
-    default. `pruning` says that `prune` has it too, or with which type. `choices` are the usual
+    default. `pruning`: whether `prune` has the key too, or its type there. `choices` are the usual
     keys of the `module:variable` named by `table`: a program may have registered more there.
     `keys_of` fills in `path`, `type` and `default`, which is `...` for a key that has none.
     """
@@ -133,7 +133,7 @@ class Key:
 
     @property
     def help_text(self) -> str:
-        """The help with the default behind it, as one sentence."""
+        """The help and the default as one sentence."""
         return f"{self.help} [{self.default_text}]." if self.default_text else f"{self.help}."
 
     def read(self, value: Any, strict: bool = True) -> Any:
@@ -184,9 +184,7 @@ def section(help: str, kind: type, heading: str = "", pruning: bool = False) -> 
 
 
 def keys_of(declared: type[Any], *above: str) -> tuple[Key, ...]:
-    """List the keys that the fields of a dataclass declare, those of its sections included, in the
-    order of a file.
-    """
+    """List the keys that a dataclass and its sections declare, in the order of a file."""
     return _keys(cast(Hashable, declared), above)
 
 
@@ -271,8 +269,8 @@ def shown(value: Any) -> str:
 
 
 def _type(declared: type, name: str) -> Any:
-    """Evaluate the annotation of one field in its module: others may name what only type checkers
-    import.
+    """Evaluate one field's annotation in its module. Other annotations may name imports for type
+    checkers only.
     """
     home = next(each for each in declared.__mro__ if name in vars(each).get("__annotations__", {}))
     alone = SimpleNamespace(__annotations__={name: home.__annotations__[name]})

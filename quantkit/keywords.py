@@ -18,8 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.io.paths import at_home
 
-#: The least values of counts, in every function that has them; those of recipes are in their
-#: schema.
+#: The least values of counts in all functions. The schema has those of recipe keys.
 LEAST = {
     "limit": 1,
     "shots": 0,
@@ -36,8 +35,8 @@ def api_function(
     """Make a function of the Python API: its signature lists the keywords, and its errors name
     them.
 
-    Keywords that are an unpacked TypedDict have the `given` defaults, or those of the functions
-    `like`, or else None.
+    Keywords of an unpacked TypedDict default to `given`, else to the defaults of the functions
+    `like`, else to None.
     """
     defaults = {
         name: parameter.default
@@ -116,7 +115,7 @@ def _spelled_out(function: Callable[..., Any], defaults: dict[str, Any]) -> insp
 
 
 def _classes(kind: Any) -> tuple[type, ...]:
-    """List the classes of the values of a type; of a choice, those of its members."""
+    """List the classes of a type's values; for a Literal, the classes of its members."""
     if kind is Any:
         return (object,)
     origin = get_origin(kind)

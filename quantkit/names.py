@@ -23,8 +23,7 @@ LAYOUTS = (
     "marlin24",
     "marlin24-ct",
 )
-#: Layouts that a kernel of quantkit multiplies -> the module of `kernels` that launches it, which
-#: has the name of a layout too.
+#: Layout with a kernel -> the module of `kernels` that launches it.
 KERNELS = {
     "marlin": "marlin",
     "marlin24": "marlin24",
@@ -42,8 +41,8 @@ SERVERS = {"vllm": "vLLM"}
 MOST_TOKENS = 32768
 
 Method = Literal["gptq", "rtn"]
-#: How the two that stay of four are chosen; `sparsegpt` also updates them, to compensate for those
-#: that go.
+#: Rules that choose two of four values. `sparsegpt` also updates these, to compensate for the
+#: removed ones.
 Rule = Literal["magnitude", "wanda", "sparsegpt"]
 Clip = Literal["none", "search"]
 Metric = Literal["mse", "diag", "block"]

@@ -123,8 +123,8 @@ class Event:
     total: int | None
 
 
-#: A function that a caller is told of each step by. An exception that it raises ends the run
-#: between two items.
+#: The caller's function, called at each step. An exception that it raises ends the run between two
+#: items.
 Listener = Callable[[Event], object]
 
 
@@ -163,9 +163,7 @@ class Reporter(Progress):
 
 
 def reporter(progress: Progress | Listener | None) -> Progress:
-    """Return the progress that a caller of the API gave, or one that reports to the
-    function given.
-    """
+    """Return the caller's progress, or wrap its function in one."""
     return progress if isinstance(progress, Progress) else Reporter(progress)
 
 
@@ -258,7 +256,7 @@ def _bar_class() -> Any:
 
 
 def _columns() -> int:
-    """Count the columns that a bar may fill: all but the last one, because some terminals wrap
+    """Count the columns that a bar may fill. The last is left free, because some terminals wrap
     after it.
     """
     try:

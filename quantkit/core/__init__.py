@@ -1,5 +1,5 @@
 """Number formats, schemes, the record of a quantized weight, and 2:4 sparsity: the types that all
 others build on.
 
-They depend on torch alone. Begin with `QuantizedTensor`.
+They depend on nothing but torch. Begin with `QuantizedTensor`.
 """

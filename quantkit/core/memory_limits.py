@@ -44,7 +44,7 @@ class Limit:
 def memory_limits(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> list[Limit]:
-    """List every limit that this system reports; none for one that is not set."""
+    """List every limit that is set on this system."""
     own = _own_pages(proc)
     found = [*_cgroup_limits(proc, cgroups, own.resident)]
     if (free := free_memory(proc, swap=True)) is not None:
@@ -84,8 +84,8 @@ def release_heap() -> None:
 
 
 def require_memory_for_imports(*, computes: bool) -> None:
-    """Raise QuantkitError if ulimit -v or -d is too small to import torch, or all that a command
-    needs that `computes`.
+    """Raise QuantkitError if ulimit -v or -d is too small to import torch or, for a command that
+    `computes`, all libraries.
 
     The libraries would abort the process, or end it in any error.
     """

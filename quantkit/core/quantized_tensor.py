@@ -1,7 +1,7 @@
 """`QuantizedTensor`: the record of a quantized weight, through which every weight passes.
 
 Algorithms produce it, layouts pack it and unpack to it. There is no third state: quantized weights
-are never kept as rounded floats.
+are never stored as rounded floats.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class QuantizedTensor:
 
 
 def concatenated(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Put the rows of records of one scheme into one record."""
+    """Join records of one scheme by their rows."""
     if len(parts) == 1:
         return parts[0]
     codes, scales = (

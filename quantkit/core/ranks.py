@@ -27,7 +27,7 @@ from quantkit.progress import Progress
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: A rank may wait for another one that reads or solves. If one dies, its connections end, and
+#: A rank may wait for another rank that reads or solves. If one dies, its connections end, and
 #: nobody waits for it.
 PATIENCE = timedelta(days=7)
 #: Tensors on GPUs are sent only when all ranks are ready. NCCL does not see that a process has died
@@ -35,14 +35,14 @@ PATIENCE = timedelta(days=7)
 MOVING = timedelta(minutes=5)
 #: Divided rows begin at multiples of this, as the products on a CPU and the tiles on a GPU do.
 ROWS = 256
-#: Says that a rank has died, and what to do.
+#: The message when a rank has died, with the way out.
 LOST = (
     "another process of this run has ended (killed, or out of memory)",
     Words(
         "run the same command again, with", Option("resume", True), "if a .partial- folder was left"
     ),
 )
-#: Values of so many bytes move at once, or a larger one alone.
+#: Bytes of values that move at once; a larger value moves by itself.
 MOVED_BYTES = 2**30
 
 
@@ -100,7 +100,7 @@ class Ranks:
         return slice(first, end)
 
     def owners(self, costs: Sequence[int]) -> list[int]:
-        """Choose a rank for each task: those of the largest cost first, each to the rank with the
+        """Choose a rank for each task: tasks by falling cost, each to the rank with the
         least work.
         """
         work, owners = [0] * self.count, [0] * len(costs)
@@ -296,8 +296,8 @@ class Ranks:
         own: Sequence[list[Tensor]],
         owners: Sequence[int | None],
     ) -> dict[tuple[int, int], list[Tensor]]:
-        """Move the tensors of values, each from a source, at once and in both directions; returns
-        what came here.
+        """Exchange tensors between ranks, all at once and in both directions. Returns the received
+        values.
         """
         from torch import distributed
 
@@ -349,7 +349,7 @@ ALONE = Ranks()
 
 
 def ranks() -> Ranks:
-    """Find the ranks of the process group that this process has joined; ALONE if there is none."""
+    """Find the ranks of the process group that this process has joined, or ALONE."""
     from torch import distributed
 
     if (
@@ -377,9 +377,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _is_told(error: BaseException) -> bool:
-    """Return True if the error can be sent and is one that a user can meet: then all ranks raise
-    it.
-    """
+    """Return True if a user can meet this error and it can be sent. All ranks then raise it."""
     if not (
         isinstance(error, QuantkitError | KeyboardInterrupt | OSError) or is_out_of_memory(error)
     ):

@@ -59,7 +59,7 @@ class Scheme:
         return k // self.group_size
 
     def padded_k(self, k: int) -> int:
-        """Round `k` up to whole groups, and for 2:4 to whole quads."""
+        """Round `k` up to whole groups, and for 2:4 to a multiple of four."""
         unit = lcm(self.group_size or 1, sparsity.QUAD if self.sparsity else 1)
         return -(-k // unit) * unit
 

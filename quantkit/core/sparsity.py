@@ -1,9 +1,9 @@
-"""2:4 sparsity: of each aligned four columns of a row, a quad, at most two values are nonzero
+"""2:4 sparsity: of each aligned group of four columns in a row, at most two values are nonzero
 (docs/algorithms.md 9).
 
-Scores decide which two stay: the larger ones, and the lower index if scores are equal. Every entry
-is compared with the other three and stays if it beats two of them. There is no sort, so ties have
-the same result on every device.
+The two larger scores stay; of equal scores, the lower index. Every entry is compared with the other
+three and stays if it beats two of them. There is no sort, so ties have the same result on every
+device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from quantkit.errors import LayoutError, Setting, Words
 
 QUAD = 4
 _PAIRS = tuple(combinations(range(QUAD), 2))
-#: Values that are checked, and scores that are compared, at a time: intermediate tensors stay
-#: small.
+#: Values that are checked or compared at a time, so that intermediate tensors stay small.
 BLOCK = 2**19
 
 
 def quads(k: int) -> int:
-    """Count the quads of a row of `k` columns; raise LayoutError if 4 does not divide `k`."""
+    """Count the groups of four in a row of `k` columns. Raises LayoutError if 4 does not divide
+    `k`.
+    """
     if k % QUAD:
         raise LayoutError(
             f"2:4 sparsity needs k to be a multiple of 4, and it is {k}",
@@ -47,10 +48,10 @@ def best_two(scores: Tensor) -> Tensor:
 
 
 def mask(scores: Tensor) -> Tensor:
-    """Mark the two largest `scores` `[n, k]` (float) of each quad, the lower index on ties, as bool
-    `[n, k]`.
+    """Mark the two largest `scores` `[n, k]` (float) of each group of four, the lower index on
+    ties, as bool `[n, k]`.
 
-    NaN counts as the least score, so that two stay in every quad. LayoutError unless 4 divides k.
+    NaN counts as the least score, so that two stay in every group. LayoutError unless 4 divides k.
     """
     n, k = scores.shape
     kept = torch.empty(n, quads(k), QUAD, dtype=torch.bool, device=scores.device)
@@ -75,8 +76,8 @@ def weight_mask(weight: Tensor, diagonal: Tensor | None = None) -> Tensor:
 
 
 def check(values: Tensor, zero: int = 0) -> None:
-    """Raise LayoutError, with row and columns, unless at most two of each quad of `values` `[n, k]`
-    differ from `zero`.
+    """Raise LayoutError, with row and columns, unless at most two of each group of four `values`
+    `[n, k]` differ from `zero`.
 
     `values` are bool or uint8.
     """
@@ -103,7 +104,9 @@ def check(values: Tensor, zero: int = 0) -> None:
 
 
 def _nonzero(values: Tensor, zero: int) -> Tensor:
-    """Give one int32 for each quad, flat: its byte `i` is 1 if value `i` is not `zero`, or 0."""
+    """Give one int32 for each group of four, flat: byte `i` is 1 if value `i` is not `zero`, else
+    0.
+    """
     quad = aligned(values.view(torch.uint8), torch.int32).view(-1).view(torch.int32)
     return (
         (quad ^ zero * 0x01010101).view(torch.uint8).clamp_(max=1).view(torch.int32)

@@ -21,6 +21,6 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 
 
 def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Make a tensor contiguous, at an offset in memory at which it can be viewed as `dtype`."""
+    """Make a tensor contiguous and aligned, so that it can be viewed as `dtype`."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.storage_offset() * tensor.itemsize % dtype.itemsize else tensor

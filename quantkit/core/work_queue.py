@@ -19,8 +19,8 @@ class WorkQueue:
     """Run tasks in order, `beside` the caller's work in one thread, else at once in `put`.
 
     A task may use the tensors that the caller had made on `device` when it put the task. The first
-    exception of a task drops the tasks behind it. It is raised by the next call, and at the end of
-    the `with` block. If the block fails itself, the tasks that wait are finished first. If it was
+    exception of a task drops all later tasks. It is raised by the next call, and at the end of the
+    `with` block. If the block fails itself, the tasks that wait are finished first. If it was
     interrupted, they are dropped.
     """
 

@@ -1,3 +1,3 @@
-"""Dated tables about other programs: which folders they open, which kernels they choose, which
-linears they join.
+"""Dated tables about other programs: the folders that they open, their kernels, the linears that
+they join.
 """

@@ -1,4 +1,4 @@
-"""Linears by their names: which ones engines join, keep dense, split over GPUs, or feed the same
+"""Linears by name: which linears engines join, leave dense, split over GPUs, or feed the same
 input.
 
 Engines look a joined linear up in the public config under its own name. So the members of a group
@@ -42,7 +42,7 @@ class NeverQuantized(NamedTuple):
     pattern: str
 
 
-#: Linears that vLLM keeps dense, whatever the config says.
+#: Linears that vLLM never quantizes.
 NEVER_QUANTIZED = (
     NeverQuantized("Mamba-1 mixers", ("jamba", "mamba", "falcon_mamba"), r".*\.(mamba|mixer)\..*"),
     NeverQuantized("projections of short convolutions", ("lfm2_moe",), r".*\.conv\..*"),
@@ -53,11 +53,10 @@ NEVER_QUANTIZED = (
         r".*\.indexer\.(wk|weights_proj)",
     ),
 )
-#: End of a name -> the end by which some engines ask for it: joined linears of GLM-4V's towers,
-#: heads of draft layers.
+#: Suffix of a stored name -> suffix that some engines use: joined linears of GLM-4V's towers, heads
+#: of draft layers.
 ALIASES = {"qkv": "qkv_proj", "shared_head.head": "head"}
-#: Names under which engines ask for the experts of a layer, whatever their linears are called in
-#: the checkpoint.
+#: Names that engines use for the experts of a layer; those in the checkpoint may differ.
 EXPERTS = ("", ".0.gate_proj", ".0.up_proj", ".0.down_proj")
 #: Linears that get the same input tensor, which quantkit multiplies at once; a model may lack some
 #: names of a row.
@@ -87,12 +86,14 @@ def joined_name(module: str) -> str | None:
 
 
 def is_expert(module: str) -> bool:
-    """Return True for a linear of one of several experts."""
+    """Return True for a linear of an expert."""
     return _EXPERT.fullmatch(module) is not None
 
 
 def fused_groups(modules: Iterable[str]) -> dict[str, list[str]]:
-    """Group `modules` by the linear that engines join them into; groups of one are left out."""
+    """Group `modules` by the linear that engines join them into. Groups of a single module are left
+    out.
+    """
     groups: dict[str, list[str]] = {}
     for module in modules:
         if (joined := joined_name(module)) is not None:
@@ -101,7 +102,7 @@ def fused_groups(modules: Iterable[str]) -> dict[str, list[str]]:
 
 
 def asked_names(joined: str, members: list[str]) -> list[str]:
-    """List the names by which engines look up a joined linear, besides its members' names."""
+    """List further names by which engines look up a joined linear."""
     if not is_expert(members[0]):
         return [joined]
     return [name for ending in EXPERTS if (name := joined + ending) not in members]

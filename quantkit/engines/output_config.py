@@ -58,8 +58,8 @@ def quantization_config(
 
 
 def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
-    """State the scheme of each joined linear too, if its members share one that its own name does
-    not get.
+    """State the scheme of each joined linear too, if its members share a scheme that no pattern
+    gives to its name.
 
     `modules` are the quantized linears. A config of exact names does not match joined linears. The
     same holds for a group that is dense as a whole, and for a dense linear that engines ask for by

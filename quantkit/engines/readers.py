@@ -28,8 +28,8 @@ CAUSAL = AUTO_CLASSES[False][0]
 def readers_of(
     folder: Folder, engines: Iterable[Engine] = ENGINES
 ) -> Iterator[tuple[Reader, list[str]]]:
-    """Yield the rows about folders such as this one, each with the traits for which its program
-    does not open it.
+    """Yield the table rows that apply to this folder, each with the traits that its program
+    refuses.
     """
     for reader in (reader for engine in engines for reader in engine.readers):
         known = not reader.layouts or folder.layout in reader.layouts
@@ -45,8 +45,7 @@ def opened_by(folder: Folder) -> list[str]:
 def use_of(
     reader: str, chats: bool = False, auto_class: str = CAUSAL
 ) -> tuple[str, str, str] | None:
-    """Find a title, a language and the commands by which a reader, as `opened_by` names it, opens
-    FOLDER.
+    """Find how a reader from `opened_by` opens FOLDER: a title, a language and commands.
 
     The model `chats` if it has a chat template. `auto_class` of transformers builds it.
     """
@@ -70,8 +69,8 @@ def engine_of(reader: str) -> Engine | None:
 
 
 def limit_of_signed_scales(engine: Engine | None, layout: str) -> Words | None:
-    """Say in which use an engine computes wrongly with negative scales in a layout, and what helps;
-    None if in none.
+    """Describe the use in which an engine misreads negative scales of a layout, with a way out;
+    None if there is none.
     """
     limit = engine.signed if engine is not None else None
     if limit is None or layout not in limit.layouts:
@@ -80,8 +79,8 @@ def limit_of_signed_scales(engine: Engine | None, layout: str) -> Words | None:
 
 
 def refusals(folder: Folder) -> list[str]:
-    """Say in one line for each trait which programs read the layout but do not open this folder,
-    and the way out.
+    """Describe each trait in a line: the programs that read the layout but refuse this folder, and
+    the way out.
     """
     found: dict[str, list[str]] = {}
     for reader, reasons in readers_of(folder):

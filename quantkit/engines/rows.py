@@ -13,7 +13,7 @@ from quantkit.engines.joined import fused_groups, is_expert
 if TYPE_CHECKING:
     from quantkit.core.scheme import Scheme
 
-#: The source of rows about programs that nobody asked, and what stands behind their names.
+#: The source of rows about programs that nobody ran, and the remark behind their names.
 PUBLISHED = "docs/layouts.md 10, from the programs' published documentation; not tried here"
 UNTRIED = " (by its documentation, not tried)"
 
@@ -52,7 +52,7 @@ class Folder:
 
     @property
     def mixed_groups(self) -> list[tuple[str, set[str]]]:
-        """The groups of linears that engines join, and that are treated differently: members and
+        """Groups of linears that engines join although their treatments differ: members and
         treatments.
         """
         found = []
@@ -105,12 +105,11 @@ class Reader:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel that an engine chooses for the weights that the row is about; None if the engine
-    has none.
+    """The kernel that an engine chooses for these weights; None if the engine has none.
 
     `capabilities` are compute capabilities of GPUs, None for any. `bits` are widths of integers; a
-    row with `zeros` is about zero points alone. `n_unit` and `k_unit` divide the shape of the
-    joined weight. `why` describes the engine without a kernel.
+    row with `zeros` is about zero points only. `n_unit` and `k_unit` divide the shape of the joined
+    weight. `why` describes the engine without a kernel.
     """
 
     layouts: tuple[str, ...]
@@ -148,9 +147,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Limit:
-    """A use in which a program computes wrongly with folders of some layouts: in words, and how to
-    avoid it.
-    """
+    """A use in which a program miscomputes folders of some layouts, with a way to avoid it."""
 
     layouts: tuple[str, ...]
     words: str

@@ -94,8 +94,7 @@ def _unknown_outside(folder: Folder) -> bool:
     return any(not drafted or HEAD_PARTS.match(f"{module}.") for module in folder.outside)
 
 
-#: Model types for which vLLM 0.26.0 has no class, or that are newer, as it said itself
-#: (benchmarks/census.json).
+#: Model types without a class in vLLM 0.26.0, by its own answer (benchmarks/census.json).
 _NO_CLASS = """
 apertus1p5 apertus1p5_text aria_text axk2 aya_vision bailing_hybrid bamba bart beam bert
 bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blt
@@ -302,8 +301,7 @@ _WIDTHS = (
     "vLLM 0.26.0's own choice for tiny models of each width, asked on a CPU as if this GPU were "
     "there, 2026-11-26"
 )
-#: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no
-#: difference.
+#: Traits that vLLM's class of a model refuses in every layout, asked for docs/models.md.
 _CLASSES = (
     "topk",
     "by heads",
@@ -502,7 +500,7 @@ _PLAIN, _DEQUANTIZED, _THROUGH, _REGISTERED = (
         "after quantkit.register()",
     )
 )
-#: The line that makes a prompt, and that which makes one for a model with a chat template.
+#: Python lines that make a prompt: of plain text, and by a chat template.
 TEXT_PROMPT = 'prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)'
 CHAT_PROMPT = (
     'messages = [{"role": "user", "content": "What is the capital of France?"}]\n'
@@ -581,9 +579,9 @@ QUANTKIT = Engine(
     uses={"quantkit.load": ("quantkit", "python", _QUANTKIT)},
 )
 
-#: In the order in which readers are named.
+#: Ordered as readers are named.
 ENGINES = (VLLM, SGLANG, GPTQMODEL, TRANSFORMERS, OTHERS, QUANTKIT)
-#: What vLLM is started with, so that quantkit's kernels serve layouts of others.
+#: The option of vLLM by which quantkit's kernels serve the public layouts.
 BY_QUANTKIT = "--quantization quantkit"
 #: Values of `plan --target`.
 TARGETS = {engine.target: engine for engine in ENGINES if engine.target is not None}

@@ -12,8 +12,7 @@ from typing import Any
 from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io.json_files import entries, shown
 
-#: Keys of a config that count layers, which have tensors of their own, and smaller parts; and that
-#: are sizes.
+#: Keys of a config by their meaning: counts of layers, counts of smaller parts, sizes.
 _LAYERS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 _PARTS = re.compile(r"(experts|heads?|groups?|labels|codebooks)$")
 _SIZE = re.compile(r"(size|dims?|rank|width|embd|inner|model|ctx|positions|words)$|^d_")
@@ -103,8 +102,8 @@ def check_sizes(config: dict[str, Any], path: Path, tensors: int, nbytes: int) -
 
 
 def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
-    """Yield (key, number) for the numbers that a JSON value holds at any depth; those of a list
-    have its key.
+    """Yield (key, number) for each number in a JSON value, at any depth. Numbers of a list have the
+    list's key.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield key, value

@@ -1,6 +1,4 @@
-"""Digests of single tensors, kept in a weight file's own metadata: a lost report does not lose
-them.
-"""
+"""Digests of single tensors in a weight file's own metadata: a lost report does not lose them."""
 
 from __future__ import annotations
 

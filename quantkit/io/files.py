@@ -24,7 +24,7 @@ from torch import Tensor
 from quantkit.core.tensors import raw_bytes
 from quantkit.errors import CheckpointError, Option, Words
 
-#: What to do once a disk that was full has space.
+#: The way out when a disk was full.
 AGAIN = Words("run again, with", Option("resume", True), "if a .partial- folder was left")
 FAULT: Callable[[str, Path], None] | None = None
 """Called with "open", "write", "fsync", "rename", "mkdir" or "unlink" and a path, before each."""
@@ -286,8 +286,8 @@ def _replacing(path: Path, needed: int, durable: bool = True) -> Iterator[Binary
 
 @contextmanager
 def _where_supported() -> Iterator[list[OSError]]:
-    """Drop, into the list that is yielded, the error of a call that the file system
-    does not have.
+    """Catch the error of a call that the file system does not have, and append it to the yielded
+    list.
     """
     dropped: list[OSError] = []
     try:

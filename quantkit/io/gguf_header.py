@@ -27,7 +27,7 @@ TEXT, LIST = 8, 9
 #: The most bytes of all texts, values of all lists (readers keep an object for each), tensors, and
 #: dimensions. A vocabulary of 262,144 tokens has 1.3 million values with its merges.
 TEXT_LIMIT, VALUES_LIMIT, TENSORS_LIMIT, RANK_LIMIT = 2**26, 2**21, 10**5, 4
-#: The longest list whose values are kept.
+#: The longest list whose values are stored.
 KEPT = 2**10
 
 

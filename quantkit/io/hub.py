@@ -1,4 +1,4 @@
-"""Distinguish an unreachable hub from one that refuses, because the remedies differ."""
+"""An unreachable hub and a refusal are different errors, because their remedies differ."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def decode_floats(value: Any) -> Any:
 
 
 def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, Any]:
-    """Parse the bytes of a JSON object; CheckpointError, naming `path`, for what `load_json`
-    refuses.
+    """Parse the bytes of a JSON object. Raises CheckpointError, naming `path`, as
+    `load_json` does.
     """
 
     def number(text: str) -> float:

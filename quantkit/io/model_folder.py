@@ -88,10 +88,10 @@ DOWNLOADED = (
 )
 #: Tokenizers of Mistral's own format have a version after their ending, like `tokenizer.model.v3`.
 VERSIONED = re.compile(r"tokenizer\.model\.v\w+")
-#: Describes an adapter. With PEFT, transformers opens the base model that it names, not the weights
-#: beside it.
+#: Describes an adapter. With PEFT, transformers opens the base model that the adapter names, and
+#: ignores the weights beside it.
 ADAPTER = "adapter_config.json"
-#: Describe weights that are left out too: those of an adapter, and in Mistral's own format.
+#: Describe weight files that are left out: of an adapter, or in Mistral's own format.
 FOREIGN = (ADAPTER, "params.json")
 #: The most bytes of a model card that are read for its front matter.
 CARD_LIMIT = 2**16
@@ -182,9 +182,7 @@ def require_inside(folder: Path, listing: Iterable[str]) -> None:
 
 
 def opened(folder: Path) -> list[str]:
-    """List the files beside the weights that libraries open by names of their own; `folder` is a
-    real path.
-    """
+    """List the non-weight files that libraries open by fixed names. `folder` is a real path."""
     with files.guarded(folder):
         names = _with_templates(folder, sorted(os.listdir(folder)))
         return [name for name in names if _is_opened(name) and (folder / name).is_file()]
@@ -258,8 +256,7 @@ def shards(
 
 
 def companions(folder: Path, weights: Collection[str] = (), code: bool = False) -> Companions:
-    """Sort the files beside the `weights` that are read; CheckpointError for a link out of the
-    folder.
+    """Sort the files that are no `weights`. Raises CheckpointError for a link out of the folder.
 
     Every small file of data at the top goes along, and with `code` the Python files. Hidden files
     belong to the repository, not to the model.

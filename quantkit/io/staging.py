@@ -92,7 +92,7 @@ def staging(
 def check_staging(
     out: Path, *, resume: bool = False, overwrite: bool = False, source: Path | None = None
 ) -> Path | None:
-    """Raise the CheckpointError with which `staging` would refuse `out`, and write nothing.
+    """Raise the error that `staging` would raise for `out`, without writing.
 
     Returns the partial folder of an interrupted run, which would be continued or discarded; None
     without one.
@@ -143,8 +143,8 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
         )  # else a power cut could leave the lock file in the renamed folder
         if os.path.lexists(out):
             # No portable call swaps two folders: between these two renames, and only there, OUT
-            # does not exist. A run killed in this gap leaves the old folder beside it, and the next
-            # one puts it back.
+            # does not exist. A run that is killed here leaves the old folder beside `out`, and the
+            # next run restores it.
             files.rename(out, old)
         try:
             files.rename(partial, out)
@@ -200,7 +200,7 @@ def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Hold a folder against other processes that claim it; False if another one holds it."""
+    """Lock a folder against other processes. Returns False if another process holds the lock."""
     with ExitStack() as stack:
         with files.guarded(folder / LOCK):
             file = stack.enter_context(files.open_for_update(folder / LOCK))

@@ -41,7 +41,7 @@ OTHER_PARTS = (
     "video_url",
     "file",
 )
-#: Keys with which a message of the assistant needs no content.
+#: Keys that replace the content of an assistant message.
 INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 #: Arguments of `apply_chat_template` that decide the form of its result, not the text.
 RESERVED = (
@@ -75,7 +75,7 @@ class Conversation:
     """Hold the messages of one record, each with `role` and a `content` of text.
 
     `where` names file and record in errors. `dropped` are the kinds of the parts of messages that
-    are no text. `arguments` are those of the chat template that the record has, `tools` included.
+    are no text. `arguments` are the record's arguments for the chat template, `tools` included.
     `unread` are the keys of the record that do not reach the template.
     """
 
@@ -89,7 +89,7 @@ class Conversation:
 def read_conversation(
     value: Any, key: str, where: str, record: Mapping[str, Any] | None = None
 ) -> Conversation | Without:
-    """Read the messages that a record has under `key`, or say which text it lacks.
+    """Read the messages under `key` of a record, or describe the missing text.
 
     BrokenRecord names the record and the rule that it breaks.
     """
@@ -117,8 +117,8 @@ def read_conversation(
 
 
 def messages_in(value: Any) -> Any:
-    """Return the list of messages that JSON text or columns of a table hold, and any other value as
-    it is.
+    """Parse messages from JSON text or from columns of a table. Other values are returned
+    unchanged.
     """
     value = _parsed(value)
     columns = list(value.values()) if isinstance(value, dict) else []
@@ -140,7 +140,7 @@ def render(
 ) -> str:
     """Write a conversation by the tokenizer's chat template, special tokens included.
 
-    `arguments` are for the template; those of the record go before them. BrokenRecord for a
+    `arguments` are for the template. A record's own arguments take precedence. BrokenRecord for a
     conversation that the template refuses. CheckpointError for a model without a template, and a
     template that leaves the text out.
     """
@@ -304,8 +304,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
-    """Return a message that calls tools as one of the assistant: `tool_calls` if `structured`, else
-    as it is.
+    """Return a message that calls tools as an assistant message, with `tool_calls` if `structured`.
 
     The call is its text, or under the older key `function_call`.
     """
@@ -350,7 +349,7 @@ def _as_text(value: Any) -> str:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the list, object or null that a text holds as JSON, and any other value as it is."""
+    """Parse JSON text that is a list, an object or null. Other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

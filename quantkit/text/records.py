@@ -25,7 +25,7 @@ from quantkit.text.conversations import (
     read_conversation,
 )
 
-#: Keys of records that are read without --text-column, the first one that a record has.
+#: Keys that are tried without --text-column, in this order.
 CONVERSATIONS = ("messages", "conversations")
 RECORD = '{"text": "..."}'
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
@@ -33,8 +33,8 @@ BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\
 
 @dataclass
 class LeftOut:
-    """Count the records of a source that are left out: those without text, and at most `allowed`
-    broken ones.
+    """Count skipped records of a source: records without text, and at most `allowed` broken
+    records.
     """
 
     allowed: int = 0
@@ -173,7 +173,7 @@ def _require_whole(row: Any) -> None:
 
 
 def _key(row: Any, text_column: str | None, where: str) -> tuple[str, bool]:
-    """Return the key under which a record has its text, and whether that is a conversation."""
+    """Find the key of a record's text, and whether that is a conversation."""
     keys = (text_column,) if text_column else ("text", *CONVERSATIONS)
     present = [key for key in keys if key in row] if isinstance(row, dict) else []
     for key in present:

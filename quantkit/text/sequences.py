@@ -1,6 +1,6 @@
 """Calibration sequences, drawn from the documents of one source or a mixture by a seeded generator.
 
-Documents stay apart, each at its own length and unpadded (ALGORITHMS 2). The model then sees its
+Documents stay separate, each at its own length and unpadded (ALGORITHMS 2). The model then sees its
 calibration text as it will see real prompts, and no padding leaks into a Hessian. A source that
 holds too little is refused.
 """
@@ -75,9 +75,9 @@ def draw_calibration(
     `lengths` are "own", documents in shuffled order, or "fixed", windows of `max_length` tokens
     from the joined documents. A mixture has `source:weight` strings (`find_shares`).
     `template_args` are arguments of the chat template for every conversation. Records without text
-    are left out, and so are at most `skip_bad_records` broken ones of each source. `write` is
-    called for the sequences of the source `self`, once all others are drawn. From the others up to
-    `more` sequences are drawn behind the samples. CheckpointError if a source holds too little.
+    are skipped, and at most `skip_bad_records` broken records of each source. `write` is called for
+    the sequences of the source `self`, once all others are drawn. After the samples, up to `more`
+    sequences are drawn from the remaining documents. CheckpointError if a source holds too little.
     """
     if samples < 1 or max_length < 2:
         raise RecipeError(
@@ -255,7 +255,7 @@ class _Tokens:
     share: Fraction
 
     def fewer(self, held: int) -> Words:
-        """Name the samples of the whole mixture for which the source holds enough."""
+        """Compute the `--samples` of the whole mixture that this source can still supply."""
         return Words("use", Setting("samples", int(held / self.share)))
 
     def of(self, order: Iterable[int]) -> Iterator[Tensor]:
@@ -279,7 +279,7 @@ class _Tokens:
 
 
 def _remarks(tokens: _Tokens) -> Iterator[str]:
-    """Say what of a source is not in the text that was drawn."""
+    """Note the parts of a source that the drawn text lacks."""
     left_out = tokens.found.left_out
     talks = [text for text in tokens.found.texts if isinstance(text, Conversation)]
     if left_out:
@@ -304,8 +304,8 @@ def _draw(
     notices: list[str],
     more: int,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Draw the samples of one source, and up to `more`; return all, the facts of the samples, and
-    add to `notices`.
+    """Draw the samples of one source, and up to `more` sequences. Returns all sequences and the
+    facts of the samples; adds to `notices`.
     """
     generator, found = torch.Generator().manual_seed(seed), tokens.found
     name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed

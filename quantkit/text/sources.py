@@ -150,8 +150,8 @@ def load_documents(
     A source is `wikitext2`, `ptb` or `c4` (the training split), `org/name` or `org/name:config` of
     the hub or the folder of a data set (`split`, else `train`), a file, or `packaged`. Records have
     a text or a list of messages under `text_column`, else under `text`, `messages` or
-    `conversations`. Those without text are left out, and so are at most `skip_bad_records` broken
-    ones. CheckpointError for a source that is missing, empty, unreadable or broken.
+    `conversations`. Records without text are skipped, and at most `skip_bad_records` broken
+    records. CheckpointError for a source that is missing, empty, unreadable or broken.
     """
     kind, undivided, left_out = kind_of(source), False, LeftOut(skip_bad_records)
     texts: list[str | Conversation]
