@@ -72,30 +72,27 @@ def is_worth_a_probe(
 
 
 def probe(
-    src: Checkpoint,
+    model: BlockRunner,
     recipe: Recipe,
     goals: Mapping[str, Goal | None],
     sequences: Sequence[Tensor],
     *,
-    device: str,
-    trust_remote_code: bool,
     progress: Progress,
 ) -> Duration:
     """Measure a small part of a run and estimate the seconds of the whole; the run itself stays as
     it is.
 
-    `goals` has the goal of each linear, and `sequences` are int64 `[t]`. Raises as the run would.
+    `model` has not run. `goals` has the goal of each linear, and `sequences` are int64 `[t]`.
+    Raises as the run would.
     """
-    watch = _Watch(progress)
+    src, watch = model.src, _Watch(progress)
     fixed = FIXED + src.source_bytes / BYTES_A_SECOND
     if not recipe.calibrated:
         seconds = _rounding(src, recipe, goals)
         return Duration(*(part * (fixed + seconds) for part in SPREAD))
-    model = BlockRunner(src, device=device, trust_remote_code=trust_remote_code)
     blocks = len(model.blocks)
-    model.keep_first(BLOCKS)
     try:
-        seconds = _calibrating(src, recipe, model, blocks, sequences, watch)
+        seconds = _calibrating(recipe, model.first_blocks(BLOCKS), blocks, sequences, watch)
     except _Late:
         return Duration(fixed + MOST_SECONDS * blocks / BLOCKS, None)
     return Duration(*(part * (fixed + seconds) for part in SPREAD))
@@ -119,7 +116,6 @@ def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None])
 
 
 def _calibrating(
-    src: Checkpoint,
     recipe: Recipe,
     model: BlockRunner,
     blocks: int,
@@ -134,7 +130,12 @@ def _calibrating(
     times = sum(lengths) / sum(here)
     with tempfile.TemporaryDirectory() as work:
         run = new_run(
-            src, replace(recipe, tune=min(recipe.tune, 1)), model, some, Path(work), progress=watch
+            model.src,
+            replace(recipe, tune=min(recipe.tune, 1)),
+            model,
+            some,
+            Path(work),
+            progress=watch,
         )
         found = (step for step in calibrated(run, [], _Enlarge(times)) if isinstance(step, Commit))
         commits: list[dict[str, float]] = [

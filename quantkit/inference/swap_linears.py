@@ -38,12 +38,10 @@ from quantkit.errors import (
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout, half
-from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_linear, reads_weight, size_of
-from quantkit.models.meta_model import computed, float32_states
-from quantkit.models.outside import require_complete, undeclared
-from quantkit.models.state_names import match, places, spellings
-from quantkit.models.stored_rows import follow_storage
+from quantkit.models.meta_model import float32_states
+from quantkit.models.outline import Outline
+from quantkit.models.outside import undeclared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,25 +50,22 @@ if TYPE_CHECKING:
 Linears = dict[str, PackedLinear]
 
 
-def swap(model: PreTrainedModel, src: Checkpoint) -> tuple[Linears, list[str]]:
-    """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
+def swap(outline: Outline) -> Linears:
+    """Replace linears of an outlined model by packed ones on the meta device.
 
-    Experts that the checkpoint stores one by one are unfused first, and linears stacked or split as
-    they are stored. Also returns the names of stored tensors that the model does not have.
     CheckpointError if a packed weight has no linear of its shape, if one of its tensors is missing,
     and if model and folder differ in their tensors or shapes.
     """
-    unfuse_experts(model, src, spellings(model), slices=False)
-    stored = follow_storage(model, src, match(model, src).merged)
-    place, modules = places(model), dict(model.named_modules())
+    model, src = outline.module, outline.src
+    modules, paths = dict(model.named_modules()), dict[str, str]()
     wide = float32_states(model, model.dtype)
     linears: Linears = {}
     for module in src.modules():
-        (state, *_), merged = place(f"{module}.weight")
+        (state, *_), pattern = outline.names.place(f"{module}.weight")
         path = state.removesuffix(".weight")
         owner, _, leaf = path.rpartition(".")
-        dense = None if merged else modules.get(path)
-        if dense is None and not undeclared(model, src, [f"{module}.weight"]):
+        dense = None if pattern else modules.get(path)
+        if dense is None and not undeclared(outline.names, src, [f"{module}.weight"]):
             continue  # a packed draft layer
         if dense is None or not is_linear(dense):
             raise CheckpointError(
@@ -79,16 +74,19 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> tuple[Linears, list[str]]:
                 Words("quantize the model again, with", Setting("skip"), "for such weights"),
                 subject=src.path,
             )
-        linears[module] = _packed_skeleton(src, module, dense)
-        if wide is not None and wide.search(f"{path}.weight"):
-            linears[module].dense_dtype = torch.float32
-        setattr(model.get_submodule(owner), leaf, linears[module])
-        if path in stored:
-            stored[path].linear = linears[module]
+        linears[module] = packed = _packed_skeleton(src, module, dense)
+        if wide is not None and wide.search(state):
+            packed.dense_dtype = torch.float32
+        setattr(model.get_submodule(owner), leaf, packed)
+        if path in outline.held:
+            outline.held[path].linear = packed
         # A head with a packed weight of its own is no longer tied to the embeddings.
-        if model.all_tied_weights_keys.pop(f"{path}.weight", None) is not None:
+        if model.all_tied_weights_keys.pop(state, None) is not None:
             model.config.tie_word_embeddings = False
-    return linears, check_states(model, src)
+        paths[module] = path
+    outline.take_parts(paths)
+    outline.require_complete()
+    return linears
 
 
 def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:
@@ -132,42 +130,6 @@ def _are_stored_alike(
     with suppress(LayoutError):
         return layout.stored(scheme, *one) == layout.stored(scheme, *other)
     return False
-
-
-def check_states(model: PreTrainedModel, src: Checkpoint) -> list[str]:
-    """Raise CheckpointError unless the checkpoint has exactly the tensors that the model loads, in
-    their shapes.
-
-    Returns the names of tensors that the model does not have, and that its class or config.json
-    declares. Packed weights were swapped before. The shapes of tensors that transformers merges or
-    splits are not compared.
-    """
-    states, place = model.state_dict(), places(model)
-    found: set[str] = set()
-    outside = []
-    for name in src.names():
-        targets, merged = place(name)
-        if all(target in states for target in targets):
-            found.update(targets)
-            expected = states[targets[0]].shape
-            if not merged and src.shape(name) != expected:
-                raise CheckpointError(
-                    f"{name} is {list(src.shape(name))}, config.json asks for {list(expected)}",
-                    "mend config.json",
-                    "fetch the folder again",
-                    subject=src.path,
-                )
-        else:
-            outside.append(name)
-    for a, b in model.all_tied_weights_keys.items():
-        found |= {a, b} if found & {a, b} else set()
-    absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    lacking = [
-        state for state in states if state not in found and not any(p.search(state) for p in absent)
-    ]
-    missing = [state for state in lacking if computed(model, state) is None]
-    require_complete(model, src, missing, outside)
-    return outside
 
 
 def show_weights(model: nn.Module) -> None:

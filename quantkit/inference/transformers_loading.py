@@ -18,6 +18,7 @@ from quantkit.errors import CheckpointError, Setting, Words, reason
 from quantkit.inference.load import silent_transformers
 from quantkit.layouts.compressed_tensors import METHOD
 from quantkit.models.meta_model import computed, config_of
+from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class NotTried(Exception):
 
 
 def refusal_by_transformers(
-    model: PreTrainedModel,
+    outline: Outline,
     src: Checkpoint,
     stated: dict[str, Any] | None,
     forms: Forms,
@@ -69,15 +70,21 @@ def refusal_by_transformers(
     tensors = sorted(forms.items())
     found = _opened(
         _Question(
-            type(model), repr((src.config, stated, tensors)), src.dtype_of_model, config, forms
+            type(outline.module),
+            repr((src.config, stated, tensors)),
+            src.dtype_of_model,
+            config,
+            forms,
         )
     )
     if isinstance(found, str):
         return found
-    lacking = [name for name in found["missing_keys"] if computed(model, name) is None]
+    lacking = [name for name in found["missing_keys"] if computed(outline.module, name) is None]
     for key, what in WRONG.items():
         names = lacking if key == "missing_keys" else found[key]
-        for name in sorted(undeclared(model, src, names) if key == "unexpected_keys" else names):
+        if key == "unexpected_keys":
+            names = undeclared(outline.names, src, names)
+        for name in sorted(names):
             raise CheckpointError(
                 f"transformers {__version__} would open the output and {what} {name} ({len(names)} "
                 "in all), "

@@ -23,7 +23,7 @@ from quantkit.errors import CheckpointError
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.models.devices import free_gpu_memory
-from quantkit.models.state_names import patterns_in_use
+from quantkit.models.outline import Outline
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that
 #: `quantkit.load` made.
@@ -104,8 +104,9 @@ class QuantkitQuantizer(HfQuantizer):
             src = Checkpoint(
                 Path(checkpoint_files[0]).parent, trust_remote_code=True, config=config
             )
-            self.linears, _ = swap_linears.swap(model, src)
-            self._patterns = patterns_in_use(model, src)
+            outline = Outline(src, model, as_matrices=False)
+            self.linears = swap_linears.swap(outline)
+            self._patterns = {p for each in outline.states.merged for p in each.patterns}
         self._src, self._saved_forms = src, self._forms()
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         gpus: list[torch.device] = []

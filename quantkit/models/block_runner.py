@@ -1,16 +1,17 @@
 """Run a model block by block, with the weights of one block in memory at a time.
 
-It joins three parts: the match of model and stored tensors (`matching`), the weights in memory
+It joins three parts: the match of model and stored tensors (`outline`), the weights in memory
 (`block_weights`), the model's own forward with one block taken out (`interception`). No code here
 knows an architecture.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat1
 from quantkit.models.families import family_of
 from quantkit.models.fused_norms import Norm, fused, rms_norms
 from quantkit.models.interception import Given, Interception, NotReached, telling, watching
-from quantkit.models.matching import MatchedModel, is_norm
 from quantkit.models.meta_model import lists_beside, require_decoder_only
+from quantkit.models.outline import LanguageModel, is_norm
 from quantkit.models.passing import (
     USE_RTN,
     Form,
@@ -38,14 +39,17 @@ from quantkit.models.passing import (
 )
 from quantkit.models.repeated import Repeated, independent
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-class BlockRunner(MatchedModel):
+
+class BlockRunner(LanguageModel):
     """Run the language model of a dense checkpoint block by block.
 
     `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`.
     `forms`: number of a block that has run -> the form of its outputs. `fuses_attention`: whether
     gradients may come from a GPU's fused kernels for attention. `ran_alone`: whether the last pass
-    was a block alone, which has read no tokens. CheckpointError as for `MatchedModel`, RecipeError
+    was a block alone, which has read no tokens. CheckpointError as for `LanguageModel`, RecipeError
     for an unknown device.
     """
 
@@ -59,9 +63,13 @@ class BlockRunner(MatchedModel):
         super().__init__(
             src, compute_dtype(src.dtype_of_model, self.device), trust_remote_code=trust_remote_code
         )
+        self.fuses_attention = self.device.type == "cuda"
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with no weight in memory and no block that has run."""
         self.weights = BlockWeights(self, self.device)
         self.forms: dict[int, Form] = {}
-        self.fuses_attention = self.device.type == "cuda"
         self._is_emptied = False
         self._checked: set[int] = set()
         self._unused: dict[int, frozenset[int]] = {}
@@ -69,16 +77,21 @@ class BlockRunner(MatchedModel):
         self._interception = Interception([self.module.get_submodule(path) for path in self.blocks])
         self._repeated, self.ran_alone = Repeated(), False
 
-    def keep_first(self, count: int) -> None:
-        """Drop all blocks but the first, for a probe; nothing, if the model holds them in several
-        lists.
+    def first_blocks(self, count: int) -> BlockRunner:
+        """Copy a model that has not run, without all blocks but the first, for a probe; with all
+        blocks, if the model holds them in several lists.
         """
+        made = copy.copy(self)
+        made.module = copy.deepcopy(self.module)
+        made.text = cast("PreTrainedModel", made.module.get_submodule(self.text_path))
+        made._begin()
         lists = {path.rpartition(".")[0] for path in self.blocks}
         if len(lists) == 1:
             parent, _, name = next(iter(lists)).rpartition(".")
-            blocks = [self.module.get_submodule(path) for path in self.blocks[:count]]
-            setattr(self.module.get_submodule(parent), name, nn.ModuleList(blocks))
-            self.blocks = self.blocks[:count]
+            blocks = [made.module.get_submodule(path) for path in self.blocks[:count]]
+            setattr(made.module.get_submodule(parent), name, nn.ModuleList(blocks))
+            made.blocks = self.blocks[:count]
+        return made
 
     def prepare(self, *, embeddings: bool) -> None:
         """Load the weights that run before the blocks; without `embeddings`, they are freed as by
@@ -102,7 +115,7 @@ class BlockRunner(MatchedModel):
         require_decoder_only(
             self.src, self.module.config, "and blocks are calibrated on one text alone", USE_RTN
         )
-        kind, missing = type(self.module).__name__, self.states.missing
+        kind, missing = type(self.module).__name__, self.states.missing(self.module)
         if family_of(self.module.config.model_type).is_random:
             what = (
                 f"{kind} draws random numbers when it runs, so that two passes over a document "

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.models.matching import MatchedModel
 from quantkit.models.meta_model import float32_states, get_tensor, put_tensor
+from quantkit.models.outline import LanguageModel
 
 #: Pinned memory that a block read ahead takes, as a multiple of its bytes: torch makes tensors of
 #: 2^n bytes there, and keeps them.
@@ -27,7 +27,7 @@ class BlockWeights:
     free them.
     """
 
-    def __init__(self, model: MatchedModel, device: torch.device) -> None:
+    def __init__(self, model: LanguageModel, device: torch.device) -> None:
         self._model, self._device = model, device
         self._in_float32 = float32_states(model.module, model.dtype)
         self._inside = tuple(f"{path}." for path in model.blocks)

@@ -8,9 +8,9 @@ presents their slices instead.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Set as AbstractSet
+from collections.abc import Set as AbstractSet
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,11 +19,8 @@ from quantkit.checkpoint.stored_tensors import Compute, Derived, Read
 from quantkit.errors import CheckpointError
 from quantkit.models.families import EXPERT_CLASSES, LEAVES, ROLES, ROUTERS, ExpertClass
 from quantkit.models.module_tree import add_module, is_free
-from quantkit.models.state_names import Rows, match, places, rows_of, select
+from quantkit.models.state_names import Rows, StateNames, rows_of, select
 from quantkit.models.unfused_experts import BIAS, CALLS, Fused, UnfusedExperts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 #: Why a matrix that chooses experts stays dense.
 ROUTER = "a router"
@@ -42,19 +39,14 @@ class Expert(NamedTuple):
     role: str
 
 
-def unfuse_experts(
-    model: PreTrainedModel,
-    src: Checkpoint,
-    spell: Callable[[str], Iterator[str]],
-    *,
-    slices: bool = True,
-) -> list[str]:
+def unfuse_experts(names: StateNames, src: Checkpoint, *, slices: bool = True) -> list[str]:
     """Replace the experts of a model on the meta device by unfused ones.
 
-    `spell` gives the states that a stored name may have in the model. Tensors of `src` that hold
-    all experts are replaced by one tensor an expert (`Checkpoint.derive`), unless `slices` is
-    false; their names are returned. CheckpointError if an expert or a projection is missing.
+    Tensors of `src` that hold all experts are replaced by one tensor an expert
+    (`Checkpoint.derive`), unless `slices` is false; their names are returned. CheckpointError if an
+    expert or a projection is missing.
     """
+    model = names.module
     fused = {
         path: found
         for path, module in model.named_modules()
@@ -63,8 +55,8 @@ def unfuse_experts(
     sliced: list[str] = []
     if not fused:
         return sliced
-    single, whole = _stored(src, spell, fused)
-    homes = _homes(model, fused, single, whole)
+    single, whole = _stored(src, names, fused)
+    homes = _homes(names, fused, single, whole)
     converted: dict[str, dict[str, tuple[Rows, ...]]] | None = None
     for path, found in fused.items():
         module = model.get_submodule(path)
@@ -74,7 +66,7 @@ def unfuse_experts(
         elif slices:
             parts = whole.get(path, {})
             if not found.parameters.keys() <= parts.keys():
-                converted = _converted(model, src, fused) if converted is None else converted
+                converted = _converted(names, src, fused) if converted is None else converted
                 parts = {**converted.get(path, {}), **parts}
             prefixes = {
                 _prefix(each.name, parameter, path)
@@ -85,7 +77,7 @@ def unfuse_experts(
                 continue
             (prefix,), leaves = prefixes, {role: LEAVES[role] for role in found.sizes}
             ending = f".0.{next(iter(leaves.values()))}.weight"
-            spelled = [state.removesuffix(ending) for state in spell(f"{prefix}{ending}")]
+            spelled = [state.removesuffix(ending) for state in names.spellings(f"{prefix}{ending}")]
             home = (path if path in spelled else spelled[0], 0)
             if home[0] != path and not is_free(model, home[0]):
                 continue
@@ -106,7 +98,7 @@ def unfuse_experts(
 
 
 def _stored(
-    src: Checkpoint, spell: Callable[[str], Iterator[str]], fused: dict[str, Fused]
+    src: Checkpoint, names: StateNames, fused: dict[str, Fused]
 ) -> tuple[dict[str, dict[tuple[int, str], str]], dict[str, dict[str, tuple[Rows, ...]]]]:
     """Return the stored names of single experts' linears by their path, and the rows of fused
     parameters by theirs.
@@ -114,7 +106,7 @@ def _stored(
     single: dict[str, dict[tuple[int, str], str]] = {}
     whole: dict[str, dict[str, tuple[Rows, ...]]] = {}
     for name in src.logical():
-        for number, state in enumerate(spell(name)):
+        for number, state in enumerate(names.spellings(name)):
             matched = _PER_EXPERT.fullmatch(state)
             if matched and matched[3] in ROLES and (matched[1] in fused or number == 0):
                 single.setdefault(matched[1], {})[int(matched[2]), f"{matched[3]}.{matched[4]}"] = (
@@ -132,7 +124,7 @@ def _stored(
 
 
 def _homes(
-    model: PreTrainedModel,
+    names: StateNames,
     fused: dict[str, Fused],
     single: dict[str, dict[tuple[int, str], str]],
     whole: dict[str, dict[str, tuple[Rows, ...]]],
@@ -147,16 +139,14 @@ def _homes(
     others = {
         home: list(found)
         for home, found in single.items()
-        if home not in fused and is_free(model, home)
+        if home not in fused and is_free(names.module, home)
     }
-    place = places(model) if others else None
     for home, found in others.items():
-        assert place is not None
-        states, merged = place(single[home][found[0]])
+        states, pattern = names.place(single[home][found[0]])
         served = [
             path
             for path in (state.rpartition(".")[0] for state in states)
-            if merged and path in fused
+            if pattern is not None and path in fused
         ]
         block = re.match(r".+?\.\d+\.", home)
         if not served and block:
@@ -171,7 +161,7 @@ def _homes(
 
 
 def _converted(
-    model: PreTrainedModel, src: Checkpoint, fused: dict[str, Fused]
+    names: StateNames, src: Checkpoint, fused: dict[str, Fused]
 ) -> dict[str, dict[str, tuple[Rows, ...]]]:
     """Return path -> parameter -> stored rows, of fused parameters that are rows of
     stored tensors.
@@ -180,7 +170,7 @@ def _converted(
         f"{path}.{name}": (path, name) for path, found in fused.items() for name in found.parameters
     }
     converted: dict[str, dict[str, tuple[Rows, ...]]] = {}
-    for merged in match(model, src).merged:
+    for merged in names.match(src).merged:
         if not parameters.keys().isdisjoint(merged.states):
             for state, rows in (rows_of(merged, src.true_shape) or {}).items():
                 path, parameter = parameters.get(state, ("", ""))

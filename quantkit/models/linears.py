@@ -61,8 +61,9 @@ def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint
     in `src` as `[n, k]`.
 
     `stored` maps each state to its name in `src`. A weight that stays dense is written as it was
-    stored.
+    stored, and a packed one is `[n, k]` in each layout.
     """
+    packed = {f"{module}.weight" for module in src.modules()}
     derived: dict[str, Derived] = {}
     for path, module in list(model.named_modules()):
         name = stored.get(f"{path}.weight")
@@ -77,7 +78,8 @@ def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint
             leaf,
             nn.Linear(k, n, bias, device=weight.device, dtype=weight.dtype),
         )
-        if not src.is_presented_otherwise(name):  # by an earlier model of the same source
+        # An earlier model of the same source may have presented the weight already.
+        if name not in packed and not src.is_presented_otherwise(name):
             derived[name] = _transposed(name, src)
     src.derive(derived)
 

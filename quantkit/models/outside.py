@@ -26,7 +26,7 @@ from quantkit.models.families import (
     LAYER,
     LAYER_START,
 )
-from quantkit.models.state_names import head_state, renamed
+from quantkit.models.state_names import StateNames, head_state
 from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
@@ -109,18 +109,20 @@ def drafts_by_name(src: Checkpoint) -> list[str]:
     return [name for name in src.names() if DRAFT_PARTS.search(name) or _layer(name) >= depth]
 
 
-def undeclared(module: PreTrainedModel, src: Checkpoint, names: Iterable[str]) -> list[str]:
+def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> list[str]:
     """List the stored names that neither the model's class nor config.json declares."""
-    tests = (_listed(module), _draft(module, src.config), _head(src.config), _unread_expert(module))
+    module, stated = states.module, src.config
+    tests = (_listed(module), _draft(module, stated), _head(stated), _unread_expert(states))
     return [name for name in names if not any(test(name) for test in tests)]
 
 
 def require_complete(
-    module: PreTrainedModel, src: Checkpoint, missing: Sequence[str], outside: Sequence[str]
+    states: StateNames, src: Checkpoint, missing: Sequence[str], outside: Sequence[str]
 ) -> None:
-    """Raise CheckpointError for states without a stored tensor, and for tensors `outside` that
+    """Raise CheckpointError for `missing` states, and for tensors `outside` of the model that
     nothing declares.
     """
+    module = states.module
     kind = type(module).__name__
     if missing:
         rule = (
@@ -128,7 +130,7 @@ def require_complete(
             f"{kind}"
         )
         raise CheckpointError(rule, *_for_missing(module, src, missing), subject=src.path)
-    if stray := undeclared(module, src, outside):
+    if stray := undeclared(states, src, outside):
         rule = (
             f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares "
             "it"
@@ -169,19 +171,18 @@ def _head(stated: Mapping[str, Any]) -> Test:
     return lambda name: bool(declared and HEAD_PARTS.match(name))
 
 
-def _unread_expert(module: PreTrainedModel) -> Test:
+def _unread_expert(states: StateNames) -> Test:
     """Return a test for weights of identity experts, which no model reads."""
     counts = {
         path: found.count
-        for path, found in module.named_modules()
+        for path, found in states.module.named_modules()
         if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
     }
     if not counts:
         return lambda name: False
-    path_of = renamed(module)
 
     def test(name: str) -> bool:
-        found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", path_of(name))
+        found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", states.state_of(name))
         return found is not None and int(found[2]) >= counts.get(found[1], math.inf)
 
     return test

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
@@ -21,9 +21,6 @@ from quantkit.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Stored name -> the states that transformers makes of it, and whether it merges or splits tensors
-#: to do so.
-Places = Callable[[str], tuple[tuple[str, ...], bool]]
 #: Rows of two matrices that are compared at a time.
 ROWS = 4096
 
@@ -52,18 +49,26 @@ class Rows(NamedTuple):
 class Match(NamedTuple):
     """Hold where each state of a model comes from.
 
-    `stored`: state -> stored name. `missing` states have no source. `outside` are the stored
-    names without a state.
+    `stored`: state -> stored name. `outside`: stored names that are the source of no state;
+    `strays`: those of them whose state the model does not have.
     """
 
     stored: dict[str, str]
     merged: list[Merged]
-    missing: list[str]
     outside: list[str]
+    strays: list[str]
+
+    def missing(self, module: nn.Module) -> list[str]:
+        """List the states of the model that no stored tensor is the source of."""
+        found = {*self.stored, *(state for each in self.merged for state in each.states)}
+        return [state for state in module.state_dict() if state not in found]
 
 
-class _Rules:
-    """Hold transformers' rules for the names of a model."""
+class StateNames:
+    """Tell the states that stored tensors become, by transformers' rules for a model.
+
+    The rules are collected once. After modules were replaced, `refresh` reads the states again.
+    """
 
     def __init__(self, module: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -71,116 +76,93 @@ class _Rules:
 
         transforms = get_model_conversion_mapping(module)
         self.module = module
-        self.states = module.state_dict()
-        self.renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        self.converters = [t for t in transforms if isinstance(t, WeightConverter)]
-        self.of_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
+        self.refresh()
+        self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self._of_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
 
-    def state_of(self, name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
-        """Return the state of a stored name, and the pattern of the converter that makes it."""
-        from transformers.core_model_loading import rename_source_key
+    def refresh(self) -> None:
+        """Read the names of the model's states again."""
+        self.states = dict.fromkeys(self.module.state_dict(), True)
 
-        state, pattern = rename_source_key(
-            name, self.renamings, list(converters), self.module.base_model_prefix, self.states
-        )
-        if pattern is not None and state not in self.states:  # experts that are unfused here
-            return self.state_of(name, [])
-        return (state if state in self.states or name not in self.states else name), pattern
+    def state_of(self, name: str) -> str:
+        """Return the state of a stored name if nothing is merged or split."""
+        return self._renamed(name, [])[0]
 
-
-def places(module: PreTrainedModel) -> Places:
-    """Return a function from a stored name to its states in `module`; the module need not have
-    these states.
-    """
-    rules = _Rules(module)
-
-    def place(name: str) -> tuple[tuple[str, ...], bool]:
-        state, pattern = rules.state_of(name, rules.converters)
+    def place(self, name: str) -> tuple[tuple[str, ...], str | None]:
+        """Return the states that are made of a stored tensor, and the pattern of the rule that
+        merges or splits it, None without one. The model need not have these states.
+        """
+        state, pattern = self._renamed(name, self._converters)
         if pattern is None:
-            return (state,), False
-        first, *others = rules.of_pattern[pattern].target_patterns
-        return (state, *(state.replace(first, other) for other in others)), True
+            return (state,), None
+        first, *others = self._of_pattern[pattern].target_patterns
+        return (state, *(state.replace(first, other) for other in others)), pattern
 
-    return place
-
-
-def spellings(module: PreTrainedModel) -> Callable[[str], Iterator[str]]:
-    """Return a function from a stored name to the states that it may have in `module`, before any
-    merging.
-    """
-    rules, prefix = _Rules(module), module.base_model_prefix
-
-    def of(name: str) -> Iterator[str]:
-        state, _ = rules.state_of(name, [])
+    def spellings(self, name: str) -> Iterator[str]:
+        """Yield the states that a stored name may have, before any merging."""
+        state, prefix = self.state_of(name), self.module.base_model_prefix
         yield state
         if prefix:
             yield f"{prefix}.{state}"
             yield state.removeprefix(f"{prefix}.")
 
-    return of
+    def match(self, src: Checkpoint) -> Match:
+        """Match the states of the model with the tensors of a checkpoint."""
+        found = Match({}, [], [], [])
+        sources: dict[tuple[str, ...], dict[str, list[str]]] = {}
+        for name in src.logical():
+            states, pattern = self.place(name)
+            if not all(state in self.states for state in states):
+                found.outside.append(name)
+                found.strays.append(name)
+            elif pattern is not None:
+                sources.setdefault(states, {}).setdefault(pattern, []).append(name)
+            elif states[0] in found.stored:
+                found.outside.append(name)
+            else:
+                found.stored[states[0]] = name
+        found.merged.extend(self._merged(states, names) for states, names in sources.items())
+        # A tied weight may be stored once, under either name.
+        for a, b in self.module.all_tied_weights_keys.items():
+            if (a in found.stored) != (b in found.stored):
+                found.stored[a] = found.stored[b] = found.stored.get(a) or found.stored[b]
+        return found
 
+    def _renamed(self, name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
+        """Return the state of a stored name, and the pattern of the converter that makes it."""
+        from transformers.core_model_loading import rename_source_key
 
-def renamed(module: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function from a stored name to its state in `module` if nothing is
-    merged or split.
-    """
-    rules = _Rules(module)
-    return lambda name: rules.state_of(name, [])[0]
+        state, pattern = rename_source_key(
+            name, self._renamings, list(converters), self.module.base_model_prefix, self.states
+        )
+        if pattern is not None and state not in self.states:  # experts that are unfused here
+            return self._renamed(name, [])
+        return (state if state in self.states or name not in self.states else name), pattern
 
+    def _merged(self, states: tuple[str, ...], by_pattern: dict[str, list[str]]) -> Merged:
+        from transformers.core_model_loading import dot_natural_key
 
-def match(module: PreTrainedModel, src: Checkpoint) -> Match:
-    """Match the states of a model with the tensors of a checkpoint."""
-    rules = _Rules(module)
-    states = rules.states
-    stored: dict[str, str] = {}
-    outside: list[str] = []
-    sources: dict[str, dict[str, list[str]]] = {}
-    for name in src.logical():
-        state, pattern = rules.state_of(name, rules.converters)
-        if pattern is not None:
-            sources.setdefault(state, {}).setdefault(pattern, []).append(name)
-        elif state in states and state not in stored:
-            stored[state] = name
-        else:
-            outside.append(name)
-    merged = [_merged(rules, state, names) for state, names in sources.items()]
-    for (
-        a,
-        b,
-    ) in (
-        module.all_tied_weights_keys.items()
-    ):  # a tied weight may be stored once, under either name
-        if (a in stored) != (b in stored):
-            stored[a] = stored[b] = stored.get(a) or stored[b]
-    found = {*stored, *(state for each in merged for state in each.states)}
-    return Match(stored, merged, [state for state in states if state not in found], outside)
+        converter = self._of_pattern[next(iter(by_pattern))]
+        names = [
+            (pattern, name)
+            for pattern, found in by_pattern.items()
+            for name in sorted(found, key=dot_natural_key)
+        ]
 
+        def convert(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+            fresh = copy.deepcopy(converter)
+            for (pattern, name), tensor in zip(names, tensors, strict=True):
+                loaded: Any = tensor  # its annotation knows only tensors that are being loaded
+                fresh.add_tensor(states[0], name, pattern, loaded)
+            made = fresh.convert(states[0], model=self.module, config=self.module.config)
+            return {
+                state: value[0] if isinstance(value, list) else value
+                for state, value in made.items()
+            }
 
-def _merged(rules: _Rules, state: str, by_pattern: dict[str, list[str]]) -> Merged:
-    from transformers.core_model_loading import dot_natural_key
-
-    converter = rules.of_pattern[next(iter(by_pattern))]
-    names = [
-        (pattern, name)
-        for pattern, found in by_pattern.items()
-        for name in sorted(found, key=dot_natural_key)
-    ]
-    first, *others = converter.target_patterns
-
-    def convert(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        fresh = copy.deepcopy(converter)
-        for (pattern, name), tensor in zip(names, tensors, strict=True):
-            loaded: Any = tensor  # its annotation knows only tensors that are still being loaded
-            fresh.add_tensor(state, name, pattern, loaded)
-        made = fresh.convert(state, model=rules.module, config=rules.module.config)
-        return {
-            each: value[0] if isinstance(value, list) else value for each, value in made.items()
-        }
-
-    targets = (state, *(state.replace(first, other) for other in others))
-    return Merged(
-        targets, tuple(name for _, name in names), convert, tuple(converter.source_patterns)
-    )
+        patterns = tuple(converter.source_patterns)
+        return Merged(states, tuple(name for _, name in names), convert, patterns)
 
 
 def rows_of(
@@ -260,15 +242,6 @@ def select(parts: Sequence[Rows], rows: slice) -> Rows | None:
     stop = start + step * len(numbers)
     whole = step > 0 and numbers == [(name, number) for number in range(start, stop, step)]
     return Rows(name, slice(start, stop, step)) if whole else None
-
-
-def patterns_in_use(module: PreTrainedModel, src: Checkpoint) -> set[str]:
-    """Return the patterns of transformers' rules by which tensors of a checkpoint are merged or
-    split in a model.
-    """
-    rules = _Rules(module)
-    found = {rules.state_of(name, rules.converters)[1] for name in src.names()}
-    return {pattern for pattern in found if pattern is not None}
 
 
 def head_state(module: PreTrainedModel) -> str | None:

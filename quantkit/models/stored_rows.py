@@ -18,7 +18,7 @@ from quantkit.models.linears import is_linear, is_transposed, size_of
 from quantkit.models.meta_model import language_model
 from quantkit.models.module_tree import add_module, is_free
 from quantkit.models.shared_product import SharedProduct
-from quantkit.models.state_names import Merged, Rows, renamed, rows_of
+from quantkit.models.state_names import Merged, Rows, StateNames, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,38 +68,37 @@ class _Place(NamedTuple):
 
 
 def follow_storage(
-    model: PreTrainedModel, src: Checkpoint, merged: Sequence[Merged]
+    names: StateNames, src: Checkpoint, merged: Sequence[Merged]
 ) -> dict[str, StoredLinear]:
     """Replace linears that transformers makes of rows of stored matrices; return path -> new linear
     in the model.
 
-    `merged` comes from the model's `match` with `src`. A rule of transformers is followed wherever
+    `merged` comes from the match of `names` with `src`. A rule of transformers is followed wherever
     it applies, or nowhere. It must have a linear in the language model. Biases must be split or
     stacked as their weights.
     """
-    decoder, _ = language_model(model)
     found: dict[str, StoredLinear] = {}
+    model, decoder = names.module, language_model(names.module)[0] if merged else ""
     for patterns in dict.fromkeys(each.patterns for each in merged):
         uses = [each for each in merged if each.patterns == patterns]
-        places = _places(model, src, uses)
+        places = _places(names, src, uses)
         if any(path.startswith(decoder) for place in places for path in place.made):
             for place in places:
                 found |= _replace(model, src, place)
     return found
 
 
-def _places(model: PreTrainedModel, src: Checkpoint, uses: Sequence[Merged]) -> list[_Place]:
+def _places(names: StateNames, src: Checkpoint, uses: Sequence[Merged]) -> list[_Place]:
     """Return the places where a rule splits or stacks linears; none if it does something else
     anywhere.
     """
-    places: list[_Place] = []
+    model, places = names.module, list[_Place]()
     rows: dict[str, tuple[Rows, ...]] = {}
     for use in uses:
         found = rows_of(use, src.true_shape) if _are_linears(model, use.states) else None
         if found is None:
             return []
         rows |= found
-    path_of = renamed(model)
     biases = {
         state: tuple(each.rows for each in found)
         for state, found in rows.items()
@@ -116,7 +115,7 @@ def _places(model: PreTrainedModel, src: Checkpoint, uses: Sequence[Merged]) -> 
                 tuple(each.rows for each in rows[state]),
             ):
                 return []
-        stored = {name: _owner(path_of(name)) for name in use.names}
+        stored = {name: _owner(names.state_of(name)) for name in use.names}
         same = len({(linear.bias is None, size_of(linear)[1]) for linear in linears}) == 1
         if not same or not all(
             name.endswith(".weight") and is_free(model, path) for name, path in stored.items()

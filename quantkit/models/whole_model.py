@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.devices import device_of
-from quantkit.models.experts import unfuse_experts
-from quantkit.models.linears import is_transposed
 from quantkit.models.meta_model import computed, get_tensor, put_tensor, skeleton
+from quantkit.models.outline import Outline
 from quantkit.models.outside import require_complete
-from quantkit.models.state_names import match, spellings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,24 +29,19 @@ def load_dense_model(
     CheckpointError for a tensor that is missing, of another shape, or not part of the model.
     Tensors that its class or config.json declares beside it are left out.
     """
-    module = skeleton(src, dtype, trust_remote_code)
-    unfuse_experts(module, src, spellings(module))
-    stored, merged, missing, outside = match(module, src)
+    model = Outline(src, skeleton(src, dtype, trust_remote_code), as_matrices=True)
+    module, (stored, merged, *_) = model.module, model.states
+    missing = model.states.missing(module)
     for state in missing:
         if (table := computed(module, state)) is not None:
             put_tensor(module, state, table.to(dtype))
-    require_complete(
-        module, src, [state for state in missing if get_tensor(module, state).is_meta], outside
-    )
+    lacking = [state for state in missing if get_tensor(module, state).is_meta]
+    require_complete(model.names, src, lacking, model.states.outside)
     target = device_of(device)
-
-    packed = {f"{name}.weight" for name in src.modules()}
 
     def read(name: str, state: str) -> Tensor:
         # Decoded to `dtype` directly, not rounded to the model's dtype first.
-        tensor = src.dense(name, dtype if get_tensor(module, state).is_floating_point() else None)
-        turned = name in packed and is_transposed(module.get_submodule(state.rpartition(".")[0]))
-        return tensor.T.contiguous() if turned else tensor
+        return src.dense(name, dtype if get_tensor(module, state).is_floating_point() else None)
 
     once = {name: state for state, name in reversed(stored.items())}
     for name, state in once.items():

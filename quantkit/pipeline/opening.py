@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, Words
 from quantkit.inference.swap_linears import swap
 from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
 from quantkit.models.meta_model import skeleton
+from quantkit.models.outline import Outline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,27 +47,28 @@ def open_folder(
     No reader is tried if transformers cannot build the model here. CheckpointError names the
     reader, and the tensor that is missing, unexpected, or of another shape or dtype.
     """
-    model: PreTrainedModel | None = None
-    unbuildable = ""
+    module: PreTrainedModel | None = None
+    unbuildable, outline = "", None
     try:
-        model = skeleton(src, src.dtype_of_model, trust_remote_code)
+        module = skeleton(src, src.dtype_of_model, trust_remote_code)
     except CheckpointError as error:
         unbuildable = str(error)
     try:
         made = Checkpoint(folder, trust_remote_code, config=config)
         _require_tensors_of(src, made)
-        if model is not None:
-            swap(model, made)
+        if module is not None:
+            outline = Outline(made, module, as_matrices=False)
+            swap(outline)
     except CheckpointError as error:
         raise CheckpointError(
             Words(f"the output is not published, {OURS} does not open it (", error.typed, ")"),
             "a bug, please report it",
         ) from error
-    if model is None:
+    if outline is None:
         return Opening((), {}, dict.fromkeys((OURS, THEIRS), unbuildable))
     forms = {name: (made.dtype(name), made.shape(name)) for name in made.names()}
     try:
-        refusal = refusal_by_transformers(model, src, made.stated, forms, trust_remote_code)
+        refusal = refusal_by_transformers(outline, src, made.stated, forms, trust_remote_code)
     except NotTried as why:
         return Opening((OURS,), {}, {THEIRS: str(why)})
     return Opening((OURS,), {THEIRS: refusal}, {}) if refusal else Opening((OURS, THEIRS), {}, {})

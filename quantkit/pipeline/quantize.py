@@ -62,7 +62,7 @@ from quantkit.planning.memory import GRADIENTS
 from quantkit.planning.output_files import disk_peak, output_files, planned_config, report_bytes
 from quantkit.planning.plan import Plan, disk_problem, plan_quantize
 from quantkit.planning.serving import find_gpu, serving
-from quantkit.planning.verdict import require_complete_source, require_right_weights
+from quantkit.planning.verdict import require_right_weights
 from quantkit.progress import Clock, Progress, Recorder
 from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.goals import Goal, changes, label
@@ -161,12 +161,10 @@ def _duration(job: Job, text: Calibration, run: RunOptions) -> tuple[Duration | 
         return None, []
     try:
         found = probe_run(
-            job.src,
+            job.model,
             job.recipe,
             job.chosen,
             text.sequences,
-            device=run.device,
-            trust_remote_code=run.trust_remote_code,
             progress=run.progress or Progress(quiet=True),
         )
     except QuantkitError as error:
@@ -189,10 +187,10 @@ def survey(
             ),
             "drop one of them",
         )
-    require_complete_source(src, run.trust_remote_code)
     # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
     device = run.device if gpu_memory is None else "cpu"
     skeleton = BlockRunner(src, device=device, trust_remote_code=run.trust_remote_code)
+    skeleton.require_complete()
     if src.written_dtype is not None:
         src.never_cast = kept_in_float32(skeleton.module, skeleton.states.stored, src.written_dtype)
     if recipe.layout is None and skeleton.sliced:
@@ -312,9 +310,7 @@ def require_runnable(
         config = planned_config(job.src, job.plan, layout, _schemes(job), recipe)[
             "quantization_config"
         ]
-        require_right_weights(
-            job.model.module, job.src, layout, config, job.plan, run.trust_remote_code
-        )
+        require_right_weights(job.model, layout, config, job.plan, run.trust_remote_code)
     before = None
     if out is not None:
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
@@ -12,16 +12,13 @@ from quantkit.inference.swap_linears import swap
 from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
 from quantkit.layouts.base import Layout
 from quantkit.models.meta_model import skeleton
+from quantkit.models.outline import Outline
 from quantkit.models.outside import Outside, drafts_by_name
 from quantkit.planning.plan import Plan
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 def require_right_weights(
-    model: PreTrainedModel,
-    src: Checkpoint,
+    outline: Outline,
     layout: Layout,
     stated: dict[str, Any],
     planned: Plan,
@@ -32,6 +29,7 @@ def require_right_weights(
 
     `stated` is the `quantization_config` of the output.
     """
+    src = outline.src
     rows = {f"{row.module}.weight": row for row in planned.quantized}
     forms = {name: src.form_written(name) for name in src.names() if name not in rows}
     for row in rows.values():
@@ -41,7 +39,7 @@ def require_right_weights(
             for suffix, (dtype, shape) in stored.items()
         }
     with suppress(NotTried):
-        refusal_by_transformers(model, src, stated, forms, trust_remote_code)
+        refusal_by_transformers(outline, src, stated, forms, trust_remote_code)
 
 
 def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> Outside:
@@ -52,7 +50,9 @@ def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) ->
     not checked, and draft layers are found by their names.
     """
     try:
-        model = skeleton(src, src.dtype_of_model, trust_remote_code)
+        module = skeleton(src, src.dtype_of_model, trust_remote_code)
     except CheckpointError:
         return Outside.of(src, drafts_by_name(src))
-    return Outside.of(src, swap(model, src)[1])
+    outline = Outline(src, module, as_matrices=False)
+    swap(outline)
+    return outline.outside

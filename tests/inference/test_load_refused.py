@@ -18,6 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, KernelError, LayoutError, QuantkitError, RecipeError
 from quantkit.inference import swap_linears
 from quantkit.models.meta_model import skeleton
+from quantkit.models.outline import Outline
 from tests.command_line import refused
 from tests.folders import TEXT
 from tests.inference.samples import Folders, change
@@ -146,7 +147,7 @@ def test_an_error_says_how_much_memory_is_missing(folder: Folders) -> None:
     path = folder("marlin", "int4:g128")
     src = Checkpoint(path)
     model = skeleton(src, torch.float16, False)
-    swap_linears.swap(model, src)
+    swap_linears.swap(Outline(src, model, as_matrices=False))
     gpu = torch.device("cuda", 0)
     needs = swap_linears.memory_needs(model, {state: 0 for state in model.state_dict()})
     stated = sum(src.nbytes(name) for name in src.names())

@@ -9,8 +9,8 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.block_weights import BlockWeights
-from quantkit.models.matching import MatchedModel
 from quantkit.models.meta_model import float32_states, get_tensor
+from quantkit.models.outline import LanguageModel
 from tests.census import families
 
 CPU = torch.device("cpu")
@@ -18,15 +18,15 @@ Q = "model.layers.1.self_attn.q_proj"
 
 
 @pytest.fixture
-def model(folders: dict[str, Path]) -> MatchedModel:
-    return MatchedModel(Checkpoint(folders["llama"]), torch.float32)
+def model(folders: dict[str, Path]) -> LanguageModel:
+    return LanguageModel(Checkpoint(folders["llama"]), torch.float32)
 
 
-def loaded(model: MatchedModel) -> set[str]:
+def loaded(model: LanguageModel) -> set[str]:
     return {name for name, parameter in model.module.named_parameters() if parameter.device.type != "meta"}
 
 
-def test_a_block_is_loaded_and_freed_alone(model: MatchedModel) -> None:
+def test_a_block_is_loaded_and_freed_alone(model: LanguageModel) -> None:
     weights = BlockWeights(model, CPU)
     for ahead in (False, True):
         if ahead:
@@ -38,7 +38,7 @@ def test_a_block_is_loaded_and_freed_alone(model: MatchedModel) -> None:
         assert not loaded(model)
 
 
-def test_what_is_outside_the_blocks_is_loaded_in_its_order(model: MatchedModel) -> None:
+def test_what_is_outside_the_blocks_is_loaded_in_its_order(model: LanguageModel) -> None:
     weights = BlockWeights(model, CPU)
     weights.load_before_blocks()
     assert loaded(model) == {"model.embed_tokens.weight", "model.norm.weight"}
@@ -50,7 +50,7 @@ def test_what_is_outside_the_blocks_is_loaded_in_its_order(model: MatchedModel) 
     assert loaded(model) == set(model.src.names())
 
 
-def test_a_solved_weight_takes_the_place_of_the_source(model: MatchedModel) -> None:
+def test_a_solved_weight_takes_the_place_of_the_source(model: LanguageModel) -> None:
     weights = BlockWeights(model, CPU)
     weights.load_block(1)
     stored = model.src.get(f"{Q}.weight")
@@ -60,7 +60,7 @@ def test_a_solved_weight_takes_the_place_of_the_source(model: MatchedModel) -> N
     assert torch.equal(weights.source(Q), stored)  # read again, as float32 is not the stored dtype
 
 
-def test_weights_are_replaced_for_a_while_and_have_gradients(model: MatchedModel) -> None:
+def test_weights_are_replaced_for_a_while_and_have_gradients(model: LanguageModel) -> None:
     weights = BlockWeights(model, CPU)
     weights.load_block(1)
     linear, x = model.module.get_submodule(Q), torch.ones(3, 256)
@@ -72,7 +72,7 @@ def test_weights_are_replaced_for_a_while_and_have_gradients(model: MatchedModel
 
 
 def test_states_that_the_code_needs_in_float32_stay_so(tmp_path: Path) -> None:
-    model = MatchedModel(Checkpoint(families.write("inkling2_text", tmp_path / "m")), torch.bfloat16)
+    model = LanguageModel(Checkpoint(families.write("inkling2_text", tmp_path / "m")), torch.bfloat16)
     BlockWeights(model, CPU).load_block(0)
     block = model.blocks[0]
     assert get_tensor(model.module, f"{block}.mlp.gate.weight").dtype == torch.float32

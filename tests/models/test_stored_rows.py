@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
-from quantkit.models.state_names import Merged, Rows, match, rows_of, select
+from quantkit.models.state_names import Merged, Rows, StateNames, rows_of, select
 from quantkit.models.stored_rows import LinearRows, StoredLinear, follow_storage
 from tests.census import families
 from tests.models.folders import block_by_block, documents, outputs
@@ -62,19 +62,23 @@ def test_blocks_compute_the_same_and_call_each_stored_linear_once(family: str, f
 @pytest.mark.parametrize("family", STORED)
 def test_a_stored_linear_has_its_stored_name_and_shape(family: str, folder: Callable[[str], Path]) -> None:
     src = Checkpoint(folder(family))
-    module = skeleton(src, torch.float32, False)
+    names = StateNames(skeleton(src, torch.float32, False))
     name, readers = STORED[family]
-    stored = follow_storage(module, src, match(module, src).merged)
+    stored = follow_storage(names, src, names.match(src).merged)
     (found,) = [linear for path, linear in stored.items() if name.endswith(".".join(path.split(".")[-2:]))][-1:]
     assert found.readers == readers and found.linear.get_parameter("weight").shape == src.shape(f"{name}.weight")
-    assert follow_storage(module, src, match(module, src).merged) == {}  # nothing is left to follow
+    names.refresh()
+    assert follow_storage(names, src, names.match(src).merged) == {}  # nothing is left to follow
 
 
 def test_a_rule_is_followed_everywhere_or_nowhere(folder: Callable[[str], Path]) -> None:
     src = Checkpoint(folder("molmo2"))
     module = skeleton(src, torch.float32, False)
+    names = StateNames(module)
     module.get_submodule("model.language_model.layers.1.self_attn").att_proj = nn.Identity()
-    assert {path.rpartition(".")[2] for path in follow_storage(module, src, match(module, src).merged)} == {"ff_proj"}
+    names.refresh()
+    found = follow_storage(names, src, names.match(src).merged)
+    assert {path.rpartition(".")[2] for path in found} == {"ff_proj"}
 
 
 def test_a_copy_of_a_model_has_linears_of_its_own() -> None:

@@ -1,12 +1,15 @@
-"""Which tensor of a checkpoint is which part of its model: states, linears, blocks and experts.
+"""A checkpoint in its model: which stored tensor is which state, linear, block or expert.
 
-Only headers are read, and no code here knows an architecture.
+Only headers are read, and no code here knows an architecture. Quantizing, loading, evaluation and
+the checks of completeness read the same `Outline`.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,6 +22,7 @@ from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, 
 from quantkit.models.families import HEAD, INDEXER, NEVER_CALLED, UNCALLED
 from quantkit.models.linears import is_linear, replace_transposed, size_of
 from quantkit.models.meta_model import (
+    computed,
     find_blocks,
     find_linears,
     find_towers,
@@ -28,38 +32,116 @@ from quantkit.models.meta_model import (
     text_encoder,
     text_model,
 )
-from quantkit.models.outside import Outside
-from quantkit.models.state_names import Match, match, spellings
+from quantkit.models.outside import Outside, require_complete
+from quantkit.models.state_names import Match, StateNames
 from quantkit.models.stored_rows import follow_storage
 from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: `MatchedModel.max_length` of a model without a limit of positions.
+#: `Outline.max_length` of a model without a limit of positions.
 UNLIMITED = 2**31
 #: Linears with fewer inputs or outputs stay dense unless a recipe names them: gates and small
 #: mixers, which engines keep dense.
 FEWEST = 64
 
 
-class MatchedModel:
-    """Build the model of a dense checkpoint on the meta device, and match its states with the
-    stored tensors.
+class Outline:
+    """Match the states of a model on the meta device with the tensors of its checkpoint.
 
-    `module`: the model. `dtype`: of its weights in memory. `states`: the source of each of its
-    states. `blocks`: module paths of the transformer blocks, in order. `linears`: name in the
-    checkpoint -> `(n, k)` of every linear. `paths`: the same names -> module paths, which differ in
-    a few published families. `tied`: linears that share their weight with the embeddings.
-    `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them. `experts`:
-    name -> the expert that a linear belongs to. `sliced`: stored tensors that hold several experts.
-    `outside`: tensors that the model does not have, such as draft layers. `notices`: matrices that
-    stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
-    module whose forward is run, the whole model or the outermost one that runs on tokens alone;
+    Modules of the model are replaced first, so that each linear has its stored form: experts are
+    unfused, linears are stacked or split as they are stored. With `as_matrices`, `src` presents
+    tensors of many experts as one matrix a linear, and weights of Conv1D as their transposes.
+    Without it, transformers can load the model from the folder as it is.
+
+    `module`: the model. `names`: transformers' rules for its states. `states`: the source of each
+    state. `sliced`: stored tensors that hold several experts. `held`: paths of linears whose rows
+    other linears of the model return. CheckpointError if a stored tensor has another shape than
+    the model.
+    """
+
+    def __init__(self, src: Checkpoint, module: PreTrainedModel, *, as_matrices: bool) -> None:
+        self.src, self.module, self.names = src, module, StateNames(module)
+        self.sliced = unfuse_experts(self.names, src, slices=as_matrices)
+        self.names.refresh()
+        self.states = self.names.match(src)
+        self.held = follow_storage(self.names, src, self.states.merged)
+        if self.held:
+            self.names.refresh()
+            self.states = self.names.match(src)
+        self._require_shapes()
+        if as_matrices:
+            replace_transposed(module, self.states.stored, src)
+
+    def require_complete(self) -> None:
+        """Raise CheckpointError unless the checkpoint has exactly the tensors of its model, and
+        others that the model's class or config.json declares.
+        """
+        absent = [re.compile(each) for each in self.module._keys_to_ignore_on_load_missing or ()]
+        missing = [
+            state
+            for state in self.states.missing(self.module)
+            if computed(self.module, state) is None and not any(p.search(state) for p in absent)
+        ]
+        require_complete(self.names, self.src, missing, self.states.strays)
+
+    def take_parts(self, paths: Mapping[str, str]) -> None:
+        """Match the tensors of packed linears, which are in the model now; `paths` maps each packed
+        module of the checkpoint to its path.
+        """
+        stored, _, outside, strays = self.states
+        self.names.refresh()
+        weights = {f"{module}.weight" for module in paths}
+        for state in [state for state, name in stored.items() if name in weights]:
+            del stored[state]
+        for module, path in paths.items():
+            for suffix, name in self.src.parts(module).items():
+                if self.names.state_of(name) == f"{path}.{suffix}":
+                    stored[f"{path}.{suffix}"] = name
+                else:
+                    strays.append(name)
+            bias = f"{module}.bias"
+            if bias in strays and f"{path}.bias" in self.names.states:
+                strays.remove(bias)
+                outside.remove(bias)
+                stored[f"{path}.bias"] = bias
+                self._require_shape(f"{path}.bias", bias)
+
+    @cached_property
+    def outside(self) -> Outside:
+        """The tensors that the model does not have, such as draft layers."""
+        return Outside.of(self.src, self.states.outside)
+
+    def _require_shapes(self) -> None:
+        packed = {f"{module}.weight" for module in self.src.modules()}
+        for state, name in self.states.stored.items():
+            if name not in packed:
+                self._require_shape(state, name)
+
+    def _require_shape(self, state: str, name: str) -> None:
+        asked, shape = tuple(get_tensor(self.module, state).shape), self.src.shape(name)
+        # An earlier model of this checkpoint may have transposed the tensor.
+        if shape != asked and not (self.src.is_presented_otherwise(name) and shape[::-1] == asked):
+            raise CheckpointError(
+                f"{name} is {list(shape)}, config.json asks for {list(asked)}",
+                "mend config.json",
+                "fetch the folder again",
+                subject=self.src.path,
+            )
+
+
+class LanguageModel(Outline):
+    """Outline a dense checkpoint as a model whose linears are chosen and whose blocks are run.
+
+    `dtype`: of the weights in memory. `blocks`: module paths of the transformer blocks, in order.
+    `linears`: name in the checkpoint -> `(n, k)` of every linear. `paths`: the same names -> module
+    paths, which differ in a few published families. `tied`: linears that share their weight with
+    the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names
+    them. `experts`: name -> the expert that a linear belongs to. `notices`: matrices that stay
+    dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the module
+    whose forward is run, the whole model or the outermost one that runs on tokens alone;
     `text_path`: its path.
-
-    In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by
-    their transposes.
 
     CheckpointError if transformers cannot build the model, or a stored tensor has another shape
     than it.
@@ -68,10 +150,8 @@ class MatchedModel:
     def __init__(
         self, src: Checkpoint, dtype: torch.dtype, *, trust_remote_code: bool = False
     ) -> None:
-        self.src, self.dtype = src, dtype
-        self.module = skeleton(src, dtype, trust_remote_code)
-        self.sliced = unfuse_experts(self.module, src, spellings(self.module))
-        self.states = _match(self.module, src)
+        super().__init__(src, skeleton(src, dtype, trust_remote_code), as_matrices=True)
+        self.dtype = dtype
         decoder, module = language_model(self.module)
         self.blocks = [f"{decoder}.{path}" if decoder else path for path in find_blocks(module)]
         if not self.blocks:
@@ -89,7 +169,6 @@ class MatchedModel:
         self.kept_dense = _kept_dense(self.module, decoder, self.tied, self.states.stored)
         of_path = find_experts(self.module)
         self.experts = {name: of_path[path] for name, path in self.paths.items() if path in of_path}
-        self.outside = Outside.of(src, self.states.outside)
         self.notices += self.outside.notices()
         positions = (
             getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
@@ -145,25 +224,6 @@ class MatchedModel:
 def is_norm(module: nn.Module) -> bool:
     """Tell a norm by the name of its class."""
     return "norm" in type(module).__name__.lower()
-
-
-def _match(module: PreTrainedModel, src: Checkpoint) -> Match:
-    """Match states with stored tensors, once linears have their stored form; CheckpointError for
-    another shape.
-    """
-    found = match(module, src)
-    if follow_storage(module, src, found.merged):
-        found = match(module, src)
-    replace_transposed(module, found.stored, src)
-    found = match(module, src)
-    for state, name in found.stored.items():
-        asked, shape = tuple(get_tensor(module, state).shape), src.shape(name)
-        if shape != asked:
-            raise CheckpointError(
-                f"is {list(shape)} in the checkpoint, config.json asks for {list(asked)}",
-                subject=name,
-            )
-    return found
 
 
 def _blocks_of_names(blocks: Iterable[str], states: Match) -> dict[str, int]:

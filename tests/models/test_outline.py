@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.models.families import EXPERT_CLASSES, FAMILIES, family_of
-from quantkit.models.matching import MatchedModel
+from quantkit.models.outline import LanguageModel
 from quantkit.models.unfused_experts import CALLS
 from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import from_mapping, goal_of
@@ -22,7 +22,7 @@ from tests.tiny_models import FAMILIES as TINY, write_model
 
 @pytest.mark.parametrize("family", ["git", "phi4_multimodal"])
 def test_towers_are_no_blocks_and_stay_dense(family: str, tmp_path: Path) -> None:
-    model = MatchedModel(Checkpoint(families.write(family, tmp_path / "m")), torch.float32)
+    model = LanguageModel(Checkpoint(families.write(family, tmp_path / "m")), torch.float32)
     tower = {"git": "git.image_encoder.", "phi4_multimodal": "model.embed_tokens_extend."}[family]
     inside = [name for name in model.linears if name.startswith(tower) and ".encoder" in name]
     assert not any(path.startswith(tower) for path in model.blocks)
@@ -36,13 +36,13 @@ def test_a_model_of_another_kind_is_refused_by_its_config(family: str, says: str
     families.tiny_config(family).save_pretrained(tmp_path)
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=says):
-        MatchedModel(Checkpoint(tmp_path), torch.float32)
+        LanguageModel(Checkpoint(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_every_tensor_is_in_one_block_or_outside(family: str, folders: dict[str, Path]) -> None:
     src = Checkpoint(folders[family])
-    model = MatchedModel(src, torch.float32)
+    model = LanguageModel(src, torch.float32)
     parts = [model.stored(0), model.stored(1), model.stored(None)]
     assert sorted(name for part in parts for name in part) == sorted(src.names())
     assert len(parts[0]) == len(parts[1]) > 0 and any("embed" in name for name in parts[2])
@@ -52,7 +52,7 @@ def test_every_tensor_is_in_one_block_or_outside(family: str, folders: dict[str,
 
 
 def test_a_head_is_skipped_under_either_of_its_names(folders: dict[str, Path]) -> None:
-    model = MatchedModel(Checkpoint(folders["gpt_neox"]), torch.float32)
+    model = LanguageModel(Checkpoint(folders["gpt_neox"]), torch.float32)
     assert model.paths["embed_out"] == "lm_head"
     for pattern in ("lm_head", "embed_out"):
         assert goal_of(from_mapping({"skip": [pattern]}), "embed_out", model.paths["embed_out"]) is None
@@ -63,7 +63,7 @@ def test_a_head_is_skipped_under_either_of_its_names(folders: dict[str, Path]) -
 
 def test_a_head_beside_a_table_that_is_called_the_head_stays_dense(tmp_path: Path) -> None:
     """transformers calls FSMT's table of target words its output head."""
-    model = MatchedModel(Checkpoint(write_model("fsmt", tmp_path / "m")), torch.float32)
+    model = LanguageModel(Checkpoint(write_model("fsmt", tmp_path / "m")), torch.float32)
     head = "model.decoder.output_projection"
     assert model.linears[head] == (257, 128) and model.kept_dense == {head: "the output head"}
 
@@ -82,7 +82,7 @@ def test_a_router_of_many_experts_stays_dense_where_experts_have_names(tmp_path:
     }
     config = transformers.SwitchTransformersConfig(**sizes, num_experts=64)
     transformers.SwitchTransformersForConditionalGeneration(config).save_pretrained(tmp_path)
-    model = MatchedModel(Checkpoint(tmp_path), torch.float32)
+    model = LanguageModel(Checkpoint(tmp_path), torch.float32)
     routers = [name for name in model.linears if ".router." in name]
     assert routers and {model.kept_dense.get(name) for name in routers} == {"a router"}
 
@@ -101,7 +101,7 @@ def test_a_router_of_many_experts_stays_dense_where_experts_have_names(tmp_path:
 )
 def test_a_config_that_cannot_be_built_gives_a_one_line_error(config: dict[str, Any], changed: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
-        MatchedModel(Checkpoint(changed("llama", **config)), torch.float32)
+        LanguageModel(Checkpoint(changed("llama", **config)), torch.float32)
     assert "\n" not in str(caught.value)
 
 
@@ -113,19 +113,19 @@ def test_matrices_outside_linears_are_reported(tmp_path: Path) -> None:
         **small, num_key_value_heads=2, vocab_size=100, num_experts=1, mamba_d_state=8, use_mamba_kernels=False
     )
     transformers.JambaForCausalLM(jamba).save_pretrained(tmp_path)
-    model = MatchedModel(Checkpoint(tmp_path), torch.float32)
+    model = LanguageModel(Checkpoint(tmp_path), torch.float32)
     assert any("conv1d" in notice and "left dense" in notice for notice in model.notices)
 
 
 def test_norms_are_found_by_their_stored_names(folders: dict[str, Path]) -> None:
-    model = MatchedModel(Checkpoint(folders["gpt_neox"]), torch.float32)
+    model = LanguageModel(Checkpoint(folders["gpt_neox"]), torch.float32)
     norms = model.norms()
     assert norms["gpt_neox.final_layer_norm.bias"] == "gpt_neox.final_layer_norm.bias"
     assert len(norms) == 2 * (2 * 2 + 1)
 
 
 def test_what_text_alone_never_calls_is_told(tmp_path: Path) -> None:
-    model = MatchedModel(Checkpoint(families.write("ernie4_5_vl_moe", tmp_path / "m")), torch.float32)
+    model = LanguageModel(Checkpoint(families.write("ernie4_5_vl_moe", tmp_path / "m")), torch.float32)
     said = {name: model.why_uncalled(name) for name in model.linears}
     images = [name for name, expert in model.experts.items() if ".vision_moe." in expert.owner]
     assert images and {said[name] for name in images} == {"text alone never calls vision experts"}
