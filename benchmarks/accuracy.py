@@ -20,7 +20,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping, merge, pruning_from_mapping
 from quantkit.text.tokenizer import load_tokenizer

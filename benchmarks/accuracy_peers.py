@@ -30,7 +30,7 @@ from quantkit.evaluation.divergence import TokenValues, token_values
 from quantkit.evaluation.perplexity import exponential
 from quantkit.evaluation.windows import Windows, cut
 from quantkit.keys import keys_of
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.distill import distill
 from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize

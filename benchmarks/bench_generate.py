@@ -45,7 +45,9 @@ from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears
 from quantkit.kernels import MATMULS, preferred
 from quantkit.models.devices import free_gpu_memory
-from quantkit.models.meta_model import dense_matrices, find_blocks, skeleton
+from quantkit.models.meta_model import skeleton
+from quantkit.models.modules import find_blocks
+from quantkit.models.outline import dense_matrices
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from benchmarks.accuracy import PUBLISHED, REFINED, SEARCH
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.distill import distill
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, merge

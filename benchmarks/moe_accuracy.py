@@ -18,7 +18,7 @@ import torch
 from accuracy import UNQUANTIZED, evaluate, save
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
 from quantkit.text.tokenizer import load_tokenizer

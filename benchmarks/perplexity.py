@@ -25,7 +25,7 @@ from quantkit.api import eval_ppl
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.io import files
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 

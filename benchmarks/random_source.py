@@ -17,7 +17,8 @@ from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
 from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
-from quantkit.models.meta_model import find_blocks, skeleton
+from quantkit.models.meta_model import skeleton
+from quantkit.models.modules import find_blocks
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 #: The most words of the tokenizer.

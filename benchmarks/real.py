@@ -40,7 +40,7 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.evaluation.verify import verify
 from quantkit.inference.generate import generate
 from quantkit.io.hashing import hash_of_file
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import merge
 from quantkit.text.tokenizer import adds_bos, load_tokenizer
 

@@ -19,7 +19,7 @@ from benchmarks.accuracy import PUBLISHED, REFINED
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, merge
 from quantkit.text.tokenizer import load_tokenizer

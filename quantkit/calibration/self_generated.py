@@ -35,7 +35,7 @@ from quantkit.inference.generate import write_rows
 from quantkit.io import files
 from quantkit.io.json_files import load_json
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.calibration_options import Calib
 from quantkit.text.conversations import Conversation, has_chat_template, render

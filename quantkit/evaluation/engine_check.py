@@ -34,7 +34,7 @@ from quantkit.evaluation.verification import EngineProof, Verification
 from quantkit.evaluation.verify import verify
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import config_of, require_decoder_only
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.names import SERVERS
 from quantkit.progress import Clock, Progress
 from quantkit.text.sources import PACKAGED, load_documents

@@ -32,7 +32,7 @@ from quantkit.io import files
 from quantkit.io.hashing import hash_of, hash_of_file
 from quantkit.io.staging import check_staging, claimed
 from quantkit.models.devices import device_of
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.recipe import Recipe, without_paths

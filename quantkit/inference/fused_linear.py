@@ -20,7 +20,7 @@ from quantkit.inference.packed_linear import (
 )
 from quantkit.layouts import LAYOUTS
 from quantkit.models.families import CROSS_ATTENTION
-from quantkit.models.shared_product import SharedProduct
+from quantkit.models.stored_rows import SharedProduct
 
 
 class FusedLinear(SharedProduct, nn.Module):

@@ -17,8 +17,9 @@ from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Command, QuantkitError, Words
 from quantkit.inference.swap_linears import require_kernels
 from quantkit.models.devices import compute_dtype, device_of
-from quantkit.models.meta_model import auto_class, computed, config_of, unbuildable
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.meta_model import auto_class, config_of, unbuildable
+from quantkit.models.modules import computed
+from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from quantkit.errors import (
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout, half
-from quantkit.models.linears import is_linear, reads_weight, size_of
 from quantkit.models.meta_model import float32_states
+from quantkit.models.modules import is_linear, reads_weight, size_of
 from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
 

@@ -17,7 +17,8 @@ from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Setting, Words, reason
 from quantkit.inference.load import silent_transformers
 from quantkit.layouts.compressed_tensors import METHOD
-from quantkit.models.meta_model import computed, config_of
+from quantkit.models.meta_model import config_of
+from quantkit.models.modules import computed
 from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
 

@@ -1,7 +1,7 @@
 """Run a model block by block, with the weights of one block in memory at a time.
 
 It joins three parts: the match of model and stored tensors (`outline`), the weights in memory
-(`block_weights`), the model's own forward with one block taken out (`interception`). No code here
+(`weights`), the model's own forward with one block taken out (`interception`). No code here
 knows an architecture.
 """
 
@@ -19,13 +19,21 @@ from torch.func import functional_call
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
-from quantkit.models.block_weights import BlockWeights
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
 from quantkit.models.fused_norms import Norm, fused, rms_norms
-from quantkit.models.interception import Given, Interception, NotReached, telling, watching
-from quantkit.models.meta_model import lists_beside, require_decoder_only
-from quantkit.models.outline import LanguageModel, is_norm
+from quantkit.models.interception import (
+    Given,
+    Interception,
+    NotReached,
+    Repeated,
+    independent,
+    telling,
+    watching,
+)
+from quantkit.models.meta_model import require_decoder_only
+from quantkit.models.modules import is_norm, lists_beside
+from quantkit.models.outline import LanguageModel
 from quantkit.models.passing import (
     USE_RTN,
     Form,
@@ -37,7 +45,7 @@ from quantkit.models.passing import (
     tensors_in,
     unpack,
 )
-from quantkit.models.repeated import Repeated, independent
+from quantkit.models.weights import BlockWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

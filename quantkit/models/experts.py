@@ -18,7 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import Compute, Derived, Read
 from quantkit.errors import CheckpointError
 from quantkit.models.families import EXPERT_CLASSES, LEAVES, ROLES, ROUTERS, ExpertClass
-from quantkit.models.module_tree import add_module, is_free
+from quantkit.models.modules import add_module, is_free
 from quantkit.models.state_names import Rows, StateNames, rows_of, select
 from quantkit.models.unfused_experts import BIAS, CALLS, Fused, UnfusedExperts
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from quantkit.models.outline import is_norm
+from quantkit.models.modules import is_norm
 
 #: The code of a model may round to bfloat16 before it multiplies with the weight, and once more.
 ROUNDING = 2**-6

@@ -4,24 +4,20 @@ device.
 
 from __future__ import annotations
 
-import inspect
 import re
 import threading
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io.json_files import decode_floats
-from quantkit.models.experts import find_routers
-from quantkit.models.families import AUTO_CLASSES, COMPUTES, family_of
-from quantkit.models.linears import is_linear
+from quantkit.models.families import AUTO_CLASSES, family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -227,188 +223,3 @@ def unbuildable(src: Configured, error: Exception) -> CheckpointError:
         "upgrade transformers",
         subject=src.path,
     )
-
-
-def language_model(module: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Return the path and the module of the decoder that reads tokens, without the towers of other
-    inputs.
-    """
-    decoder = module.get_decoder()
-    path = next((path for path, found in module.named_modules() if found is decoder), "")
-    return (path, decoder) if path and find_blocks(decoder) else ("", module)
-
-
-def text_encoder(module: PreTrainedModel) -> str:
-    """Return the path of an encoder-decoder's encoder, if it reads tokens; "" without one."""
-    encoder = module.get_encoder() if module.config.is_encoder_decoder else None
-    path = next((path for path, found in module.named_modules() if found is encoder), "")
-    return "" if path in find_towers(module) else path
-
-
-def find_towers(module: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the models inside a model that take other inputs than text: encoders of
-    images or sound.
-    """
-    from transformers import PreTrainedModel
-
-    return tuple(
-        path
-        for path, found in module.named_modules()
-        if path
-        and isinstance(found, PreTrainedModel)
-        and not {"input_ids", "decoder_input_ids", "inputs_embeds", "args"} & _inputs(found).keys()
-    )
-
-
-def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
-    """Return the path of the outermost model around the blocks that needs only tokens; "" for the
-    whole.
-
-    It embeds tokens as the whole model does. It is also "" if there is no such model, and for an
-    encoder-decoder.
-    """
-    from transformers import PreTrainedModel
-
-    if module.config.is_encoder_decoder:
-        return ""
-    asking = family_of(module.config.model_type).asks_for_images
-    path: str
-    for path, found in module.named_modules():
-        around = all(block.startswith(f"{path}." if path else "") for block in blocks)
-        if not around or not isinstance(found, PreTrainedModel) or (asking and not path):
-            continue
-        inputs = _inputs(found)
-        runs = "input_ids" in inputs and all(
-            may for name, may in inputs.items() if name != "input_ids"
-        )
-        if runs and found.get_input_embeddings() is module.get_input_embeddings():
-            return path
-    return ""
-
-
-def _inputs(module: nn.Module) -> dict[str, bool]:
-    """Return the arguments of a model's forward, and whether each may be absent."""
-    found = inspect.signature(module.forward).parameters.values()
-    return {
-        each.name: each.default is not each.empty or each.kind is each.VAR_POSITIONAL
-        for each in found
-        if each.kind is not each.VAR_KEYWORD
-    }
-
-
-def find_blocks(module: nn.Module) -> list[str]:
-    """Return the paths of the transformer blocks: the largest list of modules that hold linears.
-
-    Blocks may be of several classes, as in models that mix attention and state spaces.
-    """
-    best, largest = [], 0
-    towers = tuple(f"{path}." for path in find_towers(module))
-    for path, found in module.named_modules():
-        if not isinstance(found, nn.ModuleList) or path.startswith(towers):
-            continue
-        size = sum(p.numel() for p in found.parameters())
-        if size > largest and any(is_linear(m) for m in found.modules()):
-            best, largest = [f"{path}.{i}" for i in range(len(found))], size
-    return best
-
-
-def lists_beside(module: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Return the module lists that run parallel to the blocks, with linears, if both hold parts of
-    layers.
-
-    XLM keeps attention and feed-forward of its layers in two lists, and adds and normalizes between
-    them.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    own = blocks[0].rpartition(".")[0]
-    owner = own.rpartition(".")[0]
-    return [
-        f"{owner}.{name}" if owner else name
-        for name, found in module.get_submodule(owner).named_children()
-        if isinstance(found, nn.ModuleList)
-        and len(found) == len(blocks)
-        and name != own.rpartition(".")[2]
-        if any(is_linear(inner) for inner in found.modules())
-        if not any(isinstance(part, GradientCheckpointingLayer) for part in found)  # a whole layer
-    ]
-
-
-def find_linears(
-    module: PreTrainedModel, stored: dict[str, str]
-) -> tuple[dict[str, str], set[str], list[str]]:
-    """Return stored name -> module path of every linear, the tied ones, and notices of matrices
-    that stay dense.
-
-    `stored` maps each state to its name in the checkpoint.
-    """
-    paths: dict[str, str] = {}
-    tied: set[str] = set()
-    others: dict[str, list[str]] = {}
-    for path, found in module.named_modules():
-        weight = f"{path}.weight"
-        if is_linear(found) and weight in module.all_tied_weights_keys:
-            paths[path] = path
-            tied.add(path)
-        elif is_linear(found) and weight in stored:
-            paths[stored[weight].removesuffix(".weight")] = path
-        elif is_linear(found):
-            others.setdefault(
-                "linear that transformers makes from other stored tensors,", []
-            ).append(path)
-    return paths, tied, _notices(others) + dense_matrices(module)
-
-
-def dense_matrices(module: PreTrainedModel) -> list[str]:
-    """Return notices of matrices outside linears, such as experts in one parameter, which stay
-    dense.
-    """
-    others: dict[str, list[str]] = {}
-    routers = find_routers(module)
-    for path, found in module.named_modules():
-        if not is_linear(found) and not isinstance(found, nn.Embedding) and path not in routers:
-            wide = [
-                f"{path}.{name}" for name, p in found.named_parameters(recurse=False) if p.ndim > 1
-            ]
-            if wide:
-                others.setdefault(
-                    f"parameter of {type(found).__name__}, which is no nn.Linear,", []
-                ).extend(wide)
-    return _notices(others)
-
-
-def _notices(others: dict[str, list[str]]) -> list[str]:
-    return [
-        f"{names[0]}: {what} left dense ({len(names)} in all)" for what, names in others.items()
-    ]
-
-
-def computed(module: nn.Module, state: str) -> Tensor | None:
-    """Compute a state that a checkpoint may lack, such as sinusoidal positions; None if its module
-    cannot.
-    """
-    compute = getattr(module.get_submodule(state.rpartition(".")[0]), COMPUTES, None)
-    return compute().detach() if compute is not None else None
-
-
-def get_tensor(module: nn.Module, name: str) -> Tensor:
-    """Return the parameter or buffer called `name`."""
-    path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(path), leaf)
-    return found
-
-
-def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter or buffer called `name`; CheckpointError if its shape differs."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    expected = getattr(owner, leaf).shape
-    if tensor.shape != expected:
-        raise CheckpointError(
-            f"is {list(tensor.shape)} in the checkpoint, config.json asks for {list(expected)}",
-            subject=name,
-        )
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        owner._buffers[leaf] = tensor

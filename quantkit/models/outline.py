@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,16 +20,18 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
 from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
-from quantkit.models.families import HEAD, INDEXER, NEVER_CALLED, UNCALLED
-from quantkit.models.linears import is_linear, replace_transposed, size_of
-from quantkit.models.meta_model import (
+from quantkit.models.families import HEAD, INDEXER, NEVER_CALLED, TOWER, UNCALLED
+from quantkit.models.meta_model import skeleton
+from quantkit.models.modules import (
     computed,
     find_blocks,
-    find_linears,
     find_towers,
     get_tensor,
+    is_linear,
+    is_norm,
     language_model,
-    skeleton,
+    replace_transposed,
+    size_of,
     text_encoder,
     text_model,
 )
@@ -221,11 +224,6 @@ class LanguageModel(Outline):
             module.on_all_tokens = frozenset(chosen.get(owner, ()))
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Tell a norm by the name of its class."""
-    return "norm" in type(module).__name__.lower()
-
-
 def _blocks_of_names(blocks: Iterable[str], states: Match) -> dict[str, int]:
     """Map stored name to the number of its block, the first one if blocks share the tensor."""
     numbers = {path: index for index, path in enumerate(blocks)}
@@ -279,3 +277,93 @@ def _kept_dense(
         elif path.rpartition(".")[2] in NEVER_CALLED:
             kept[name] = "its weight is used without calling it"
     return kept
+
+
+def find_linears(
+    module: PreTrainedModel, stored: dict[str, str]
+) -> tuple[dict[str, str], set[str], list[str]]:
+    """Return stored name -> module path of every linear, the tied ones, and notices of matrices
+    that stay dense.
+
+    `stored` maps each state to its name in the checkpoint.
+    """
+    paths: dict[str, str] = {}
+    tied: set[str] = set()
+    others: dict[str, list[str]] = {}
+    for path, found in module.named_modules():
+        weight = f"{path}.weight"
+        if is_linear(found) and weight in module.all_tied_weights_keys:
+            paths[path] = path
+            tied.add(path)
+        elif is_linear(found) and weight in stored:
+            paths[stored[weight].removesuffix(".weight")] = path
+        elif is_linear(found):
+            others.setdefault(
+                "linear that transformers makes from other stored tensors,", []
+            ).append(path)
+    return paths, tied, _notices(others) + dense_matrices(module)
+
+
+def dense_matrices(module: PreTrainedModel) -> list[str]:
+    """Return notices of matrices outside linears, such as experts in one parameter, which stay
+    dense.
+    """
+    others: dict[str, list[str]] = {}
+    routers = find_routers(module)
+    for path, found in module.named_modules():
+        if not is_linear(found) and not isinstance(found, nn.Embedding) and path not in routers:
+            wide = [
+                f"{path}.{name}" for name, p in found.named_parameters(recurse=False) if p.ndim > 1
+            ]
+            if wide:
+                others.setdefault(
+                    f"parameter of {type(found).__name__}, which is no nn.Linear,", []
+                ).extend(wide)
+    return _notices(others)
+
+
+def _notices(others: dict[str, list[str]]) -> list[str]:
+    return [
+        f"{names[0]}: {what} left dense ({len(names)} in all)" for what, names in others.items()
+    ]
+
+
+def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> dict[str, int]:
+    """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks,
+    named as in `logical`.
+
+    `inside` names the tensors of the blocks, as a built model knows them. Without it, the blocks
+    are the largest numbered list, by elements, that is not named as a tower.
+    """
+    shapes = {name: src.true_shape(name) for name in src.logical()}
+    sizes = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}
+    if inside is not None:
+        return {name: size for name, size in sizes.items() if name in inside}
+    lists: dict[str, dict[str, int]] = {}
+    for name, size in sizes.items():
+        if numbered := re.match(r"(.+?)\.\d+\.", name):
+            lists.setdefault(numbered[1], {})[name] = size
+    best = max(
+        lists, key=lambda path: (not TOWER.search(path), sum(lists[path].values())), default=""
+    )
+    return lists.get(best, {})
+
+
+def share_of(weights: Mapping[str, int], modules: Collection[str]) -> float | None:
+    """Return the share of a decoder's weights that belong to `modules`; None without any."""
+    total = sum(weights.values())
+    return sum(weights.get(f"{module}.weight", 0) for module in modules) / total if total else None
+
+
+def largest_others(weights: Mapping[str, int], modules: Collection[str]) -> list[tuple[str, float]]:
+    """Return the weights outside `modules`, summed over all blocks: name of the first, and share of
+    the whole.
+    """
+    total, inside = sum(weights.values()), {f"{module}.weight" for module in modules}
+    groups: dict[str, str] = {}
+    found: Counter[str] = Counter()
+    for name, size in weights.items():
+        if name not in inside:
+            first = groups.setdefault(re.sub(r"\.\d+\.", ".N.", name), name)
+            found[first] += size
+    return [(first, size / total) for first, size in found.most_common()]

@@ -35,7 +35,7 @@ from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting,
 from quantkit.io.staging import staging
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
-from quantkit.models.meta_model import get_tensor
+from quantkit.models.modules import get_tensor
 from quantkit.pipeline.convert import begin_report, expected_names, packed_source
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.quantize import READERS, calibration_text

@@ -10,7 +10,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
 from quantkit.engines.readers import opened_by
 from quantkit.engines.rows import Folder
-from quantkit.models.decoder import decoder_weights, share_of
+from quantkit.models.outline import decoder_weights, share_of
 
 
 def describe(src: Checkpoint) -> dict[str, Any]:

@@ -42,9 +42,9 @@ from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.core.ranks import ranks
 from quantkit.core.work_queue import MOST_BYTES
 from quantkit.errors import Option, QuantkitError, Setting, Words
-from quantkit.models.block_weights import PINNED
 from quantkit.models.devices import CUDA_DEVICE, compute_dtype, program_bytes
 from quantkit.models.families import BLOCK, EXPERT, TOWER
+from quantkit.models.weights import PINNED
 from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.recipe import Recipe
 

@@ -39,7 +39,7 @@ from quantkit.errors import (
 from quantkit.kernels import MATMULS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
-from quantkit.models.decoder import decoder_weights, largest_others, share_of
+from quantkit.models.outline import decoder_weights, largest_others, share_of
 from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory
 from quantkit.planning.misfits import Misfit, ways_out
 from quantkit.planning.rows import Row

@@ -24,7 +24,7 @@ from benchmarks.random_model import DENSE, Outline, Sizes, Variant, Workload, bu
 from benchmarks.timing import Device
 from quantkit.errors import RecipeError
 from quantkit.kernels import missing
-from quantkit.models.meta_model import find_blocks
+from quantkit.models.modules import find_blocks
 from tests.benchmarks.samples import FAMILIES, LLAMA, QUIET, built, tiny
 
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4e12, rate=740e12)

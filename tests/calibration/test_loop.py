@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping
 from quantkit.text.sequences import draw_calibration
 from quantkit.text.tokenizer import load_tokenizer

@@ -17,7 +17,7 @@ from quantkit.checkpoint.report import ROW_SUM
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.engines.readers import sums_in_float16
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping

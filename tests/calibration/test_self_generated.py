@@ -18,7 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, QuantkitError
 from quantkit.inference.generate import write_rows
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.calibration_options import Calib
 from quantkit.text.tokenizer import load_tokenizer

@@ -16,7 +16,7 @@ from quantkit.calibration.stages.gradients import drawn_tokens
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import sequences

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from tests.tiny_models import byte_tokenizer
 
 TEXT = "".join(chr(97 + (i * i) % 26) for i in range(300))

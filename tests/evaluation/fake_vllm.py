@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from quantkit.checkpoint.reader import Checkpoint  # noqa: E402
-from quantkit.models.whole_model import load_dense_model  # noqa: E402
+from quantkit.models.weights import load_dense_model  # noqa: E402
 
 
 class MacheteLinearKernel:

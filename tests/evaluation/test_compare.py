@@ -20,7 +20,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation import recipe_rows
 from quantkit.evaluation.compare import compare
 from quantkit.io.staging import claimed
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.named import load_named_or_scheme
 from quantkit.recipes.recipe import from_mapping, merge

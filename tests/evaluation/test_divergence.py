@@ -13,7 +13,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.evaluation import windows
 from quantkit.evaluation.divergence import TokenValues, interval, kld
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from tests.evaluation.conftest import TEXT
 from tests.tiny_models import write_model
 

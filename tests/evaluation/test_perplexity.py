@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 from tests.evaluation.conftest import TEXT

@@ -18,7 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.divergence import interval
 from quantkit.evaluation.tasks import eval_tasks
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.command_line import call, refused
 from tests.evaluation.folders import written

@@ -17,7 +17,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.inference.fused_linear import FusedLinear, sibling_linears
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from tests.layouts.samples import record, tame
 
 KERNELS = [

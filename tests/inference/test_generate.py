@@ -12,7 +12,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.demo import MODEL
 from quantkit.errors import RecipeError
 from quantkit.inference.generate import generate, writing
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import Folders
 

@@ -17,7 +17,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.layouts.schemes import Schemes
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.folders import TEXT
 from tests.inference.samples import KERNELS, OTHERS, Folders, bits, change, decoded, layers, logits, stored

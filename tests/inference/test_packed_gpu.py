@@ -26,7 +26,7 @@ from quantkit.kernels.proof import relative_error
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.devices import free_gpu_memory
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import attention, bits, gauss, layers, logits, packed as packed_linear, stored, values
 from tests.layouts.samples import write_folder

@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import Passed, State, pack
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.census import families
 from tests.models.folders import block_by_block, documents, outputs, plain

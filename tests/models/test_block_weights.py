@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models.block_weights import BlockWeights
-from quantkit.models.meta_model import float32_states, get_tensor
+from quantkit.models.meta_model import float32_states
+from quantkit.models.modules import get_tensor
 from quantkit.models.outline import LanguageModel
+from quantkit.models.weights import BlockWeights
 from tests.census import families
 
 CPU = torch.device("cpu")

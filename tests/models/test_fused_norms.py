@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.fused_norms import fused, rms_norms
-from quantkit.models.outline import is_norm
+from quantkit.models.modules import is_norm
 from tests.tiny_models import write_model
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.interception import HIDDEN, Given
+from quantkit.models.interception import HIDDEN, KEPT, REPEATED, Given, Repeated, independent
 from quantkit.models.passing import State
-from quantkit.models.repeated import KEPT, REPEATED, Repeated, independent
 from tests.census import families
 from tests.models.folders import outputs, plain
 from tests.tiny_models import FAMILIES

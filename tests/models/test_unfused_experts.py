@@ -15,7 +15,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.unfused_experts import Fused, ParallelExperts
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping, goals_of
 from tests.census import families
 from tests.models.folders import block_by_block

@@ -11,7 +11,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.models.meta_model import unbuildable
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping
 from tests.models.folders import documents, outputs, plain
 from tests.tiny_models import FAMILIES

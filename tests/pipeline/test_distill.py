@@ -18,7 +18,7 @@ from quantkit.errors import CheckpointError, NumericError, QuantkitError, Recipe
 from quantkit.inference.load import load
 from quantkit.io.json_files import load_json
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline import distill as module
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.distill import distill

@@ -16,7 +16,7 @@ from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import RecipeError, ThresholdError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.decoder import decoder_weights
+from quantkit.models.outline import decoder_weights
 from tests.command_line import RTN, call, refused
 from tests.tiny_models import FAMILIES
 

@@ -17,7 +17,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.layouts import LAYOUTS
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
 from quantkit.text.tokenizer import load_tokenizer

@@ -17,7 +17,7 @@ from quantkit.checkpoint import report
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.io.json_files import load_json
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import Checkpoint, quantize
 from quantkit.recipes.recipe import from_mapping

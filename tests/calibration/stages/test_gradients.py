@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.whole_model import load_dense_model
+from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import distance
 from tests.tiny_models import write_model

@@ -1,0 +1,290 @@
+"""The modules of a model: which are linears, norms, blocks, towers, and where they lie in the tree.
+
+Quantizing and loading share these predicates. No code here knows an architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stored_tensors import Derived, Read
+from quantkit.errors import CheckpointError
+from quantkit.models.families import COMPUTES, family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return True if a module multiplies by its `weight` and adds its `bias`, and does nothing
+    else.
+
+    True for `nn.Linear`, subclasses that compute the same, and transformers' Conv1D, whose weight
+    is `[k, n]`.
+    """
+    return is_transposed(module) or (
+        isinstance(module, nn.Linear) and _computes_linear(type(module))
+    )
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return True for transformers' Conv1D, a linear with a weight `[k, n]`."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
+
+
+def reads_weight(owner: nn.Module, leaf: str) -> bool:
+    """Return True if the forward of a module uses the weight of its linear `leaf` itself, or asks
+    for its dtype.
+    """
+    return f"{leaf}.weight" in _source(type(owner).forward)
+
+
+@functools.cache
+def _source(forward: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(forward)
+    except (OSError, TypeError):  # it has no file
+        return ""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell a norm by the name of its class."""
+    return "norm" in type(module).__name__.lower()
+
+
+def size_of(linear: nn.Module) -> tuple[int, int]:
+    """Return `(n, k)` of a linear."""
+    rows, columns = linear.get_parameter("weight").shape
+    return (columns, rows) if is_transposed(linear) else (rows, columns)
+
+
+def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint) -> None:
+    """Replace each Conv1D of a model on the meta device by an `nn.Linear`, and present its weight
+    in `src` as `[n, k]`.
+
+    `stored` maps each state to its name in `src`. A weight that stays dense is written as it was
+    stored, and a packed one is `[n, k]` in each layout.
+    """
+    packed = {f"{module}.weight" for module in src.modules()}
+    derived: dict[str, Derived] = {}
+    for path, module in list(model.named_modules()):
+        name = stored.get(f"{path}.weight")
+        if not is_transposed(module) or name is None:
+            continue
+        weight = module.get_parameter("weight")
+        k, n = weight.shape
+        owner, _, leaf = path.rpartition(".")
+        bias = isinstance(module.bias, nn.Parameter)
+        setattr(
+            model.get_submodule(owner),
+            leaf,
+            nn.Linear(k, n, bias, device=weight.device, dtype=weight.dtype),
+        )
+        # An earlier model of the same source may have presented the weight already.
+        if name not in packed and not src.is_presented_otherwise(name):
+            derived[name] = _transposed(name, src)
+    src.derive(derived)
+
+
+def _transposed(name: str, src: Checkpoint) -> Derived:
+    """Describe the transpose `[n, k]` of a stored matrix `[k, n]`."""
+    k, n = src.shape(name)
+
+    def compute(read: Read, index: int | slice | None) -> torch.Tensor:
+        whole = read(name, None).T.contiguous()
+        return whole if index is None else whole[index]
+
+    return Derived(
+        (n, k), src.dtype(name), (name,), compute, restore=lambda weight: weight.T.contiguous()
+    )
+
+
+def _computes_linear(cls: type[nn.Linear]) -> bool:
+    """Return True if the forward of a class equals that of `nn.Linear` on a small example."""
+    if cls.forward is nn.Linear.forward:
+        return True
+    weight, x = (
+        torch.tensor([[1.0, -2.0], [3.0, 5.0], [-7.0, 11.0]]),
+        torch.tensor([[[0.5, 2.0], [-1.0, 0.25]]]),
+    )
+    for bias in (None, torch.tensor([1.0, -1.0, 2.0])):
+        example = SimpleNamespace(
+            weight=weight, bias=bias, in_features=2, out_features=3, training=False
+        )
+        try:
+            found = cls.forward(example, x)  # type: ignore[arg-type]
+        except Exception:  # it needs more than a linear has
+            return False
+        if not isinstance(found, torch.Tensor) or not torch.equal(
+            found, functional.linear(x, weight, bias)
+        ):
+            return False
+    return True
+
+
+def is_free(model: nn.Module, path: str) -> bool:
+    """Return True if `add_module` can add a module at a path: no attribute of a module on the way
+    has its name.
+    """
+    for part in path.split("."):
+        if part not in model._modules:
+            return not hasattr(model, part)
+        model = model.get_submodule(part)
+    return False
+
+
+def add_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Add a module at a path that `is_free`, inside empty modules where the model has none."""
+    *owners, leaf = path.split(".")
+    for part in owners:
+        if part not in model._modules:
+            model.add_module(part, nn.Module())
+        model = model.get_submodule(part)
+    model.add_module(leaf, module)
+
+
+def language_model(module: PreTrainedModel) -> tuple[str, nn.Module]:
+    """Return the path and the module of the decoder that reads tokens, without the towers of other
+    inputs.
+    """
+    decoder = module.get_decoder()
+    path = next((path for path, found in module.named_modules() if found is decoder), "")
+    return (path, decoder) if path and find_blocks(decoder) else ("", module)
+
+
+def text_encoder(module: PreTrainedModel) -> str:
+    """Return the path of an encoder-decoder's encoder, if it reads tokens; "" without one."""
+    encoder = module.get_encoder() if module.config.is_encoder_decoder else None
+    path = next((path for path, found in module.named_modules() if found is encoder), "")
+    return "" if path in find_towers(module) else path
+
+
+def find_towers(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the models inside a model that take other inputs than text: encoders of
+    images or sound.
+    """
+    from transformers import PreTrainedModel
+
+    return tuple(
+        path
+        for path, found in module.named_modules()
+        if path
+        and isinstance(found, PreTrainedModel)
+        and not {"input_ids", "decoder_input_ids", "inputs_embeds", "args"} & _inputs(found).keys()
+    )
+
+
+def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
+    """Return the path of the outermost model around the blocks that needs only tokens; "" for the
+    whole.
+
+    It embeds tokens as the whole model does. It is also "" if there is no such model, and for an
+    encoder-decoder.
+    """
+    from transformers import PreTrainedModel
+
+    if module.config.is_encoder_decoder:
+        return ""
+    asking = family_of(module.config.model_type).asks_for_images
+    path: str
+    for path, found in module.named_modules():
+        around = all(block.startswith(f"{path}." if path else "") for block in blocks)
+        if not around or not isinstance(found, PreTrainedModel) or (asking and not path):
+            continue
+        inputs = _inputs(found)
+        runs = "input_ids" in inputs and all(
+            may for name, may in inputs.items() if name != "input_ids"
+        )
+        if runs and found.get_input_embeddings() is module.get_input_embeddings():
+            return path
+    return ""
+
+
+def _inputs(module: nn.Module) -> dict[str, bool]:
+    """Return the arguments of a model's forward, and whether each may be absent."""
+    found = inspect.signature(module.forward).parameters.values()
+    return {
+        each.name: each.default is not each.empty or each.kind is each.VAR_POSITIONAL
+        for each in found
+        if each.kind is not each.VAR_KEYWORD
+    }
+
+
+def find_blocks(module: nn.Module) -> list[str]:
+    """Return the paths of the transformer blocks: the largest list of modules that hold linears.
+
+    Blocks may be of several classes, as in models that mix attention and state spaces.
+    """
+    best, largest = [], 0
+    towers = tuple(f"{path}." for path in find_towers(module))
+    for path, found in module.named_modules():
+        if not isinstance(found, nn.ModuleList) or path.startswith(towers):
+            continue
+        size = sum(p.numel() for p in found.parameters())
+        if size > largest and any(is_linear(m) for m in found.modules()):
+            best, largest = [f"{path}.{i}" for i in range(len(found))], size
+    return best
+
+
+def lists_beside(module: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Return the module lists that run parallel to the blocks, with linears, if both hold parts of
+    layers.
+
+    XLM keeps attention and feed-forward of its layers in two lists, and adds and normalizes between
+    them.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    own = blocks[0].rpartition(".")[0]
+    owner = own.rpartition(".")[0]
+    return [
+        f"{owner}.{name}" if owner else name
+        for name, found in module.get_submodule(owner).named_children()
+        if isinstance(found, nn.ModuleList)
+        and len(found) == len(blocks)
+        and name != own.rpartition(".")[2]
+        if any(is_linear(inner) for inner in found.modules())
+        if not any(isinstance(part, GradientCheckpointingLayer) for part in found)  # a whole layer
+    ]
+
+
+def computed(module: nn.Module, state: str) -> Tensor | None:
+    """Compute a state that a checkpoint may lack, such as sinusoidal positions; None if its module
+    cannot.
+    """
+    compute = getattr(module.get_submodule(state.rpartition(".")[0]), COMPUTES, None)
+    return compute().detach() if compute is not None else None
+
+
+def get_tensor(module: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer called `name`."""
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(module.get_submodule(path), leaf)
+    return found
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter or buffer called `name`; CheckpointError if its shape differs."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    expected = getattr(owner, leaf).shape
+    if tensor.shape != expected:
+        raise CheckpointError(
+            f"is {list(tensor.shape)} in the checkpoint, config.json asks for {list(expected)}",
+            subject=name,
+        )
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor
