@@ -30,7 +30,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.launch import joined, silence_others
 from quantkit.cli.show import table
 from quantkit.core.ranks import ranks
-from quantkit.io.journal import JOURNAL, read_journal
+from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.models.devices import CUDA_DEVICE, device_of
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline.quantize import plan, quantize

@@ -16,7 +16,7 @@ from quantkit.errors import RecipeError
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
-from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
+from quantkit.io.safetensors_files import SafetensorsWriter, header_bytes
 from quantkit.models.meta_model import skeleton
 from quantkit.models.modules import find_blocks
 from quantkit.text.tokenizer import load_tokenizer, token_ids

@@ -39,7 +39,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
 from quantkit.evaluation.verify import verify
 from quantkit.inference.generate import generate
-from quantkit.io.hashing import hash_of_file
+from quantkit.io.files import hash_of_file
 from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import merge
 from quantkit.text.tokenizer import adds_bos, load_tokenizer

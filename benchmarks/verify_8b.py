@@ -26,11 +26,10 @@ from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.shards import SHARD_BYTES
 from quantkit.core.scheme import Scheme
 from quantkit.evaluation.verification import VERIFICATION
-from quantkit.io import files, hashing
+from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
-from quantkit.io.safetensors_header import read_header
-from quantkit.io.safetensors_writer import SafetensorsWriter
+from quantkit.io.safetensors_files import SafetensorsWriter, read_header
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 
@@ -100,7 +99,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
     config = {**CONFIG, "num_hidden_layers": layers, "quantization_config": quantization}
     (out / "config.json").write_bytes(dump_json(config))
     (out / INDEX).write_bytes(dump_json({"metadata": {}, "weight_map": weight_map}))
-    shards |= {name: hashing.hash_of_file(out / name) for name in ("config.json", INDEX)}
+    shards |= {name: files.hash_of_file(out / name) for name in ("config.json", INDEX)}
     (out / REPORT).write_bytes(dump_json({"quantkit": quantkit.__version__, "files": shards, "layers": named}))
 
 

@@ -7,12 +7,14 @@ identity of a run read these declarations. A new option is thus one field.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -303,3 +305,12 @@ def _described(kind: Any) -> str:
         NoneType: "",
     }
     return names.get(kind, str(kind))
+
+
+def at_home(value: Any) -> Any:
+    """Expand `~` at the start of a path, or of each path of a list, as a shell does; other values
+    stay.
+    """
+    if isinstance(value, str | Path):
+        return type(value)(os.path.expanduser(value)) if str(value).startswith("~") else value
+    return type(value)(map(at_home, value)) if isinstance(value, list | tuple) else value

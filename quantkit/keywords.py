@@ -16,7 +16,7 @@ from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.io.paths import at_home
+from quantkit.keys import at_home
 
 #: The least values of counts in all functions. The schema has those of recipe keys.
 LEAST = {

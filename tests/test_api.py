@@ -18,7 +18,7 @@ from quantkit.errors import LayoutError, Option, RecipeError, ThresholdError, Wo
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
-from quantkit.io.hashing import hash_of_file
+from quantkit.io.files import hash_of_file
 from quantkit.pipeline.result import Result
 from quantkit.progress import Event, Progress, Reporter
 

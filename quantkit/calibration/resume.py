@@ -21,7 +21,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, Words, about
 from quantkit.io import files
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_files import read_header
 
 
 def save(

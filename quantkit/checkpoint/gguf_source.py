@@ -28,7 +28,7 @@ from torch import Tensor
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredFile, file_in, read_bytes
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
-from quantkit.io import config_checks, files
+from quantkit.io import files, json_files
 from quantkit.io.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from quantkit.io.json_files import dump_json, shown
 
@@ -130,14 +130,14 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
         key.replace("_count", "s").replace("_length", "_size"): value
         for key, value in stated.items()
     }
-    config_checks.check_sizes(sizes, path, len(header.tensors), nbytes)
+    json_files.check_sizes(sizes, path, len(header.tensors), nbytes)
     _require_dequantizable(path, header)
     with _refused(path, f"transformers cannot read its architecture {shown(architecture)}"):
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
         config = AutoConfig.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
-        config_checks.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
+        json_files.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
         if (factors := header.tensors.pop(FACTORS, None)) is not None:
             _scale_positions(
                 config, read_bytes(folder, file, factors.start, factors.nbytes).view(torch.float32)

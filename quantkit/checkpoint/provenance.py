@@ -23,9 +23,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load as load_report
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError, Option, Words, about
-from quantkit.io import files, hashing, model_folder
-from quantkit.io.digests import damaged_tensors
+from quantkit.io import files, model_folder
 from quantkit.io.model_folder import SUMS
+from quantkit.io.safetensors_files import damaged_tensors
 
 #: The most bytes of that list that are read.
 _LIMIT = 2**20
@@ -130,7 +130,7 @@ def source_hashes(
                     unfit.add(names[at])  # or perhaps so: it is looked at below
 
         borders = sorted({border for info in floats.values() for border in (info.start, info.end)})
-        return hashing.hash_of_file(src.sources()[name], like.get(name), see, borders)
+        return files.hash_of_file(src.sources()[name], like.get(name), see, borders)
 
     # Otherwise each reader would start as many threads of torch again.
     pool = ThreadPoolExecutor(readers, "quantkit-hash", torch.set_num_threads, (1,))
@@ -227,7 +227,7 @@ def _check(src: Checkpoint, name: str, entry: Recorded | None) -> None:
 
 
 def _hash(src: Checkpoint, name: str, entry: Recorded) -> str:
-    return hashing.hash_of_file(src.locate(name), entry.digest)
+    return files.hash_of_file(src.locate(name), entry.digest)
 
 
 def _sums(folder: Path) -> dict[str, str]:

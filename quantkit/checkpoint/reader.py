@@ -20,7 +20,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, Command, LayoutError, Words, about
-from quantkit.io import config_checks, files, json_files, model_folder
+from quantkit.io import files, json_files, model_folder
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
 from quantkit.layouts import LAYOUTS, read_config
@@ -85,8 +85,8 @@ class Checkpoint(StoredTensors):
             json_files.load_json(beside[0].path, special_floats=True) if config is None else config
         )
         if not trust_remote_code:
-            self.notices += config_checks.drop_auto_map(self.config)
-        config_checks.check_config(self.config, path / CONFIG, trust_remote_code)
+            self.notices += json_files.drop_auto_map(self.config)
+        json_files.check_config(self.config, path / CONFIG, trust_remote_code)
         source = gguf_source.source_of(path)
         shards, weight_map = (
             ([], None) if source else model_folder.shards(path, listing, self.notices)
@@ -98,7 +98,7 @@ class Checkpoint(StoredTensors):
             self.supply(source.file, source.tensors)
             self.home, self.source_bytes = source.file.path, source.nbytes
             self.notices += source.notices
-        config_checks.check_sizes(self.config, path / CONFIG, len(self.names()), self.source_bytes)
+        json_files.check_sizes(self.config, path / CONFIG, len(self.names()), self.source_bytes)
         self.layout: Layout | None = None
         self.schemes: Schemes | None = None
         self._section = QUANTIZATION

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from quantkit.errors import CheckpointError
-from quantkit.io.hashing import hash_of
+from quantkit.io.files import hash_of
 from quantkit.io.json_files import dump_json, load_json
 from quantkit.io.model_folder import inside
 from quantkit.version import __version__

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 from quantkit.checkpoint.gguf_source import ENDING, open_gguf
-from quantkit.errors import CheckpointError, Option, Words, reason
+from quantkit.errors import UNREACHABLE, CheckpointError, Option, Words, is_unreachable, reason
 from quantkit.io import files, model_folder
-from quantkit.io.hub import UNREACHABLE, is_unreachable
-from quantkit.io.paths import at_home
+from quantkit.keys import at_home
 
 
 def resolve(model: str, revision: str | None = None) -> Path:

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, Option, Words
-from quantkit.io import digests, files
-from quantkit.io.safetensors_header import TensorInfo, read_header
-from quantkit.io.safetensors_writer import FileSize, SafetensorsWriter, header_bytes
+from quantkit.io import files
+from quantkit.io.safetensors_files import (
+    FileSize,
+    SafetensorsWriter,
+    TensorInfo,
+    header_bytes,
+    read_header,
+    stated_digests,
+)
 
 #: The most bytes of tensors in one file, unless a single tensor has more.
 SHARD_BYTES = 2 * 2**30
@@ -71,7 +77,7 @@ def join(paths: Sequence[Path], into: Path) -> str:
         into, header_bytes(name for tensors, _ in headers for name in tensors)
     )
     for path, (tensors, metadata) in zip(paths, headers, strict=True):
-        stated = digests.stated(tensors, metadata)
+        stated = stated_digests(tensors, metadata)
         with files.open_regular(path) as file:
             for name, info in tensors.items():
                 data = files.read_exactly(file, info.start, info.end - info.start, path)

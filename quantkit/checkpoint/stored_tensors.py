@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
-from quantkit.io import files, hashing
+from quantkit.io import files
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
-from quantkit.io.safetensors_header import TensorInfo, read_header
+from quantkit.io.safetensors_files import TensorInfo, read_header
 
 #: Read a tensor by name, or only an entry or a range of its first dimension.
 Read = Callable[[str, "int | slice | None"], Tensor]
@@ -219,7 +219,7 @@ class StoredTensors:
 
     def hashes(self) -> dict[str, str]:
         """Hash each of the `sources`."""
-        return {name: hashing.hash_of_file(path) for name, path in self.sources().items()}
+        return {name: files.hash_of_file(path) for name, path in self.sources().items()}
 
     def require_unchanged(self) -> None:
         """Raise CheckpointError if one of the `sources` changed since it was opened."""

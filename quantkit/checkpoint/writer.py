@@ -19,12 +19,11 @@ from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import CheckpointError, RecipeError, Words, about
-from quantkit.io import files, hashing
-from quantkit.io.journal import JOURNAL, append_journal, read_journal
+from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX, inside
-from quantkit.io.safetensors_header import read_header
-from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
+from quantkit.io.safetensors_files import SafetensorsWriter, header_bytes, read_header
+from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from quantkit.layouts.base import Layout
 
 #: The most bytes that are reserved for one file's header.
@@ -82,7 +81,7 @@ class CheckpointWriter:
             if path.name not in committed:
                 files.remove(path)
         for name, digest in committed.items():
-            if hashing.hash_of_file(partial / name, digest) != digest:
+            if files.hash_of_file(partial / name, digest) != digest:
                 raise shards.changed(partial / name)
 
     def items_done(self) -> set[str]:
@@ -219,12 +218,12 @@ class CheckpointWriter:
                 texts[name] = changed
             else:
                 files.copy_atomic(inside(self.like.path, name), self.partial / name)
-                written[name] = hashing.hash_of_file(self.partial / name)
+                written[name] = files.hash_of_file(self.partial / name)
         self._write(texts)
         texts |= (described := extra())
-        written |= {name: hashing.hash_of(text) for name, text in texts.items()}
+        written |= {name: files.hash_of(text) for name, text in texts.items()}
         stated = dump_json(config, special_floats=True)
-        written[CONFIG] = hashing.hash_of(stated)
+        written[CONFIG] = files.hash_of(stated)
         self._write({**described, **sealed(written), CONFIG: stated})
         return written
 

@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from quantkit.errors import Option, Setting, Words
-from quantkit.io.paths import at_home
-from quantkit.keys import OPTIONS, Key, Level
+from quantkit.keys import OPTIONS, Key, Level, at_home
 
 Function = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.errors import FILE, CheckpointError, Option, RecipeError, Words
-from quantkit.io.journal import append_journal, read_journal
+from quantkit.io.staging import append_journal, read_journal
 
 _T = TypeVar("_T")
 

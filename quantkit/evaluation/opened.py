@@ -11,7 +11,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import QuantkitError
 from quantkit.inference.load import load_for_evaluation
-from quantkit.io.hashing import hash_of
+from quantkit.io.files import hash_of
 from quantkit.models.meta_model import config_of, require_decoder_only, require_text
 from quantkit.progress import Progress
 from quantkit.text.tokenizer import load_tokenizer

@@ -29,7 +29,7 @@ from quantkit.evaluation.perplexity import exponential
 from quantkit.evaluation.tasks import Exam, means
 from quantkit.evaluation.windows import Windows, cut
 from quantkit.io import files
-from quantkit.io.hashing import hash_of, hash_of_file
+from quantkit.io.files import hash_of, hash_of_file
 from quantkit.io.staging import check_staging, claimed
 from quantkit.models.devices import device_of
 from quantkit.models.weights import load_dense_model

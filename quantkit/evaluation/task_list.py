@@ -10,8 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
-from quantkit.io.hub import UNREACHABLE, is_unreachable
+from quantkit.errors import (
+    UNREACHABLE,
+    CheckpointError,
+    Option,
+    RecipeError,
+    Words,
+    is_unreachable,
+    reason,
+)
 from quantkit.text.records import records
 
 #: Ten usual zero-shot tasks under one name.

@@ -21,7 +21,7 @@ from quantkit.evaluation.finished import Finished
 from quantkit.evaluation.opened import Opened, open_writer, require_package
 from quantkit.evaluation.task_list import load_tasks
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.io.hashing import hash_of
+from quantkit.io.files import hash_of
 from quantkit.progress import Listener, Progress, reporter
 
 #: Seed of few-shot examples, and resamples of a metric whose error has no formula; the first is

@@ -30,8 +30,8 @@ from quantkit.core.tensors import dtype_name, raw_bytes
 from quantkit.errors import CheckpointError, Command, KernelError, Option, QuantkitError, Words
 from quantkit.evaluation.verification import VERIFICATION, Row, Verification
 from quantkit.evaluation.weight_check import Job, check_weight
-from quantkit.io import files, hashing, model_folder
-from quantkit.io.digests import damaged_tensors
+from quantkit.io import files, model_folder
+from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.kernels import proof
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
@@ -263,7 +263,7 @@ def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -
 
 
 def _hash(folder: Path, name: str, like: object) -> str:
-    return hashing.hash_of_file(model_folder.inside(folder.resolve(), name), like)
+    return files.hash_of_file(model_folder.inside(folder.resolve(), name), like)
 
 
 def _missing_weights(

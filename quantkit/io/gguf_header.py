@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.json_files import AGAIN, shown
-from quantkit.io.safetensors_header import NAME_LIMIT
+from quantkit.io.safetensors_files import NAME_LIMIT
 
 #: Type of a value -> its form in `struct`. A text is a length and its bytes; a list is a type, a
 #: count and its values.

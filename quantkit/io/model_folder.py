@@ -17,7 +17,7 @@ import yaml
 from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.json_files import AGAIN, damaged, load_json, shown
-from quantkit.io.safetensors_header import NAME_LIMIT
+from quantkit.io.safetensors_files import NAME_LIMIT
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -1,23 +1,23 @@
 """Output folders that appear complete or not at all.
 
 A run works in a sibling of its output folder, `OUT.partial-<8 hex>`: final shard files, a journal
-with one line for each committed unit of work, and activation snapshots. The last step renames it to
-OUT (RELIABILITY 1 and 2).
+with one line for each committed unit of work, each with its own digest, and activation snapshots.
+The last step renames it to OUT (RELIABILITY 1 and 2).
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
-from quantkit.io.journal import JOURNAL, read_journal
 
 LOCK = "lock"
 #: The calibration text that the model of a run wrote, for the run to be resumed with.
@@ -324,3 +324,52 @@ def _same_file(file: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:
         return False
+
+
+JOURNAL = "journal.jsonl"
+
+
+def append_journal(path: Path, line: dict[str, Any]) -> None:
+    """Append one line to a journal and make it durable; first cut off an unfinished line that a
+    crash left.
+    """
+    text = json.dumps(line)
+    data = f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "line": {text}}}\n'.encode()
+    with files.guarded(path, needed=len(data)), files.open_for_update(path) as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            files.fault("write", path)
+            file.truncate(whole)
+        file.seek(whole)
+        files.write(file, memoryview(data), path)
+        files.sync(file, path)
+        if not whole:
+            files.sync_folder(path.parent)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Read a journal's lines, [] if there is none, without an unfinished last line; CheckpointError
+    if damaged.
+    """
+    if not os.path.lexists(path):
+        return []
+    with files.open_regular(path) as file, files.guarded(path):
+        *lines, _torn = file.read().split(b"\n")
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line.decode())
+            good = (
+                record["sha256"] == hashlib.sha256(json.dumps(record["line"]).encode()).hexdigest()
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            good = False
+        if not good or not isinstance(record["line"], dict):
+            raise CheckpointError(
+                f"line {number} is damaged",
+                Words("start over with", Option("overwrite", True)),
+                subject=path,
+            )
+        found.append(record["line"])
+    return found

@@ -28,7 +28,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.work_queue import WorkQueue
 from quantkit.engines.joined import is_expert
 from quantkit.errors import CheckpointError, Command, Words, require_known
-from quantkit.io import hashing
+from quantkit.io import files
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
@@ -189,7 +189,7 @@ def _hashed_behind(
     """
     with ThreadPoolExecutor(1, "quantkit-hash") as pool:
         found = {
-            name: pool.submit(hashing.hash_of_file, path, recorded.get(name))
+            name: pool.submit(files.hash_of_file, path, recorded.get(name))
             for name, path in src.sources().items()
         }
         try:

@@ -34,8 +34,7 @@ from quantkit.engines.rows import Folder
 from quantkit.engines.tables import TARGETS
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Setting, Words
 from quantkit.io import files
-from quantkit.io.journal import JOURNAL, append_journal, read_journal
-from quantkit.io.staging import is_complete, publish, staging
+from quantkit.io.staging import JOURNAL, append_journal, is_complete, publish, read_journal, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report

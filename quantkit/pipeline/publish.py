@@ -40,7 +40,7 @@ from quantkit.errors import CheckpointError, Option, QuantkitError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json, without_folders
 from quantkit.io.model_folder import RECIPE, has_chat_template
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_files import read_header
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import auto_class, config_of

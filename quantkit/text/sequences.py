@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
-from quantkit.io.paths import at_home
+from quantkit.keys import at_home
 from quantkit.text.conversations import (
     BrokenRecord,
     Conversation,

@@ -13,8 +13,17 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.errors import FILE, NAME, CheckpointError, Option, Setting, Words, reason
-from quantkit.io.hub import UNREACHABLE, is_unreachable
+from quantkit.errors import (
+    FILE,
+    NAME,
+    UNREACHABLE,
+    CheckpointError,
+    Option,
+    Setting,
+    Words,
+    is_unreachable,
+    reason,
+)
 from quantkit.text.conversations import Conversation
 from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_rows, table_rows
 

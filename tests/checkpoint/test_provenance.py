@@ -12,7 +12,7 @@ from quantkit.checkpoint.provenance import SUMS, recorded_hashes, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError
-from quantkit.io.hashing import hash_of_file
+from quantkit.io.files import hash_of_file
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping

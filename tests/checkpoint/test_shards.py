@@ -13,8 +13,7 @@ from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError
-from quantkit.io.digests import damaged_tensors
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_files import damaged_tensors, read_header
 from tests.checkpoint.samples import dense_folder, keys_that_differ
 
 

@@ -18,10 +18,9 @@ from quantkit.core.formats import FP6, INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.io import hashing
+from quantkit.io import files
 from quantkit.io.model_folder import INDEX, SMALL, companions
-from quantkit.io.safetensors_header import read_header
-from quantkit.io.safetensors_writer import RESERVED
+from quantkit.io.safetensors_files import RESERVED, read_header
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
@@ -150,7 +149,7 @@ def test_a_copied_model_is_the_same_model(tmp_path: Path, family: str) -> None:
     for name in source.names():
         assert torch.equal(copy.get(name).view(torch.uint8), source.get(name).view(torch.uint8))
     assert len(copy.files()) >= 3
-    assert hashes == {p.name: hashing.hash_of_file(p) for p in (tmp_path / "out").iterdir()}
+    assert hashes == {p.name: files.hash_of_file(p) for p in (tmp_path / "out").iterdir()}
     before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (folder, tmp_path / "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     assert (

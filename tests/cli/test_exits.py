@@ -53,7 +53,7 @@ import click
 import quantkit.cli.commands
 from quantkit.cli import main
 from quantkit.io import files
-from quantkit.io.journal import JOURNAL
+from quantkit.io.staging import JOURNAL
 
 lines = 0
 

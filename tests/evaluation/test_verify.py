@@ -19,7 +19,7 @@ from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verification import VERIFICATION, Verification, write
 from quantkit.evaluation.verify import verify
-from quantkit.io.hashing import hash_of_file
+from quantkit.io.files import hash_of_file
 from quantkit.pipeline import convert, quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call

@@ -14,7 +14,7 @@ import torch
 from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.files import write_atomic
-from quantkit.io.journal import JOURNAL, append_journal, read_journal
+from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from tests.faults import Killed, count, failing, faults, killer, memory_path
 
 tmp_path = memory_path

@@ -12,8 +12,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
-from quantkit.io.hashing import PIECE, hash_of, hash_of_file
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.files import PIECE, hash_of, hash_of_file
+from quantkit.io.safetensors_files import read_header
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping

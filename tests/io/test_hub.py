@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from quantkit.io.hub import is_unreachable
+from quantkit.errors import is_unreachable
 
 
 class TransportError(Exception):

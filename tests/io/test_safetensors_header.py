@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.errors import CheckpointError
-from quantkit.io.config_checks import check_config, drop_auto_map
-from quantkit.io.json_files import decode_floats, dump_json, load_json
+from quantkit.io.json_files import check_config, decode_floats, drop_auto_map, dump_json, load_json
 from quantkit.io.model_folder import inside
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_files import read_header
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float16).view(3, 4),

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.errors import CheckpointError
-from quantkit.io.hashing import hash_of
-from quantkit.io.safetensors_header import DTYPES, read_header
-from quantkit.io.safetensors_writer import RESERVED, SafetensorsWriter, header_bytes
+from quantkit.io.files import hash_of
+from quantkit.io.safetensors_files import DTYPES, RESERVED, SafetensorsWriter, header_bytes, read_header
 
 
 @pytest.mark.parametrize("name", DTYPES)

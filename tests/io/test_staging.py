@@ -17,8 +17,7 @@ from quantkit.checkpoint.report import load
 from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.files import write_atomic
-from quantkit.io.journal import JOURNAL, append_journal, read_journal
-from quantkit.io.staging import is_complete, publish, staging
+from quantkit.io.staging import JOURNAL, append_journal, is_complete, publish, read_journal, staging
 from tests.command_line import call
 from tests.faults import Killed, count, failing, faults, killer, memory_path, state
 from tests.reliability import power
@@ -224,7 +223,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
 HOLDER = """
 import sys, time
 from pathlib import Path
-from quantkit.io.journal import JOURNAL, append_journal
+from quantkit.io.staging import JOURNAL, append_journal
 from quantkit.io.staging import staging
 with staging(Path(sys.argv[1])) as partial:
     append_journal(partial / JOURNAL, {"identity": 1})

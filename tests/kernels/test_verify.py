@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.evaluation.verification import Verification
 from quantkit.evaluation.verify import verify
-from quantkit.io.hashing import hash_of_file
+from quantkit.io.files import hash_of_file
 from quantkit.kernels import loader
 from quantkit.pipeline import convert, quantize
 from quantkit.recipes.recipe import from_mapping

@@ -16,9 +16,9 @@ from quantkit.checkpoint.report import REPORT, digest
 from quantkit.errors import CheckpointError, LayoutError, NumericError
 from quantkit.inference.load import load
 from quantkit.io import files
-from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import load_json
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_files import read_header
+from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize

@@ -24,7 +24,7 @@ from quantkit.checkpoint.report import load
 from quantkit.core.ranks import Ranks
 from quantkit.errors import NumericError, RecipeError
 from quantkit.io import files
-from quantkit.io.journal import JOURNAL
+from quantkit.io.staging import JOURNAL
 from quantkit.models.block_runner import BlockRunner
 from quantkit.pipeline.quantize import require_devices
 from quantkit.planning.memory import Memory

@@ -14,7 +14,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io.hashing import hash_of
+from quantkit.io.files import hash_of
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack

@@ -15,7 +15,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import RecipeError
 from quantkit.io import staging as folders
-from quantkit.io.journal import JOURNAL, append_journal
+from quantkit.io.staging import JOURNAL, append_journal
 from quantkit.models.block_runner import BlockRunner
 from quantkit.planning.memory import Memory
 from quantkit.recipes.patterns import nearest_names, require_effect

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_files import read_header
 from tests.command_line import RTN, call
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.checkpoint.report import REPORT, SEAL, load, seal
 from quantkit.errors import CheckpointError
-from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_files import read_header
 from tests.command_line import RTN, call, refused
 
 TENSOR = "model.norm.weight"

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
 #: Third-party package -> the packages or modules of quantkit that import it.
 IMPORTERS = {
-    "transformers": {"checkpoint.gguf_source", "models", "inference", "io.config_checks", "text"},
+    "transformers": {"checkpoint.gguf_source", "models", "inference", "io.json_files", "text"},
     "accelerate": {"checkpoint.gguf_source", "models"},
     "gguf": {"checkpoint.gguf_source"},
     "datasets": {"text", "evaluation.task_list"},
@@ -29,7 +29,7 @@ IMPORTERS = {
     "jinja2": {"reporting.templates"},
     "markupsafe": {"reporting"},
     "tqdm": {"progress"},
-    "blake3": {"io.hashing", "io.files"},
+    "blake3": {"io.files", "io.safetensors_files"},
     "xxhash": {"core"},
     "regex": {"layouts.expressions"},
     "vllm": {

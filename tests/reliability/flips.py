@@ -22,12 +22,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, SEAL, load as load_report
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.evaluation.verify import verify, verify_files
-from quantkit.io.digests import damaged_tensors
-from quantkit.io.hashing import hash_of_file
-from quantkit.io.journal import append_journal, read_journal
+from quantkit.io.files import hash_of_file
 from quantkit.io.json_files import load_json
-from quantkit.io.safetensors_header import read_header
-from quantkit.io.safetensors_writer import SafetensorsWriter
+from quantkit.io.safetensors_files import SafetensorsWriter, damaged_tensors, read_header
+from quantkit.io.staging import append_journal, read_journal
 from quantkit.pipeline.inspection import describe
 from quantkit.recipes import recipe as recipes
 from quantkit.reporting.html import page

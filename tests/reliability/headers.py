@@ -20,7 +20,7 @@ import quantkit
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.io.safetensors_header import DTYPE_NAMES, DTYPES, TensorInfo, parse_header, read_header
+from quantkit.io.safetensors_files import DTYPE_NAMES, DTYPES, TensorInfo, parse_header, read_header
 from tests.io.headers import FIELDS, JSON
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run

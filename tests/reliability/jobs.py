@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.io import files
-from quantkit.io.journal import JOURNAL
+from quantkit.io.staging import JOURNAL
 from tests.reliability import samples
 from tests.reliability.campaign import Run
 from tests.reliability.forks import command, run, warm

@@ -23,7 +23,7 @@ from quantkit.calibration import activations
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.io import files
-from quantkit.io.journal import JOURNAL, read_journal
+from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.pipeline import quantize
 from tests.faults import Killed, killer
 from tests.reliability import power, samples

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.io.journal import JOURNAL
+from quantkit.io.staging import JOURNAL
 
 #: What became of unsynced changes: none is there; all names are, and a part of each file's bytes; or any of them.
 CRASHES = ("lost", "torn", "reordered")
