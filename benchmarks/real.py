@@ -35,8 +35,8 @@ import torch
 
 from benchmarks import accuracy_peers as peers
 from benchmarks.accuracy import UNQUANTIZED
+from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.resolve import resolve
 from quantkit.evaluation.verify import verify
 from quantkit.inference.generate import generate
 from quantkit.io.files import hash_of_file

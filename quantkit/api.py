@@ -14,9 +14,9 @@ from typing import Any, Literal, TypedDict, cast
 
 from typing_extensions import Unpack
 
+from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load as load_report
-from quantkit.checkpoint.resolve import resolve
 from quantkit.core.ranks import ranks
 from quantkit.errors import (
     CheckpointError,

@@ -18,7 +18,7 @@ from quantkit.calibration.run import Run, Stream
 from quantkit.calibration.stages import row_sums, stages_of
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.uncalibrated import solve_uncalibrated
-from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.writer import Commit, Item
 from quantkit.core.memory_limits import release_heap
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.kernels import gptq

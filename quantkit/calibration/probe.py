@@ -24,8 +24,8 @@ from quantkit.calibration.preflight import new_run
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.calibration.stages.tune import BATCH, CHECKS, HELD_OUT
 from quantkit.calibration.uncalibrated import solve_uncalibrated
-from quantkit.checkpoint.items import Commit
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import Commit
 from quantkit.core.units import format_range
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress, Recorder

@@ -13,7 +13,7 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.deviation import relative_error, widened, zeroed
 from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight
-from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.writer import Item
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme

@@ -1,7 +1,8 @@
 """Writing model folders: shards from a stream of items, one journal line a commit. A stopped run
 can continue.
 
-The folder does not look like a model before its last file, config.json, is written.
+The pipeline's loops yield items, tensors one by one, and commits. The folder does not look like a
+model before its last file, config.json, is written.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from quantkit.checkpoint import shards
-from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RecipeError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
@@ -25,6 +26,41 @@ from quantkit.io.model_folder import INDEX, inside
 from quantkit.io.safetensors_files import SafetensorsWriter, header_bytes, read_header
 from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from quantkit.layouts.base import Layout
+
+#: Bytes for each quantized weight that waits to be written: a byte of codes, and the packed bytes.
+WAITING_BYTES = 2
+
+
+class Packed(NamedTuple):
+    """Hold a quantized weight `[n, k]` as a layout stores it (suffix -> tensor), and the digest of
+    its record.
+    """
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    tensors: dict[str, Tensor]
+    digest: str
+
+
+class Item(NamedTuple):
+    """Hold a tensor, or a quantized weight under its dense name (`....q_proj.weight`), and facts to
+    report.
+    """
+
+    name: str
+    value: Tensor | QuantizedTensor | Packed
+    facts: dict[str, Any] | None = None
+
+
+class Commit(NamedTuple):
+    """Ask the writer to make all items so far durable; `facts` go into the journal.
+
+    `late` returns facts that are known only just before the write, such as those of a snapshot.
+    """
+
+    facts: dict[str, Any]
+    late: Callable[[], dict[str, Any]] | None = None
+
 
 #: The most bytes that are reserved for one file's header.
 MOST_HEADER_BYTES = 4 * 2**20

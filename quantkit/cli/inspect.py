@@ -88,8 +88,8 @@ def inspect(
     Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program.
     With --check, only hashes are compared: with those in the report, or without one with the
     digests in the weight files."""
+    from quantkit.checkpoint.origin import resolve
     from quantkit.checkpoint.reader import Checkpoint
-    from quantkit.checkpoint.resolve import resolve
     from quantkit.pipeline.inspection import describe, tensors
 
     folder = resolve(checkpoint, revision)

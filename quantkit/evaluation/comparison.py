@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.resolve import resolve
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import CheckpointError, Command, Option, Words, about
 from quantkit.evaluation.divergence import token_values

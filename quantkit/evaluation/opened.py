@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import QuantkitError
 from quantkit.inference.load import load_for_evaluation
 from quantkit.io.files import hash_of

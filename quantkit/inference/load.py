@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.resolve import resolve
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Command, QuantkitError, Words
 from quantkit.inference.swap_linears import require_kernels

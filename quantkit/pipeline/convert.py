@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.shards import SHARD_BYTES
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.scheme import Scheme
 from quantkit.core.work_queue import WorkQueue
 from quantkit.engines.joined import is_expert

@@ -22,13 +22,11 @@ from quantkit.algorithms.learned_weight import LearnedVector, LearnedWeight
 from quantkit.algorithms.rtn import scale_facts
 from quantkit.calibration.backward import backward, explaining, in_fixed_order
 from quantkit.calibration.preflight import check_text
-from quantkit.checkpoint.items import Item
-from quantkit.checkpoint.origin import name_of
+from quantkit.checkpoint.origin import name_of, resolve
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import untuned
-from quantkit.checkpoint.resolve import resolve
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words

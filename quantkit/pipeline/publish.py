@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from quantkit.algorithms.numerics import check_finite
-from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import (
@@ -32,7 +31,7 @@ from quantkit.checkpoint.report import (
     phases,
     seal,
 )
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Commit, Item, Packed
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.work_queue import WorkQueue
 from quantkit.engines.output_config import output_config

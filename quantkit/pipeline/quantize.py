@@ -28,13 +28,11 @@ from quantkit.calibration.preflight import check_sequences, new_run
 from quantkit.calibration.probe import Duration, is_worth_a_probe, probe as probe_run
 from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
 from quantkit.calibration.uncalibrated import solve_uncalibrated
-from quantkit.checkpoint.items import Commit, Item
-from quantkit.checkpoint.origin import name_of, origin
+from quantkit.checkpoint.origin import name_of, origin, resolve
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import heading
-from quantkit.checkpoint.resolve import resolve
-from quantkit.checkpoint.writer import CheckpointWriter, require_same
+from quantkit.checkpoint.writer import CheckpointWriter, Commit, Item, require_same
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name

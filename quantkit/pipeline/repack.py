@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.deviation import relative_error, zeroed
-from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, ROW_SUM
+from quantkit.checkpoint.writer import Item, Packed
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import is_expert

@@ -36,8 +36,8 @@ from quantkit.calibration.sensitivity import TOKENS
 from quantkit.calibration.stages.gradients import DRAWING_BYTES, Fisher
 from quantkit.calibration.stages.hessians import Hessians
 from quantkit.calibration.stages.solve import Solve
-from quantkit.checkpoint.items import WAITING_BYTES
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import WAITING_BYTES
 from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.core.ranks import ranks
 from quantkit.core.work_queue import MOST_BYTES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.writer import Item
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import COARSE, quantized
 from tests.tiny_models import write_model

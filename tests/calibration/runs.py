@@ -12,9 +12,8 @@ from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.run import embedded
 from quantkit.calibration.stages.base import LoadedBlock
-from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Commit, Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner

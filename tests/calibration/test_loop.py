@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.models.block_runner import BlockRunner

@@ -13,9 +13,8 @@ import torch
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress

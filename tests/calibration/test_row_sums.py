@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibration.stages.row_sums import LEAST
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import ROW_SUM
+from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.engines.readers import sums_in_float16

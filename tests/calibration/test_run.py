@@ -17,8 +17,8 @@ from quantkit.calibration.groups import find_groups
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.stages.hessians import collect
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import Item
 from quantkit.errors import QuantkitError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State

@@ -20,8 +20,8 @@ from quantkit.calibration.stages.base import LoadedBlock, Task
 from quantkit.calibration.stages.hessians import collect
 from quantkit.calibration.stages.solve import Solve
 from quantkit.calibration.waiting import Waiting
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import Item
 from quantkit.errors import NumericError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State

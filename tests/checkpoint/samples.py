@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.io.model_folder import INDEX
 from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts.base import Layout

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.api import pack, plan, quantize, verify
 from quantkit.checkpoint import gguf_source
+from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.resolve import resolve
 from quantkit.cli.demo import MODEL
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io.gguf_header import read_gguf_header

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.resolve import resolve
 from quantkit.checkpoint.stored_tensors import Derived
 from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX

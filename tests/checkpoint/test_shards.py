@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from quantkit.checkpoint import shards
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.errors import CheckpointError
 from quantkit.io.safetensors_files import damaged_tensors, read_header
 from tests.checkpoint.samples import dense_folder, keys_that_differ

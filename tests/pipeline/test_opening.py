@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import load_json

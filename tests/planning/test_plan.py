@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint import shards, writer
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import Item
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert, quantize

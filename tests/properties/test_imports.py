@@ -29,7 +29,7 @@ IMPORTERS = {
     "jinja2": {"reporting.templates"},
     "markupsafe": {"reporting"},
     "tqdm": {"progress"},
-    "blake3": {"io.files", "io.safetensors_files"},
+    "blake3": {"io.files"},
     "xxhash": {"core"},
     "regex": {"layouts.expressions"},
     "vllm": {

@@ -13,9 +13,9 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration.stages.solve import solve
 from quantkit.calibration.uncalibrated import solve_uncalibrated
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
+from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration.run import Run, Stream
-from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.recipes.goals import Goal
 

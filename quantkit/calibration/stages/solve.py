@@ -32,7 +32,7 @@ from quantkit.calibration.uncalibrated import (
     solved_width,
     stored_item,
 )
-from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.writer import Item
 from quantkit.core.batches import divide
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.ranks import ALONE, Ranks

@@ -35,8 +35,8 @@ from quantkit.calibration.captured import Captured
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.stages.gradients import Gradients
-from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.report import untuned
+from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError, Setting, Words
 from quantkit.models.devices import is_fast_in_bfloat16

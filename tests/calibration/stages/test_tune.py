@@ -15,8 +15,8 @@ from quantkit.calibration.budget import TUNED_AT_ONCE
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.stages import tune
-from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import Commit, Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError
 from quantkit.models.block_runner import BlockRunner
