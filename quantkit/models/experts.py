@@ -18,7 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import Compute, Derived, Read
 from quantkit.errors import CheckpointError
 from quantkit.models.families import EXPERT_CLASSES, LEAVES, ROLES, ROUTERS, ExpertClass
-from quantkit.models.modules import add_module, is_free
+from quantkit.models.modules import add_module, is_free, wrong_shape
 from quantkit.models.state_names import Rows, StateNames, rows_of, select
 from quantkit.models.unfused_experts import BIAS, CALLS, Fused, UnfusedExperts
 
@@ -301,10 +301,7 @@ def _slice(
                 need = (expected[0], shape[1] * expected[1] // used, *expected[2:])
             swapped = len(shape) == 3 and shape != need and (shape[0], shape[2], shape[1]) == need
             if shape != need and not swapped:
-                raise CheckpointError(
-                    f"is {list(shape)} in the checkpoint, config.json asks for {list(need)}",
-                    subject=name,
-                )
+                raise wrong_shape(src.path, name, shape, need)
             if weight == parameter and (weight in fused.turned) != swapped:
                 turned.add(name)
         chosen = {role: select(parts, rows) for role, rows in fused.rows(parameter).items()}

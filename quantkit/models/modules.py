@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -288,3 +289,15 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
         owner._buffers[leaf] = tensor
+
+
+def wrong_shape(
+    folder: Path, name: str, shape: tuple[int, ...], asked: tuple[int, ...]
+) -> CheckpointError:
+    """Make the error for a stored tensor of another shape than the model's."""
+    return CheckpointError(
+        f"{name} is {list(shape)}, config.json asks for {list(asked)}",
+        "mend config.json",
+        "fetch the folder again",
+        subject=folder,
+    )

@@ -34,6 +34,7 @@ from quantkit.models.modules import (
     size_of,
     text_encoder,
     text_model,
+    wrong_shape,
 )
 from quantkit.models.outside import Outside, require_complete
 from quantkit.models.state_names import Match, StateNames
@@ -126,12 +127,7 @@ class Outline:
         asked, shape = tuple(get_tensor(self.module, state).shape), self.src.shape(name)
         # An earlier model of this checkpoint may have transposed the tensor.
         if shape != asked and not (self.src.is_presented_otherwise(name) and shape[::-1] == asked):
-            raise CheckpointError(
-                f"{name} is {list(shape)}, config.json asks for {list(asked)}",
-                "mend config.json",
-                "fetch the folder again",
-                subject=self.src.path,
-            )
+            raise wrong_shape(self.src.path, name, shape, asked)
 
 
 class LanguageModel(Outline):
