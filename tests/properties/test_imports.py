@@ -22,7 +22,7 @@ IMPORTERS = {
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push", "serving.damage"},
-    "msgspec": {"keys", "checkpoint.report", "algorithms.options", "recipes"},
+    "msgspec": {"keys", "checkpoint.report", "algorithms.options", "layouts", "recipes"},
     "yaml": {"recipes.recipe", "io.model_folder"},
     "lm_eval": {"evaluation.tasks", "evaluation.task_list"},
     "compressed_tensors": {"inference.transformers_loading"},
