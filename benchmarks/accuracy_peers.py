@@ -31,7 +31,6 @@ from quantkit.evaluation.perplexity import exponential
 from quantkit.evaluation.windows import Windows, cut
 from quantkit.keys import keys_of
 from quantkit.models.weights import load_dense_model
-from quantkit.pipeline.distill import distill
 from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, from_pairs, merge
@@ -60,19 +59,14 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "refined": BEST,  # the default with refit
     "refined, tune 50": merge(BEST, {"tune": 50}),
     "refined, tune 200": merge(BEST, {"tune": 200}),
-    "refined, tune 200, distill 100": merge(BEST, {"tune": 200}),
     "int4-best": merge(BEST, {"output_aware": True, "tune": 200}),
     "int4-tuned": TUNED,
-    "int4-tuned, distill 100": TUNED,
-    "int4-tuned, distill 100, codes": TUNED,
     "fp6": FP6,
     "fp6, output-aware, tune 50": merge(FP6, {"output_aware": True, "tune": 50}),
     "fp6, output-aware, tune 200": merge(FP6, {"output_aware": True, "tune": 200}),
     "2:4": SPARSE,
     "2:4, output-aware, tune 200": merge(SPARSE, {"output_aware": True, "tune": 200}),
 }
-#: Name -> whether codes learn too, of the rows whose folder is distilled in 100 steps.
-DISTILLED = {name: "codes" in name for name in RECIPES if "distill" in name}
 #: Columns of a run, from `peer.json` or from `run`.
 FACTS = ("version", "seconds", "cpu_seconds", "device", "torch")
 KEY = ("model", "name", "seed")
@@ -168,10 +162,7 @@ def changed(args: argparse.Namespace, name: str) -> tuple[str, dict[str, Any]]:
 def run(
     args: argparse.Namespace, name: str, settings: Mapping[str, Any], seed: int, out: Path
 ) -> tuple[Path, dict[str, Any]]:
-    """Quantize by a recipe into `out`, on the tokens of `peers/write_tokens.py`; return it, version, times and device.
-
-    A recipe of `DISTILLED` is distilled too.
-    """
+    """Quantize by a recipe into `out`, on the tokens of `peers/write_tokens.py`; return it and the facts."""
     calibration = {
         "data": args.calib,
         "samples": args.samples,
@@ -181,11 +172,7 @@ def run(
     }
     started, used = time.perf_counter(), time.process_time()
     recipe = from_mapping(merge({"calibration": calibration}, settings))
-    made = out.with_name("undistilled") if name in DISTILLED else out
-    quantize(args.model, made, recipe, device=args.device)
-    if name in DISTILLED:
-        options = {"steps": 100, "codes": DISTILLED[name]}
-        distill(made, out, args.model, recipe.calibration, device=args.device, **options)
+    quantize(args.model, out, recipe, device=args.device)
     return out, {
         "version": quantkit.__version__,
         "seconds": round(time.perf_counter() - started, 1),

@@ -21,7 +21,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.recipes.recipe import Recipe
 
 #: Phases in which a device computes. In the others it waits for files or for Python.
-COMPUTING = ("forward", "hessian", "gradients", "solve", "tune", "distill", "evaluate")
+COMPUTING = ("forward", "hessian", "gradients", "solve", "tune", "evaluate")
 #: Sides of the square products and bytes of the copies that give the speeds, on a GPU and on a CPU.
 SQUARE, COPIED = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**26}
 #: Calls whose median counts.

@@ -53,7 +53,7 @@ RESULTS = (
 )
 #: The public names, in the order of the page.
 NAMES = (
-    *("plan", "quantize", "prune", "pack", "convert", "distill", "verify", "eval_ppl", "eval_kld", "eval_tasks"),
+    *("plan", "quantize", "prune", "pack", "convert", "verify", "eval_ppl", "eval_kld", "eval_tasks"),
     *("compare", "load", "push", "register", "QuantkitError", "Recipe"),
 )
 assert {*NAMES} == {*quantkit.__all__} - {"__version__"}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from quantkit.api import (
         compare,
         convert,
-        distill,
         eval_kld,
         eval_ppl,
         eval_tasks,
@@ -37,7 +36,6 @@ __all__ = [
     "__version__",
     "compare",
     "convert",
-    "distill",
     "eval_kld",
     "eval_ppl",
     "eval_tasks",

@@ -44,7 +44,6 @@ from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
 from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
-from quantkit.pipeline.distill import STEPS, distill as distill_folder
 from quantkit.pipeline.push import Pushed, reach, upload
 from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
@@ -381,73 +380,6 @@ def convert(
         error.rule = _as_pairs(error.rule, source)
         error.ways_out = tuple(_as_pairs(way, source) for way in error.ways_out)
         raise
-
-
-@api_function()
-def distill(
-    folder: str | Path,
-    out: str | Path,
-    *,
-    against: str | Path,
-    steps: int = STEPS,
-    codes: bool = False,
-    calib: str | Path | Iterable[str | Path] | None = None,
-    samples: int | None = None,
-    max_length: int | None = None,
-    seed: int | None = None,
-    lengths: Literal["own", "fixed"] | None = None,
-    text_column: str | None = None,
-    split: str | None = None,
-    template_args: Mapping[str, Any] | None = None,
-    skip_bad_records: int | None = None,
-    device: str = "auto",
-    overwrite: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | Listener | None = None,
-) -> Result:
-    """Tune scales and norms of a quantized folder against the unquantized model, into a new folder
-    `out`.
-
-    `against` is the model that was quantized, a folder or a hub id, and `revision` is its. Both are
-    in memory. Each of `steps` lowers the KL divergence from that model on the calibration text; an
-    eighth of the sequences is held out, and the step that is best on these is written (ALGORITHMS
-    8.2). With `codes`, codes move too. Raises a QuantkitError for anything that cannot be done.
-
-    Example:
-
-    ```python
-    import quantkit
-
-    tuned = quantkit.distill(
-        "model-int4", "model-tuned", against="model", steps=8, calib="calibration.txt", samples=16,
-        max_length=64
-    )
-    print(tuned["distillation"]["kl_before"], tuned["distillation"]["kl_after"])
-    ```
-    """
-    text: dict[str, Any] = {
-        "calib": calib,
-        "samples": samples,
-        "max_length": max_length,
-        "seed": seed,
-    }
-    text |= {"lengths": lengths, "text_column": text_column, "split": split}
-    recipe = build_recipe(**text, template_args=template_args, skip_bad_records=skip_bad_records)
-    report = distill_folder(
-        folder,
-        out,
-        against,
-        recipe.calibration,
-        steps=steps,
-        codes=codes,
-        device=device,
-        overwrite=overwrite,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        progress=reporter(progress),
-    )
-    return _result(out, report)
 
 
 @api_function()

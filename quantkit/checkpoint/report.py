@@ -121,11 +121,10 @@ _REPORT = {
         {("sources",): GenericAlias(list, _entries({("share",): float | None}))}
     ),
     ("evaluation",): _entries({("before", "after", "top1", *KLD): float | None}),
-    ("distillation",): _entries({("kl_before", "kl_after"): float}),
 }
 _KINDS = (
     _entries(_REPORT),
-    _entries({("base", "evaluation", "distillation"): _COPIED, ("layers",): list[_COPIED]}),
+    _entries({("base", "evaluation"): _COPIED, ("layers",): list[_COPIED]}),
 )
 
 

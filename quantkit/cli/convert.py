@@ -1,9 +1,9 @@
-"""The commands that rewrite a quantized checkpoint: pack, convert, distill."""
+"""The commands that rewrite a quantized checkpoint: pack and convert."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,10 @@ import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.keys import recipe_options
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.push import pushed, pushing_options
-from quantkit.keys import OPTIONS, keys_of
 from quantkit.progress import Progress
-from quantkit.recipes.schema import RecipeKeys
 
 #: The options for a checkpoint that does not fit the other layout, and for the files of the output.
 repacking_options = combined(
@@ -108,63 +105,6 @@ def convert(
     with pushed(out, asked, progress):
         report = api.convert(pair, checkpoint, out, progress=progress, **asked).report
         emit(show.as_json(report) if as_json else show.report(report, progress))
-
-
-#: The keys of the text that `distill` learns from.
-_TEXT = [
-    replace(key, level="shown") if key.keyword == "seed" else key
-    for key in keys_of(RecipeKeys)
-    if key.path[0] == "calibration" and key.keyword != "moe_calibration"
-]
-
-
-@command("distill", "quantkit distill ./model-int4 --against ./model -o ./model-tuned", keys=_TEXT)
-@options.checkpoint
-@section(
-    "Basic",
-    click.option(
-        "--against",
-        metavar="MODEL",
-        required=True,
-        help="The unquantized model, a folder or a hub id.",
-    ),
-    options.out(),
-    options.device,
-)
-@recipe_options(_TEXT, "calibration.lengths=fixed")
-@section(
-    "Method",
-    click.option(
-        "--steps",
-        type=click.IntRange(min=1),
-        default=200,
-        metavar="N",
-        help="Steps by gradient [200].",
-    ),
-    options.flag("--codes", "Move codes too, for 20 bytes more of each weight."),
-)
-@section("Output", options.overwrite)
-@section("Advanced", options.source)
-def distill(
-    checkpoint: Path,
-    out: Path,
-    against: str,
-    as_json: bool,
-    progress: Progress,
-    settings: Any,
-    **asked: Any,
-) -> None:
-    """Tune scales and norms of CHECKPOINT against the unquantized model.
-
-    Both models must fit in memory."""
-    from quantkit import api
-    from quantkit.pipeline.distill import distill as distill_folder
-    from quantkit.recipes.recipe import from_pairs
-
-    text = {key.keyword: asked.pop(key.keyword) for key in _TEXT if key.level in OPTIONS}
-    calib = api.build_recipe(settings=from_pairs(settings, _TEXT), **text).calibration
-    report = distill_folder(checkpoint, out, against, calib, progress=progress, **asked)
-    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:

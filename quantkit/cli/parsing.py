@@ -30,12 +30,7 @@ CUTOFF = 0.75
 
 def moved(keys: Iterable[Key]) -> dict[str, str]:
     """Describe the replacement of an option of former versions, by its name."""
-    distill = "quantkit distill OUT --against MODEL"
-    found = (
-        {"--dry-run": "quantkit plan", "--distill": distill, "--distill-codes": distill}
-        if keys
-        else {}
-    )
+    found = {"--dry-run": "quantkit plan"} if keys else {}
     for key in keys:
         for value in (True, False) if key.is_switch else (Words("VALUE"),):
             if key.level == "all":

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
@@ -201,22 +200,6 @@ class BlockRunner(LanguageModel):
     def unload_block(self, index: int) -> None:
         """Free a block's weights."""
         self.weights.unload_block(index)
-
-    def load_whole(self) -> None:
-        """Load all weights, for `logits`."""
-        self.prepare(embeddings=True)
-        self.weights.load_whole()
-
-    def logits(self, tokens: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
-        """Run the whole model, which is loaded, on the tokens int64 `[t]` of a document; return its
-        logits `[t, v]`.
-
-        `replaced` has tensors that take the place of parameters, by path. Gradients reach them.
-        """
-        prefix = f"{self.text_path}." if self.text_path else ""
-        inside = {path.removeprefix(prefix): tensor for path, tensor in replaced.items()}
-        found: Tensor = functional_call(self.text, inside, (), self._asked(tokens)).logits[0]
-        return found
 
     def logits_of(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits `[t, v]` of a document from its hidden states `[t, h]` behind the last

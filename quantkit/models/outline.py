@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
 from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
 from quantkit.models.families import HEAD, INDEXER, NEVER_CALLED, TOWER, UNCALLED
@@ -28,7 +27,6 @@ from quantkit.models.modules import (
     find_towers,
     get_tensor,
     is_linear,
-    is_norm,
     language_model,
     replace_transposed,
     size_of,
@@ -185,21 +183,6 @@ class LanguageModel(Outline):
         """List the checkpoint names of a block's linears, in module order."""
         inside = set(self.stored(block))
         return [name for name in self.linears if f"{name}.weight" in inside]
-
-    def norms(self) -> dict[str, str]:
-        """Map stored name to path, for the weights and biases of norms that a single
-        module uses.
-        """
-        stored = self.states.stored
-        counts = Counter(stored.values())
-        return {
-            name: state
-            for state, name in stored.items()
-            if counts[name] == 1
-            and is_norm(self.module.get_submodule(state.rpartition(".")[0]))
-            and len(self.src.shape(name)) == 1
-            and self.src.dtype(name) in FLOATS
-        }
 
     def why_uncalled(self, linear: str) -> str | None:
         """Give the reason why a text-only pass never calls a linear; None if it may."""

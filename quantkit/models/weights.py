@@ -62,10 +62,6 @@ class BlockWeights:
         """Load the modules behind the blocks; `load_before_blocks` has loaded the rest."""
         self._load(lambda state: not state.startswith(self._inside) and self._is_absent(state))
 
-    def load_whole(self) -> None:
-        """Load all weights that are not in memory."""
-        self._load(self._is_absent)
-
     def drop_head(self) -> None:
         """Free the weights of the output head."""
         head = self._model.text.get_output_embeddings()

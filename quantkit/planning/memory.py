@@ -16,7 +16,6 @@ import torch
 
 from quantkit.algorithms.block_tuning import TUNING_BYTES
 from quantkit.algorithms.hessian import Hessian
-from quantkit.algorithms.learned_weight import LEARNED
 from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.calibration.activations import Activations
@@ -62,13 +61,8 @@ PASSES = "passes that wait"
 OTHERS = "other processes"
 #: The second store of activations, if blocks are tuned.
 UNQUANTIZED = "activations of the unquantized model"
-#: The parts that only tuning from end to end has.
-WHOLE, STUDENT = "whole model", "quantized model"
 #: The part of a model that writes its calibration text.
 AUTHOR = "whole model, to write text"
-#: float32 copies of the logits of one document while two models are compared and the gradient is
-#: made.
-LOGITS = 10
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took
 #: 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
@@ -199,8 +193,6 @@ class Memory:
                     "the whole model, which writes its calibration text, takes",
                     (INSTEAD, on_cpu),
                 )
-            elif WHOLE in self.vram:
-                what = "the whole model, unquantized and quantized, takes"
             raise QuantkitError(
                 Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there)), *ways
             )
@@ -441,46 +433,6 @@ def _of_gradients(sizes: _Sizes) -> list[tuple[dict[str, int], dict[str, int]]]:
     return [(held, head), (held, block)]
 
 
-def tuning_memory(
-    src: Checkpoint,
-    linears: Mapping[str, tuple[int, int]],
-    quantized: Mapping[str, tuple[int, int]],
-    longest: int,
-    codes: bool,
-    device: str | None = None,
-) -> Memory:
-    """Estimate the peak of distilling a model's `quantized` linears, on documents of `longest`
-    tokens.
-
-    Memory holds the whole model, the quantized one, and one document's tensors for the backward
-    pass. `codes` says whether codes are learned.
-    """
-    here = torch.cuda.is_available()
-    cuda = here if device in (None, "auto") else str(device).startswith("cuda")
-    width = compute_dtype(src.dtype_of_model, torch.device("cuda" if cuda else "cpu")).itemsize
-    tokens = min(longest, _stated(src, "max_position_embeddings") or longest)
-    shared = sum(n * k for name, (n, k) in linears.items() if f"{name}.weight" not in src.names())
-    whole = width * (sum(prod(src.shape(name)) for name in src.names()) + shared)
-    # Each weight has a dense form, its gradient, and codes; one weight at a time is decoded.
-    each = 2 * width + 1 + (LEARNED if codes else 0)
-    student = each * sum(n * k for n, k in quantized.values())
-    computed = width if cuda else compute_dtype(torch.bfloat16, torch.device("cpu")).itemsize
-    heads = _stated(src, "num_attention_heads") or 1
-    scores = (
-        2 * width * heads * tokens * len(_in_blocks({name: 1 for name in src.names()}))
-        if cuda
-        else 0
-    )
-    # Inputs and outputs of linears, and the saved tensors of norms, activations and attention.
-    token = 3 * computed * sum(n + k for n, k in linears.values()) + scores
-    parts = {
-        WHOLE: whole,
-        STUDENT: student + ROUNDING_BYTES * max((n * k for n, k in quantized.values()), default=0),
-        DOCUMENT: tokens * (token + 4 * LOGITS * (_stated(src, "vocab_size") or 0)),
-    }
-    return _where_it_computes(cuda, parts, least=whole + student, training=True)
-
-
 def writing_memory(src: Checkpoint, calib: Calib, device: str) -> Memory:
     """Estimate the peak of a model that writes its calibration text, on a `device` of a kind, cpu
     or cuda.
@@ -500,10 +452,8 @@ def writing_memory(src: Checkpoint, calib: Calib, device: str) -> Memory:
     return _where_it_computes(device == "cuda", parts, least=sum(parts.values()))
 
 
-def _where_it_computes(
-    cuda: bool, parts: dict[str, int], least: int, training: bool = False
-) -> Memory:
-    program = {"program": program_bytes(cuda, training=training)}
+def _where_it_computes(cuda: bool, parts: dict[str, int], least: int) -> Memory:
+    program = {"program": program_bytes(cuda)}
     return (
         Memory(program, {"CUDA": CUDA_DEVICE, **parts}, least)
         if cuda

@@ -31,7 +31,7 @@ from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
 from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.goals import Goal, is_sparse, treat_alike
-from quantkit.recipes.schema import RecipeKeys, pruning_keys, refuse_gone
+from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.text.sources import name_of_text
 
 _COMPARE = "compare with the quantkit_recipe.yaml of an output folder"
@@ -246,7 +246,6 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong
     value.
     """
-    refuse_gone(mapping)
     asked = read(mapping, keys_of(kind))
     form = asked.pop("scheme", {})
     scheme = _scheme(**form)
@@ -382,7 +381,6 @@ def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
         if not equals:
             raise RecipeError(f"--set {pair} has no value", "write it like --set gptq.damp=0.02")
         if name not in known:
-            refuse_gone([name])
             meant = [key.name for key in known.values() if name in (key.keyword, key.path[-1])]
             near = [*meant, *get_close_matches(name, known, 1)][:1]
             raise RecipeError(

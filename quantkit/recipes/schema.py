@@ -4,13 +4,11 @@ quick.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit import errors
 from quantkit.algorithms.options import Options
-from quantkit.errors import Command, Option, RecipeError, Words
 from quantkit.keys import Count, Key, Positive, key, keys_of, section
 from quantkit.names import FORMATS, LAYOUTS, Clip, Method, Metric, Rule
 from quantkit.recipes.calibration_options import Calib
@@ -123,7 +121,7 @@ class RecipeKeys:
         "Weigh the error of tune by gradients of the model's likelihood",
         default=False,
         may_lack=True,
-        more="Needs `tune`. See [algorithms.md](algorithms.md) 8.3. For models whose blocks pass "
+        more="Needs `tune`. See [algorithms.md](algorithms.md) 8.2. For models whose blocks pass "
         "on nothing but a "
         "hidden state.",
         when="`true` for accuracy, if a forward and a backward pass over 65,536 tokens are "
@@ -211,13 +209,6 @@ def pruning_keys(declared: type = RecipeKeys) -> list[Key]:
     return [
         each if each.pruning is True else replace(each, type=each.pruning, **rule) for each in found
     ]
-
-
-def refuse_gone(names: Iterable[str]) -> None:
-    """Raise RecipeError for a key of former versions that is a command now."""
-    for name in set(names) & {"distill", "distill_codes"}:
-        now = Command("distill", Words("OUT"), Option("against", Words("MODEL")))
-        raise RecipeError(f"{name} is no key of a recipe", Words("use", now, "afterwards"))
 
 
 # Messages name these as `--set KEY=VALUE`.

@@ -206,23 +206,6 @@ def protocol(report: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def distillation(report: Mapping[str, Any]) -> str:
-    """Describe the tuning of the whole model against the unquantized one, empty if
-    there was none.
-    """
-    found = report.get("distillation", {})
-    before, after = found.get("kl_before"), found.get("kl_after")
-    if not before or after is None:
-        return ""
-    learned = "scales, norms and codes" if found.get("codes") else "scales and norms"
-    return (
-        f"{learned} tuned for {found.get('steps', '?')} steps, {found.get('tokens', '?')} tokens, "
-        "best step "
-        f"{found.get('best_step', '?')}: KL divergence {before:.6f} before, {after:.6f} after "
-        f"({100 * (after / before - 1):+.2f} %) on {found.get('held_out', '?')} held-out sequences"
-    )
-
-
 def fit(report: Mapping[str, Any]) -> str:
     """Describe the choice of schemes for a target size, empty if there was no target."""
     found = report.get("fit", {})

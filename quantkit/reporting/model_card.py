@@ -62,7 +62,6 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
     lines += ["", "## Calibration", "", _plain(facts.protocol(report))]
     more = {
         "Target size": facts.fit,
-        "Distillation": facts.distillation,
         "Evaluation": facts.evaluation,
     }
     for title, fact in more.items():

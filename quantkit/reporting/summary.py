@@ -33,7 +33,6 @@ def summary(report: Mapping[str, Any]) -> str:
         ("weight error", facts.weight_error(layers)),
         ("output loss", facts.losses(layers)),
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
-        ("distillation", facts.distillation(report)),
         ("target", facts.fit(report)),
         ("evaluation", facts.evaluation(report)),
         ("left out", facts.left_out(report)),

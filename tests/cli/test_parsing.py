@@ -76,7 +76,7 @@ def test_the_names_of_choices_are_those_of_the_tables() -> None:
 
 
 def test_options_that_decide_the_output_are_in_sections() -> None:
-    sectioned = ("quantize", "prune", "plan", "pack", "convert", "distill")
+    sectioned = ("quantize", "prune", "plan", "pack", "convert")
     evaluations = quantkit.commands["eval"]
     assert isinstance(evaluations, click.Group)
     for command in [*(quantkit.commands[name] for name in sectioned), *evaluations.commands.values()]:

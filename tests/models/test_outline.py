@@ -117,13 +117,6 @@ def test_matrices_outside_linears_are_reported(tmp_path: Path) -> None:
     assert any("conv1d" in notice and "left dense" in notice for notice in model.notices)
 
 
-def test_norms_are_found_by_their_stored_names(folders: dict[str, Path]) -> None:
-    model = LanguageModel(Checkpoint(folders["gpt_neox"]), torch.float32)
-    norms = model.norms()
-    assert norms["gpt_neox.final_layer_norm.bias"] == "gpt_neox.final_layer_norm.bias"
-    assert len(norms) == 2 * (2 * 2 + 1)
-
-
 def test_what_text_alone_never_calls_is_told(tmp_path: Path) -> None:
     model = LanguageModel(Checkpoint(families.write("ernie4_5_vl_moe", tmp_path / "m")), torch.float32)
     said = {name: model.why_uncalled(name) for name in model.linears}

@@ -12,9 +12,7 @@ from quantkit import api
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.io.staging import WRITTEN
 from quantkit.pipeline import quantize as job
-from quantkit.pipeline.distill import distill
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.recipe import from_mapping
 from tests.faults import Killed, faults
 from tests.folders import hashes
@@ -90,13 +88,6 @@ def test_it_is_a_source_of_mixtures_as_any_other(model: Path, tmp_path: Path) ->
         ("packaged", 0.5, 2),
         ("self", 0.5, 2),
     ]
-
-
-def test_distill_takes_it(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "rounded", from_mapping({"method": "rtn", "clip": "none"}))
-    calib = Calib(data="self", samples=4, max_length=24)
-    found = distill(tmp_path / "rounded", tmp_path / "out", model, calib, steps=1, device="cpu")
-    assert found["distillation"]["source"] == "self"
 
 
 def test_a_plan_writes_no_text_but_counts_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

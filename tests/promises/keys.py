@@ -22,7 +22,6 @@ PRINTED = (
     "pack int4 --layout tcfpx --requantize -o out -q",
     "convert compressed-tensors-to-gptq int4 -o out -q",
     "convert --list",
-    "distill int4 --against model -o out --steps 1 --calib calib.txt --samples 16 --max-length 64 -q",
     f"plan model {RTN}",
     f"plan model --target vllm --gpu h100 --gpu-memory 80GB {CALIB} -q",
     f"plan odd --set pad=true --layout marlin --group-size channel {RTN}",

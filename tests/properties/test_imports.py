@@ -114,7 +114,7 @@ def test_the_start_and_the_doctor_import_nothing_heavy() -> None:
 def test_the_public_names_exist() -> None:
     import quantkit
 
-    functions = {"plan", "quantize", "prune", "pack", "convert", "distill", "push", "verify", "load"}
+    functions = {"plan", "quantize", "prune", "pack", "convert", "push", "verify", "load"}
     functions |= {"eval_ppl", "eval_kld", "eval_tasks", "compare", "register"}
     assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert set(quantkit.__all__) <= set(dir(quantkit))  # notebooks complete these

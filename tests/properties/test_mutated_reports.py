@@ -55,7 +55,6 @@ RICH = {
     "compute_dtype": "float32",
     "environment": {"python": "3.11", "threads": 1},
     "ranks": [2, 1],
-    "distillation": {"steps": 60, "best_step": 60, "codes": True, "held_out": 16, "kl_before": 0.2, "kl_after": 0.1},
     "fit": {
         **{"target_bits": 4.5, "chosen": "mixed", "best_uniform": "int4:g32", "kld": {"mixed": 0.1}},
         **{"predicted": {"mixed": 0.1, "int4:g32": 0.2}, "held_out": {"source": "x", "tokens": 9}},
@@ -71,7 +70,7 @@ def test_a_report_with_every_entry_can_be_read(tmp_path: Path) -> None:
     """Else each change of it would be refused, and show nothing."""
     (tmp_path / REPORT).write_text(json.dumps(RICH))
     found = load(tmp_path)
-    assert "2, then 1" in summary(found) and "KL divergence 0.2" in summary(found)
+    assert "2, then 1" in summary(found)
 
 
 @settings(max_examples=500)

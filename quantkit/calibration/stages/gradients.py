@@ -1,4 +1,4 @@
-"""How strongly the model's likelihood depends on each block's hidden states (ALGORITHMS 8.3).
+"""How strongly the model's likelihood depends on each block's hidden states (ALGORITHMS 8.2).
 
 One block is in memory at a time. The hidden states that enter each block are saved on the way
 forward, and on the way back the sums of gradients that tuning needs take their place. A run that is
