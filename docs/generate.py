@@ -28,7 +28,6 @@ from quantkit.evaluation.tasks import TaskScore, TaskScores
 from quantkit.evaluation.verification import Verification
 from quantkit.keys import Key, keys_of
 from quantkit.layouts import compatibility
-from quantkit.pipeline.push import Pushed
 from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Event
@@ -48,13 +47,12 @@ RESULTS = (
     TaskScores,
     TaskScore,
     Comparison,
-    Pushed,
     Event,
 )
 #: The public names, in the order of the page.
 NAMES = (
     *("plan", "quantize", "prune", "pack", "convert", "verify", "eval_ppl", "eval_kld", "eval_tasks"),
-    *("compare", "load", "push", "register", "QuantkitError", "Recipe"),
+    *("compare", "load", "register", "QuantkitError", "Recipe"),
 )
 assert {*NAMES} == {*quantkit.__all__} - {"__version__"}
 #: Section of a recipe -> its help.

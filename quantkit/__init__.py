@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         pack,
         plan,
         prune,
-        push,
         quantize,
         verify,
     )
@@ -43,7 +42,6 @@ __all__ = [
     "pack",
     "plan",
     "prune",
-    "push",
     "quantize",
     "register",
     "verify",

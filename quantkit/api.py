@@ -16,15 +16,12 @@ from typing_extensions import Unpack
 
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT, load as load_report
 from quantkit.core.ranks import ranks
 from quantkit.errors import (
-    CheckpointError,
     Command,
     Option,
     QuantkitError,
     RecipeError,
-    VerificationError,
     Words,
     in_python,
 )
@@ -36,7 +33,6 @@ from quantkit.evaluation.opened import require_running_text
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.evaluation.tasks import eval_tasks as measure_tasks
 from quantkit.evaluation.verification import Verification
-from quantkit.evaluation.verify import EDITED, UNLISTED, verify as verify_folder, verify_files
 from quantkit.inference.load import load as load_model, load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.keys import Key, keys_of
@@ -44,7 +40,6 @@ from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
 from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
-from quantkit.pipeline.push import Pushed, reach, upload
 from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, reporter
@@ -63,11 +58,9 @@ PLANNING = ("gpu_memory", "gpu", "probe")
 
 
 class PublishKeywords(TypedDict, total=False):
-    """The keywords that measure an output and upload it."""
+    """The keywords that measure an output."""
 
     eval: str | Path | None
-    push_to: str | None
-    public: bool
 
 
 class ToldSettings(Settings, total=False):
@@ -237,62 +230,6 @@ def produce(
     return report
 
 
-@api_function()
-def push(
-    folder: str | Path,
-    repository: str,
-    *,
-    public: bool = False,
-    device: str = "auto",
-    endpoint: str | None = None,
-    token: str | None = None,
-    progress: Progress | Listener | None = None,
-) -> Pushed:
-    """Verify a folder that quantkit wrote and upload it to the hub as `repository`, which is
-    ORG/NAME.
-
-    A new repository is private unless `public`. Files that are there already are not sent again,
-    and other contents are not replaced. `endpoint` and `token` default to those of huggingface_hub.
-    Raises a QuantkitError if the folder is not what was written, or the hub refuses.
-
-    Example:
-
-    ```python
-    import quantkit
-
-    print(quantkit.push("model-int4", "my-name/model-int4"))
-    ```
-    """
-    progress = reporter(progress)
-    target = reach(repository, public=public, endpoint=endpoint, token=token)
-    folder = Path(folder)
-    src = Checkpoint(folder, trust_remote_code=True)  # only headers are read here
-    if src.layout is None:
-        failures, notices = verify_files(folder)
-    else:
-        found = verify_folder(folder, progress=progress, device=device)
-        failures, notices = list(found.failures), list(found.notices)
-    recorded = load_report(folder)
-    if not recorded.get("files"):
-        raise CheckpointError(
-            f"has no {REPORT}", "give a folder that quantkit wrote", subject=folder
-        )
-    if failures:
-        more = f" ({len(failures)} failures)" if len(failures) > 1 else ""
-        lists = Words(Command("verify"), "lists all")
-        raise VerificationError(
-            Words(f"{folder} is not what was written{more}:", failures[0]), lists
-        )
-    progress.note(*notices)
-    names = [*recorded["files"], *(name for name in UNLISTED if (folder / name).is_file())]
-    done = upload(folder, names, EDITED, target, progress)
-    for name in done.kept:
-        progress.note(f"{name}: the repository has another one, which was kept")
-    if public and done.private:
-        progress.warn(f"{repository} stays private: make it public in its settings on the hub")
-    return done
-
-
 def _published(
     model: str | Path,
     out: str | Path,
@@ -301,26 +238,11 @@ def _published(
     run: RunKeywords,
     fitted: FitOptions | None = None,
 ) -> Result:
-    here = ranks()
-    with here.together():
-        repository, public = (
-            publishing.get("push_to") if here.first else None,
-            publishing.get("public", False),
-        )
-        if repository is not None:
-            reach(repository, public=public).require_only()
+    with ranks().together():
         text = publishing.get("eval")
         report = produce(
             model, out, recipe, eval=None if text is None else str(text), fitted=fitted, **run
         )
-        if repository is not None:
-            push(
-                out,
-                repository,
-                public=public,
-                device=run.get("device", "auto"),
-                progress=run.get("progress"),
-            )
         return _result(out, report)
 
 

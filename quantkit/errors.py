@@ -236,16 +236,6 @@ class RecipeError(QuantkitError):
     exit_code = 2
 
 
-class HubError(QuantkitError):
-    """An upload that the hub refuses, or a hub that is not reached."""
-
-
-class VerificationError(QuantkitError):
-    """A folder whose files or weights differ from what was written."""
-
-    exit_code = 3
-
-
 class ThresholdError(QuantkitError):
     """An output that would miss a threshold, such as the share of weights that are quantized."""
 

@@ -17,7 +17,7 @@ from quantkit.errors import CheckpointError, Option, RecipeError, Words, about
 from quantkit.keywords import api_function
 from quantkit.recipes.run_options import RunOptions
 
-FUNCTIONS = ("plan", "quantize", "prune", "pack", "convert", "verify", "load", "eval_ppl", "eval_kld", "push")
+FUNCTIONS = ("plan", "quantize", "prune", "pack", "convert", "verify", "load", "eval_ppl", "eval_kld")
 
 
 #: Whose messages only the command line shows, or whose strings are commands of other programs.

@@ -20,7 +20,6 @@ PLACES = {
     "plan": "quantkit.cli.quantize:plan",
     "pack": "quantkit.cli.convert:pack",
     "convert": "quantkit.cli.convert:convert",
-    "push": "quantkit.cli.push:push",
     "verify": "quantkit.cli.inspect:verify",
     "inspect": "quantkit.cli.inspect:inspect",
     "report": "quantkit.cli.inspect:report",

@@ -13,7 +13,6 @@ from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, needed_unless, section
-from quantkit.cli.push import pushed, pushing_options
 from quantkit.progress import Progress
 
 #: The options for a checkpoint that does not fit the other layout, and for the files of the output.
@@ -38,7 +37,6 @@ repacking_options = combined(
         ),
         options.overwrite,
     ),
-    pushing_options,
 )
 
 
@@ -55,9 +53,8 @@ def pack(
     from quantkit.pipeline.convert import pack as pack_folder
 
     _use_one_thread_an_operation(asked)
-    with pushed(out, asked, progress):
-        report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
-        emit(show.as_json(report) if as_json else show.report(report, progress))
+    report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
@@ -102,9 +99,8 @@ def convert(
         emit(show.as_json(told) if as_json else show.table(("conversion", "verdict"), rows))
         return
     _use_one_thread_an_operation(asked)
-    with pushed(out, asked, progress):
-        report = api.convert(pair, checkpoint, out, progress=progress, **asked).report
-        emit(show.as_json(report) if as_json else show.report(report, progress))
+    report = api.convert(pair, checkpoint, out, progress=progress, **asked).report
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:

@@ -12,9 +12,8 @@ from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.keys import fit_options, recipe_options, run_options
 from quantkit.cli.options import choice, command, text
-from quantkit.cli.parsing import combined, needed_unless, section
+from quantkit.cli.parsing import needed_unless, section
 from quantkit.cli.plan_table import format_plan
-from quantkit.cli.push import pushed, pushing_options
 from quantkit.engines.tables import GPUS, TARGETS
 from quantkit.keys import keys_of
 from quantkit.names import MOST_TOKENS
@@ -36,20 +35,13 @@ _recipe = section(
     ),
 )
 _EVAL = "Measure perplexity before and after, and divergence, on at most"
-#: The options that measure an output and upload it.
-publishing_options = combined(
-    section(
-        "Output",
-        text(
-            "--eval", "NAME|FILE", f"{_EVAL} {MOST_TOKENS} tokens of this text.", completers.texts
-        ),
-    ),
-    pushing_options,
+_eval = section(
+    "Output",
+    text("--eval", "NAME|FILE", f"{_EVAL} {MOST_TOKENS} tokens of this text.", completers.texts),
 )
 RUNNING, FITTING = (
     [key.keyword for key in keys_of(declared)] for declared in (RunOptions, FitOptions)
 )
-PUBLISHING = ("eval", "push_to", "public")
 
 
 @command(
@@ -76,7 +68,7 @@ PUBLISHING = ("eval", "push_to", "public")
 )
 @fit_options()
 @run_options()
-@publishing_options
+@_eval
 def quantize(
     model: str, out: Path, print_recipe: bool, as_json: bool, progress: Progress, **given: Any
 ) -> None:
@@ -85,13 +77,13 @@ def quantize(
     MODEL is a folder, a hub id or a GGUF file. [Brackets] hold defaults, some of which depend on
     --format.
     """
-    publishing = {name: given.pop(name) for name in PUBLISHING}
-    fitted = FitOptions(**{name: given.pop(name) for name in FITTING})
-    running, recipe = _split(given)
+    running: dict[str, Any] = {"eval": given.pop("eval")}
+    running["fitted"] = FitOptions(**{name: given.pop(name) for name in FITTING})
+    options, recipe = _split(given)
     if print_recipe:
         emit(recipe.to_yaml().rstrip())
         return
-    _produce(model, out, recipe, publishing, {**running, "fitted": fitted}, as_json, progress)
+    _produce(model, out, recipe, {**running, **options}, as_json, progress)
 
 
 @command(
@@ -104,7 +96,7 @@ def quantize(
 @section("Basic", options.out())
 @recipe_options(pruning_keys())
 @run_options()
-@publishing_options
+@_eval
 def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any) -> None:
     """Keep two of each four weights of MODEL.
 
@@ -114,10 +106,8 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     from quantkit.recipes.recipe import from_pairs
 
     given["settings"] = from_pairs(given["settings"], pruning_keys())
-    running, publishing = (
-        {name: given.pop(name) for name in names} for names in (RUNNING, PUBLISHING)
-    )
-    _produce(model, out, api.build_pruning(**given), publishing, running, as_json, progress)
+    running = {name: given.pop(name) for name in ("eval", *RUNNING)}
+    _produce(model, out, api.build_pruning(**given), running, as_json, progress)
 
 
 @command(
@@ -180,16 +170,14 @@ def _produce(
     model: str,
     out: Path,
     recipe: Recipe,
-    publishing: dict[str, Any],
     running: dict[str, Any],
     as_json: bool,
     progress: Progress,
 ) -> None:
     from quantkit import api
 
-    with pushed(out, publishing, progress, running["device"]):
-        report = api.produce(model, out, recipe, progress=progress, **publishing, **running)
-        emit(show.as_json(report) if as_json else show.report(report, progress))
+    report = api.produce(model, out, recipe, progress=progress, **running)
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:

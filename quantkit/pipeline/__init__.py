@@ -1,3 +1,3 @@
-"""The jobs: quantize, prune, convert and push, each to a published folder. Begin with
+"""The jobs: quantize, prune and convert, each to a published folder. Begin with
 `quantize`.
 """

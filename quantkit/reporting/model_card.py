@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ TASKS = {
     "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
     "AutoModelForImageTextToText": "image-text-to-text",
 }
-_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
@@ -95,11 +93,6 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
             "```",
         ]
     return "\n".join(lines) + "\n"
-
-
-def for_repository(card: str, repository: str) -> str:
-    """Name the repository in the commands of a card."""
-    return _FENCE.sub(lambda fenced: re.sub(rf"\b{FOLDER}\b", repository, fenced[0]), card)
 
 
 def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:

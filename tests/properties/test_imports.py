@@ -21,7 +21,7 @@ IMPORTERS = {
     "pyarrow": {"text.records"},  # which datasets depends on
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
-    "huggingface_hub": {"checkpoint", "pipeline.push", "serving.damage"},
+    "huggingface_hub": {"checkpoint", "serving.damage"},
     "msgspec": {"keys", "checkpoint.report", "algorithms.options", "layouts", "recipes"},
     "yaml": {"recipes.recipe", "io.model_folder"},
     "lm_eval": {"evaluation.tasks", "evaluation.task_list"},
@@ -114,7 +114,7 @@ def test_the_start_and_the_doctor_import_nothing_heavy() -> None:
 def test_the_public_names_exist() -> None:
     import quantkit
 
-    functions = {"plan", "quantize", "prune", "pack", "convert", "push", "verify", "load"}
+    functions = {"plan", "quantize", "prune", "pack", "convert", "verify", "load"}
     functions |= {"eval_ppl", "eval_kld", "eval_tasks", "compare", "register"}
     assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert set(quantkit.__all__) <= set(dir(quantkit))  # notebooks complete these

@@ -9,7 +9,7 @@ import yaml
 
 from quantkit.engines.tables import ENGINES
 from quantkit.reporting.facts import EVENTS
-from quantkit.reporting.model_card import for_repository, model_card
+from quantkit.reporting.model_card import model_card
 from quantkit.reporting.summary import summary
 from tests.reporting.samples import HOSTILE, example
 
@@ -208,12 +208,6 @@ def test_the_card_has_the_commands_of_each_reader(reader: str) -> None:
     assert f"With {title}:\n\n```{language}\n{text}\n```" in model_card(report)
     if language == "python":
         compile(text, reader, "exec")
-
-
-def test_a_pushed_card_names_the_repository_in_its_commands_alone() -> None:
-    card = "FOLDER\n\n```sh\nvllm serve FOLDER\n```\n\nMY_FOLDER\n\n```\nquantkit verify FOLDER --x MY_FOLDER\n```\n"
-    expected = card.replace("serve FOLDER", "serve a/b").replace("verify FOLDER", "verify a/b")
-    assert for_repository(card, "a/b") == expected
 
 
 @pytest.mark.parametrize("command", ["pack", "quantize"])
