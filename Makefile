@@ -7,7 +7,7 @@
 #   make reliability  the attacks of docs/reliability.md, section 4, under ten minutes on two cores; reliability-nightly: all of them
 #   make docs   write the generated pages
 #   make site   build the pages into build/site, which a browser opens and searches without a server
-#   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (tests/census/engine.py)
+#   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (benchmarks/census/engine.py)
 #   make real   two real models by each recipe: make, quantize, judge, verify, chat; REAL has options, such as REAL='--only rtn default'
 #   make gpu    GPU tests and benchmarks; writes benchmarks/gpu/
 # PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
@@ -59,11 +59,11 @@ site: setup
 	$(BIN)/zensical build --strict
 
 # Quantize a tiny model of every family that transformers knows, in some 15 minutes. VLLM names a script that asks vLLM
-# (tests/census/vllm_folder.py), in some 20 minutes more.
+# (benchmarks/census/vllm_folder.py), in some 20 minutes more.
 census: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.census -o benchmarks/census.json $(if $(VLLM),--vllm $(VLLM))
-	$(if $(VLLM),$(BIN)/python -m tests.census.draft_table --vllm $(VLLM) -o benchmarks/census.json)
-	$(BIN)/python -m tests.census.page benchmarks/census.json docs/models.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.census -o benchmarks/census.json $(if $(VLLM),--vllm $(VLLM))
+	$(if $(VLLM),$(BIN)/python -m benchmarks.census.draft_table --vllm $(VLLM) -o benchmarks/census.json)
+	$(BIN)/python -m benchmarks.census.page benchmarks/census.json docs/models.md
 
 check: lint test
 

@@ -111,7 +111,7 @@ def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | No
 
     from benchmarks.random_model import CONFIGS, DENSE, random_weight
     from quantkit.core.scheme import Scheme
-    from quantkit.engines.output_config import quantization_config
+    from quantkit.engines.joined import quantization_config
     from quantkit.layouts import LAYOUTS
     from quantkit.layouts.schemes import Schemes
 

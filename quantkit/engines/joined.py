@@ -4,7 +4,7 @@ input.
 Engines look a joined linear up in the public config under its own name. So the members of a group
 must have one scheme, or all be dense. Names and members were asked of vLLM 0.26.0: on 2026-11-23 of
 its loader, by folders that it took or refused, and on 2026-11-26 of its model classes
-(`packed_modules_mapping`). tests/census/vllm_linears.json has their answers for each family that
+(`packed_modules_mapping`). benchmarks/census/vllm_linears.json has their answers for each family that
 vLLM builds, and a test compares.
 """
 

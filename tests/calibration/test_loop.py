@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.census import families
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.reader import Checkpoint
@@ -30,7 +31,6 @@ from tests.calibration.runs import (
     quantized,
     sequences,
 )
-from tests.census import families
 
 
 @pytest.mark.parametrize(

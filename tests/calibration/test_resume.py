@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.census import families
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
@@ -27,7 +28,6 @@ from tests.calibration.runs import (
     resumed,
     sequences,
 )
-from tests.census import families
 from tests.tiny_models import write_model
 
 

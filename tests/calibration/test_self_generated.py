@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.census import families
 from quantkit.calibration import self_generated
 from quantkit.calibration.self_generated import Row, Turns, draw_text, first_token, repeats, turns_of
 from quantkit.checkpoint.reader import Checkpoint
@@ -22,7 +23,6 @@ from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.calibration_options import Calib
 from quantkit.text.tokenizer import load_tokenizer
-from tests.census import families
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_model
 
 BOS = 256

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import quantkit
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import NEVER_QUANTIZED, fused_groups
 from quantkit.engines.readers import opened_by, refusals
 from quantkit.engines.rows import Folder
 from quantkit.models.families import ROUTERS, TOWER
-from tests.census import families
 
 ANSWERS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "census/vllm_linears.json").read_text(encoding="utf-8")

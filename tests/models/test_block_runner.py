@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import Passed, State, pack
 from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
-from tests.census import families
 from tests.models.folders import block_by_block, documents, outputs, plain
 from tests.tiny_models import FAMILIES
 

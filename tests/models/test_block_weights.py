@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.meta_model import float32_states
 from quantkit.models.modules import get_tensor
 from quantkit.models.outline import LanguageModel
 from quantkit.models.weights import BlockWeights
-from tests.census import families
 
 CPU = torch.device("cpu")
 Q = "model.layers.1.self_attn.q_proj"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.models.families import EXPERT_CLASSES, FAMILIES, family_of
@@ -16,7 +17,6 @@ from quantkit.models.outline import LanguageModel
 from quantkit.models.unfused_experts import CALLS
 from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import from_mapping, goal_of
-from tests.census import families
 from tests.tiny_models import FAMILIES as TINY, write_model
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from tests.census import families
 from tests.checkpoint.test_low_bit_sources import FINE, write_fp8
 
 DRAFT = "model.layers.2"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.interception import HIDDEN, KEPT, REPEATED, Given, Repeated, independent
 from quantkit.models.passing import State
-from tests.census import families
 from tests.models.folders import outputs, plain
 from tests.tiny_models import FAMILIES
 

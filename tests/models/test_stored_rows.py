@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
 from quantkit.models.state_names import Merged, Rows, StateNames, rows_of, select
 from quantkit.models.stored_rows import LinearRows, StoredLinear, follow_storage
-from tests.census import families
 from tests.models.folders import block_by_block, documents, outputs
 
 #: family -> a stored linear and the number of modules that read its rows

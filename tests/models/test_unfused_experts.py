@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.unfused_experts import Fused, ParallelExperts
 from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping, goals_of
-from tests.census import families
 from tests.models.folders import block_by_block
 
 TOKENS = torch.arange(3, 60)[None] * 7 % 251

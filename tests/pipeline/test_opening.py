@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import CheckpointWriter, Item
@@ -24,7 +25,6 @@ from quantkit.io.json_files import load_json
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, Opening, open_folder
-from tests.census import families
 from tests.command_line import RTN, call, refused
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model

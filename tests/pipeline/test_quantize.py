@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.census import families
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, digest
@@ -23,7 +24,6 @@ from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
-from tests.census import families
 from tests.faults import Killed, faults, memory_path
 from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model

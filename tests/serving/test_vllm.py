@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 import quantkit
+from benchmarks.census import families
 from quantkit.serving import vllm_plugin
 from quantkit.serving.vllm_plugin import untested
-from tests.census import families
 from tests.serving.engines import INT4, MODEL, TOOLS, answers, engine
 from tests.serving.inside_vllm import CHECKS
 from tests.serving.inside_vllm_experts import OUTPUTS

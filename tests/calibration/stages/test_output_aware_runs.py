@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.census import families
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import NumericError
 from quantkit.io.json_files import load_json
@@ -21,7 +22,6 @@ from quantkit.models import block_runner
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests import command_line
-from tests.census import families
 from tests.command_line import call, refused
 from tests.faults import Killed, faults, memory_path
 from tests.folders import hashes

@@ -1,8 +1,8 @@
-"""Ask vLLM which draft models (MTP) it opens: python -m tests.census.draft_table --vllm SCRIPT -o census.json.
+"""Ask vLLM which draft models (MTP) it opens: python -m benchmarks.census.draft_table --vllm SCRIPT -o census.json.
 
 For each family of ASKED, a tiny model with one draft layer is quantized by RTN in each layout. SCRIPT
-(tests/census/vllm_folder.py) opens each folder twice on a CPU: as the target, and as the draft of speculative decoding.
-The answers become the entry `drafts` of the file.
+(benchmarks/census/vllm_folder.py) opens each folder twice on a CPU: as the target, and as the draft of
+speculative decoding. The answers become the entry `drafts` of the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import quantkit
-from tests.census import engine, families
+from benchmarks.census import engine, families
 
 #: families of which vLLM 0.26.0 opens the dense draft model on a CPU
 ASKED = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite")
@@ -51,9 +51,9 @@ def table(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.census.draft_table", description="Ask vLLM for drafts.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.census.draft_table", description="Ask vLLM for drafts.")
     parser.add_argument("--families", help=f"comma-separated model types [{','.join(ASKED)}]")
-    parser.add_argument("--vllm", type=Path, required=True, help="tests/census/vllm_folder.py")
+    parser.add_argument("--vllm", type=Path, required=True, help="benchmarks/census/vllm_folder.py")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file of the census, which gets the answers")
     arguments = parser.parse_args()
     census: dict[str, Any] = json.loads(arguments.out.read_text(encoding="utf-8"))

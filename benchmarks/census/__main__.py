@@ -1,4 +1,4 @@
-"""Run the census: python -m tests.census [--families a,b] [--method rtn|gptq|both] [--vllm SCRIPT] -o census.json.
+"""Run the census: python -m benchmarks.census [--families a,b] [--method rtn|gptq|both] [--vllm SCRIPT] -o census.json.
 
 With `--only-vllm`, the file keeps its rows: outputs by RTN are made again, and vLLM's verdicts on them are renewed.
 """
@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.census import engine, families
-from tests.census.run import METHODS, TOLERANCE, examine
+from benchmarks.census import engine, families
+from benchmarks.census.run import METHODS, TOLERANCE, examine
 
 
 def versions() -> dict[str, str]:
@@ -27,12 +27,16 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.census", description="Quantize a tiny model of each family.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.census", description="Quantize a tiny model of each family."
+    )
     parser.add_argument("--families", help="comma-separated model types [all]")
     parser.add_argument("--method", choices=(*METHODS, "both"), default="both")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time [1]")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file with one row a family")
-    parser.add_argument("--vllm", type=Path, help="script that checks folders by vLLM's loader (tests.census.engine)")
+    parser.add_argument(
+        "--vllm", type=Path, help="script that checks folders by vLLM's loader (benchmarks.census.engine)"
+    )
     parser.add_argument("--keep", type=Path, help="folder in which models and outputs by RTN stay, for --vllm later")
     parser.add_argument("--resume", action="store_true", help="leave out the families that the file has")
     parser.add_argument("--only-vllm", action="store_true", help="ask vLLM again, for the rows that the file has")

@@ -1,7 +1,7 @@
 """Ask vLLM's model classes which linears they join, and which they make without a quantization. Needs vLLM's Python.
 
-    python -m tests.census.vllm_linears configs FOLDER                 # quantkit's Python: a config.json of each family
-    python tests/census/vllm_linears.py ask FOLDER -o vllm_linears.json --tools TOOLS   # vLLM's Python
+    python -m benchmarks.census.vllm_linears configs FOLDER   # quantkit's Python: a config.json of each family
+    python benchmarks/census/vllm_linears.py ask FOLDER -o vllm_linears.json --tools TOOLS   # vLLM's Python
 
 TOOLS has `vllm_without_gpu.py`, by which vLLM's classes are built on a machine without a GPU. No weights are read.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 def write_configs(out: Path) -> None:
     """Write the tiny configuration of each family of the census."""
-    from tests.census import families
+    from benchmarks.census import families
 
     for family in families.families():
         with suppress(Exception):  # a family without a tiny model
@@ -125,7 +125,7 @@ def main() -> None:
             path.write_text(re.sub(r'\s*"layer_types": \[[^]]*\],?', "", path.read_text()))
             answer = in_child(folder)
         answers[folder.name] = answer
-    head = {"vllm": vllm.__version__, "date": f"{date.today()}", "script": "tests/census/vllm_linears.py"}
+    head = {"vllm": vllm.__version__, "date": f"{date.today()}", "script": "benchmarks/census/vllm_linears.py"}
     built = {family: answer for family, answer in answers.items() if "error" not in answer}
     lines = ",\n".join(f"  {json.dumps(family)}: {json.dumps(answer)}" for family, answer in built.items())
     start = json.dumps(head, indent=1).removesuffix("\n}")

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from benchmarks.census import drafts, families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.commands import quantkit as command_line
 from quantkit.core.formats import FORMATS
@@ -33,13 +34,12 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.experts import ROUTER
-from tests.census import drafts, families
 
 METHODS = ("rtn", "gptq")
 #: seconds for one family
 LIMIT = 180
 #: modules that every family's process needs, imported once
-PRELOADED = ["tests.census.run", "datasets", "compressed_tensors.compressors", "transformers.modeling_utils"]
+PRELOADED = ["benchmarks.census.run", "datasets", "compressed_tensors.compressors", "transformers.modeling_utils"]
 PRELOADED += ["transformers.quantizers.auto", "transformers.models.auto.modeling_auto", "transformers.generation"]
 PRELOADED += ["transformers.models.llama.modeling_llama", "quantkit.calibration.loop", "quantkit.inference.load"]
 PRELOADED += ["transformers.integrations.compressed_tensors", "quantkit.inference.transformers_plugin"]

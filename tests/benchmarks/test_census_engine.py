@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.census.engine import ask, opened
+from benchmarks.census.engine import ask, opened
 
 SCRIPT = """
 import json, os, sys, time

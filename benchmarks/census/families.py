@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.census import drafts
+from benchmarks.census import drafts
 from tests.tiny_models import byte_tokenizer
 
 HIDDEN, INTERMEDIATE, EXPERT, VOCABULARY, POSITIONS = 128, 256, 128, 384, 512

@@ -1,4 +1,4 @@
-"""docs/models.md from the rows of a census: python -m tests.census.page census.json docs/models.md."""
+"""docs/models.md from the rows of a census: python -m benchmarks.census.page census.json docs/models.md."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.census import drafts
-from tests.census.engine import OK, is_refusal
-from tests.census.run import METHODS
+from benchmarks.census import drafts
+from benchmarks.census.engine import OK, is_refusal
+from benchmarks.census.run import METHODS
 
 SHARE = 0.98
 PAGE = """# Model families
@@ -57,12 +57,14 @@ READER_DRAFTS = """\
 | vLLM, draft models | {vllm}, transformers {vllm_transformers} | its loader on a CPU | the last table | {date} |
 """
 READERS_END = """
-SGLang and GPTQModel were not asked: reports mark them "by its documentation, not tried". {named}
+SGLang and GPTQModel were not asked: reports mark them "by its documentation, not tried". Reports name vLLM by
+the layout and the schemes of a folder. Only this page tells whether vLLM has a class for the family, and takes all
+linears of the output. {named}
 """
 DRAFTS = """## Draft models in vLLM
 
 Tiny models with one draft layer, whose tensors stay dense, by RTN on {date}. vLLM {vllm} opens each folder on a CPU
-twice: as the target, and as the draft of speculative decoding. "ok" means that both open. Reports name vLLM only there.
+twice: as the target, and as the draft of speculative decoding. "ok" means that both open.
 
 | family | {layouts} |
 |---|{rules}
@@ -122,15 +124,12 @@ def is_good(result: dict[str, Any]) -> bool:
 
 
 def named_wrongly(row: dict[str, Any]) -> list[str]:
-    """List the readers that the reports of a family name, and that were asked and do not open the outputs."""
+    """List the methods after which the report of a family names transformers, though its logits differ."""
     found = []
     for method in METHODS:
         named, opened = row[method].get("named", []), row[method].get("transformers", "equal")
         if "transformers (with compressed-tensors)" in named and opened != "equal":
             found.append(f"transformers after {method.upper()}")
-    verdict = row.get("vllm", OK)
-    if "vLLM" in row["rtn"].get("named", []) and verdict != OK and not (is_refusal(verdict) and _dense_too(row)):
-        found.append("vLLM")
     return found
 
 
@@ -142,7 +141,7 @@ def _asked_readers(census: dict[str, Any], built: list[dict[str, Any]]) -> str:
     if "drafts" in census:
         table += READER_DRAFTS.format(**census["drafts"])
     wrong = [f"{row['family']} ({', '.join(found)})" for row in built if (found := named_wrongly(row))]
-    named = "No report names a reader that was asked and refuses, unless it refuses the dense model too."
+    named = "No report names transformers where it gives other logits."
     return table + READERS_END.format(named=named if not wrong else f"Reports name wrongly: {'; '.join(wrong)}.")
 
 

@@ -1,6 +1,6 @@
-"""Does vLLM open a folder, or its draft model? A script for `python -m tests.census --vllm`; needs vLLM's Python.
+"""Does vLLM open a folder, or its draft model? A script for `python -m benchmarks.census --vllm`; needs vLLM's Python.
 
-    tests/census/vllm_folder.py [--draft] FOLDER... [--json] [-q] [--option key=value]...
+    benchmarks/census/vllm_folder.py [--draft] FOLDER... [--json] [-q] [--option key=value]...
 
 It is `check_folder.py` of $VLLM_TOOLS (../shared/tools/vllm), which builds vLLM's model and loads the weights on a CPU.
 It starts itself again with the Python of $VLLM_CHECK, and answers for the GPU more questions than that script: models

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.census.draft_table import table
+from benchmarks.census.draft_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = Path(os.environ.get("VLLM_CHECK", ROOT.parent / ".vllm-check"))
@@ -19,6 +19,6 @@ TOOLS = Path(os.environ.get("VLLM_TOOLS", ROOT.parent / "shared/tools/vllm"))
 def test_vllm_opens_a_draft_model_whose_target_is_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CHECK", str(CHECK))
     monkeypatch.setenv("VLLM_TOOLS", str(TOOLS))
-    script = ROOT / "tests/census/vllm_folder.py"
+    script = ROOT / "benchmarks/census/vllm_folder.py"
     found = table(script, tmp_path, ["qwen3_next"], ["compressed-tensors"], ["draft"])
     assert found == {"qwen3_next": {"compressed-tensors": {"draft": "ok"}}}
