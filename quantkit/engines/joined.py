@@ -1,18 +1,28 @@
-"""Linears by name: which linears engines join, leave dense, split over GPUs, or feed the same
-input.
+"""Linears that engines join, and the config.json of an output, which names them.
 
 Engines look a joined linear up in the public config under its own name. So the members of a group
 must have one scheme, or all be dense. Names and members were asked of vLLM 0.26.0: on 2026-11-23 of
 its loader, by folders that it took or refused, and on 2026-11-26 of its model classes
-(`packed_modules_mapping`). benchmarks/census/vllm_linears.json has their answers for each family that
-vLLM builds, and a test compares.
+(`packed_modules_mapping`). benchmarks/census/vllm_linears.json has their answers for each family
+that vLLM builds, and a test compares.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quantkit.checkpoint.origin import without_paths
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
+from quantkit.layouts import quantkit_key
+from quantkit.layouts.base import Layout
+from quantkit.layouts.expressions import literal
+from quantkit.layouts.schemes import Schemes
+from quantkit.version import __version__
 
 #: The name of the joined linear, and its members. The first row that has a member counts; a row may
 #: name the parent.
@@ -32,27 +42,6 @@ JOINED = (
 )
 
 
-class NeverQuantized(NamedTuple):
-    """Name linears that vLLM's classes of some families make without a quantization, by a pattern
-    of their names.
-    """
-
-    words: str
-    families: tuple[str, ...]
-    pattern: str
-
-
-#: Linears that vLLM never quantizes.
-NEVER_QUANTIZED = (
-    NeverQuantized("Mamba-1 mixers", ("jamba", "mamba", "falcon_mamba"), r".*\.(mamba|mixer)\..*"),
-    NeverQuantized("projections of short convolutions", ("lfm2_moe",), r".*\.conv\..*"),
-    NeverQuantized("all experts", ("flex_olmo",), r".*\.experts\..*"),
-    NeverQuantized(
-        "an indexer's wk and weights_proj",
-        ("deepseek_v32", "glm_moe_dsa"),
-        r".*\.indexer\.(wk|weights_proj)",
-    ),
-)
 #: Suffix of a stored name -> suffix that some engines use: joined linears of GLM-4V's towers, heads
 #: of draft layers.
 ALIASES = {"qkv": "qkv_proj", "shared_head.head": "head"}
@@ -116,3 +105,67 @@ def aliases(module: str) -> list[str]:
         return [module + ending for ending in EXPERTS if ending]
     ends = {end: name for end, name in ALIASES.items() if f".{module}".endswith(f".{end}")}
     return [module.removesuffix(end) + name for end, name in ends.items()]
+
+
+def output_config(
+    src: Checkpoint,
+    layout: Layout | None,
+    schemes: Schemes | None,
+    true_shapes: Mapping[str, Sequence[int] | None],
+    recipe_sha256: str | None,
+) -> dict[str, Any]:
+    """Make the config.json of an output; `true_shapes` has every changed linear, with its shape if
+    it is padded.
+    """
+    config: dict[str, Any] = without_paths(src.dense_config(), src.path)
+    if src.written_dtype is not None:
+        for part in (config, *config.values()):  # the parts of an image-text model state theirs too
+            if isinstance(part, dict):
+                part |= {
+                    key: dtype_name(src.written_dtype)
+                    for key in ("dtype", "torch_dtype")
+                    if key in part
+                }
+    if layout is not None and schemes is not None:
+        padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
+        schemes = replace(schemes, padded=padded)
+        config["quantization_config"] = quantization_config(
+            layout, schemes, list(true_shapes), recipe_sha256
+        )
+    return config
+
+
+def quantization_config(
+    layout: Layout, schemes: Schemes, modules: Collection[str], recipe_sha256: str | None
+) -> dict[str, Any]:
+    """Make the public config of a layout and the `quantkit` key; `modules` are the quantized
+    linears.
+    """
+    public = layout.write_config(with_joined_names(schemes, modules))
+    return {**public, "quantkit": quantkit_key(layout.NAME, schemes, __version__, recipe_sha256)}
+
+
+def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
+    """State the scheme of each joined linear too, if its members share a scheme that no pattern
+    gives to its name.
+
+    `modules` are the quantized linears. A config of exact names does not match joined linears. The
+    same holds for a group that is dense as a whole, and for a dense linear that engines ask for by
+    an alias.
+    """
+    exact = (
+        literal(pattern) for pattern, _ in schemes.overrides
+    )  # a linear's other names are there too
+    named: list[tuple[str, Scheme]] = []
+    for joined, members in fused_groups(dict.fromkeys([*modules, *filter(None, exact)])).items():
+        found = {schemes.of(member) for member in members}
+        if len(found) == 1:
+            scheme = found.pop()
+            asked = [name for name in asked_names(joined, members) if schemes.of(name) != scheme]
+            named += [(re.escape(name), scheme) for name in asked]
+    ignore, packed = dict.fromkeys(schemes.ignore), set(map(joined_name, modules))
+    for joined, members in fused_groups(schemes.ignore).items():
+        if joined not in packed:
+            ignore |= dict.fromkeys(asked_names(joined, members))
+    ignore |= dict.fromkeys(name for module in schemes.ignore for name in aliases(module))
+    return replace(schemes, overrides=(*named, *schemes.overrides), ignore=tuple(ignore))

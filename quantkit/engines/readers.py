@@ -1,28 +1,240 @@
 """Which programs open a folder, and which kernels they choose: questions to the tables.
 
-`plan`, `inspect`, report and model card ask here.
+`plan`, `inspect`, report and model card ask here. A folder has traits that some readers refuse.
+Traits are of formats and layouts; docs/models.md has what engines answered for model families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from quantkit.core.scheme import Scheme
-from quantkit.engines.rows import UNTRIED, Engine, Folder, Reader
+from quantkit.engines.joined import fused_groups, is_expert
 from quantkit.engines.tables import (
-    CAUTIONS,
     CHAT_PROMPT,
     ENGINES,
     GPUS,
     PROMPT,
     TEXT_PROMPT,
-    TRAITS,
+    UNTRIED,
     VLLM,
+    Engine,
+    Reader,
 )
-from quantkit.errors import Words
+from quantkit.errors import Setting, Words
 from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS
 
 CAUSAL = AUTO_CLASSES[False][0]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The facts of a quantized folder on which its readers depend.
+
+    `linears` has the scheme and the stored shape `[n, k]` of each quantized linear. `dense` names
+    the other linears, or has patterns `re:...`. `padded` tells whether weights are filled up with
+    zeros. `config` is config.json. `is_half` tells whether the model is stored in float16.
+    """
+
+    layout: str
+    linears: Mapping[str, tuple[Scheme, tuple[int, int]]]
+    dense: Collection[str] = ()
+    padded: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    is_half: bool = True
+
+    @property
+    def schemes(self) -> set[Scheme]:
+        """The different schemes."""
+        return {scheme for scheme, _ in self.linears.values()}
+
+    @property
+    def mixed_groups(self) -> list[tuple[str, set[str]]]:
+        """Groups of linears that engines join although their treatments differ: members and
+        treatments.
+        """
+        found = []
+        for joined, members in fused_groups({**self.linears, **dict.fromkeys(self.dense)}).items():
+            labels = {
+                self.linears[member][0].label if member in self.linears else "dense"
+                for member in members
+            }
+            if len(labels) > 1:
+                parent = joined.rpartition(".")[0]
+                names = ", ".join(m.removeprefix(f"{parent}.") for m in members)
+                expert = is_expert(members[0])
+                found.append((f"{joined}: its linears" if expert else f"{parent}: {names}", labels))
+        return found
+
+
+@dataclass(frozen=True)
+class Trait:
+    """A property of a folder that some readers refuse: in words, how to avoid it, and its test.
+
+    If it `is_unknown`, they were not asked about it.
+    """
+
+    words: str
+    way_out: str
+    holds: Callable[[Folder], bool]
+    is_unknown: bool = False
+
+
+def _part_of_a_name(folder: Folder) -> bool:
+    names = "\n".join(folder.linears)
+    return any(module in names for module in folder.dense)
+
+
+def _has_encoder(folder: Folder) -> bool:
+    return folder.config.get("is_encoder_decoder") is True
+
+
+#: Name -> trait. A trait is of the format or of the layout: docs/models.md has those of families.
+TRAITS = {
+    "asymmetric": Trait(
+        "zero points (asymmetric weights)",
+        Words(
+            "quantize with",
+            Setting("asym", False),
+            ", or use",
+            Setting("layout", "compressed-tensors", "awq"),
+        ),
+        lambda f: any(not s.symmetric for s in f.schemes),
+    ),
+    "zeros": Trait(
+        "zero points, as long as weights stay compressed",
+        "load it with CompressedTensorsConfig(dequantize=True)",
+        lambda f: any(not s.symmetric for s in f.schemes),
+    ),
+    "zeros of other widths": Trait(
+        "zero points of other widths than 4 and 8 bits, which vLLM 0.26.0 refuses and 0.33.0 reads",
+        Words("quantize with", Setting("asym", False)),
+        lambda f: any(not s.symmetric and s.format.bits not in (4, 8) for s in f.schemes),
+    ),
+    "zeros of experts": Trait(
+        "experts with zero points, which transformers' experts do not decode",
+        Words("quantize with", Setting("asym", False), ", or use", Setting("layout", "awq")),
+        lambda f: any(
+            is_expert(module) and not scheme.symmetric for module, (scheme, _) in f.linears.items()
+        ),
+    ),
+    "sizes": Trait(
+        "several group sizes with zero points",
+        Words("quantize with one group size, or with", Setting("asym", False)),
+        lambda f: len({s.group_size for s in f.schemes}) > 1,
+    ),
+    "mixed": Trait(
+        "linears with a scheme of their own, for which the public config has no place",
+        Words(
+            "quantize all linears in one scheme, or use", Setting("layout", "compressed-tensors")
+        ),
+        lambda f: len({(s.format, s.group_size) for s in f.schemes}) > 1,
+    ),
+    "dense": Trait(
+        "dense linears besides lm_head, for which the public config has no place",
+        Words("quantize without", Setting("skip")),
+        lambda f: any(module != "lm_head" for module in f.dense),
+    ),
+    "split": Trait(
+        "linears of one group that are treated differently",
+        Words("quantize with", Setting("fused_alike", True)),
+        lambda f: bool(f.mixed_groups),
+    ),
+    "wrapped": Trait(
+        "several schemes in a wrapper model, whose linears the engine calls by other names",
+        Words("use", Setting("layout", "compressed-tensors")),
+        lambda f: isinstance(f.config.get("text_config"), Mapping) and len(f.schemes) > 1,
+    ),
+    "padded": Trait(
+        "weights padded with zeros", Words("leave out", Setting("pad", True)), lambda f: f.padded
+    ),
+    "channel": Trait(
+        "one scale per row",
+        Words("quantize with", Setting("group_size", 128)),
+        lambda f: any(scheme.group_size is None for scheme in f.schemes),
+    ),
+    "experts": Trait(
+        "experts in a floating format",
+        Words("quantize with", Setting("format", "int4")),
+        lambda f: any(
+            scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()
+        ),
+    ),
+    "experts of integers": Trait(
+        "experts of integers in this layout, which was not tried",
+        Words("use", Setting("layout", "compressed-tensors")),
+        lambda f: any(is_expert(m) and not s.format.is_float for m, (s, _) in f.linears.items()),
+    ),
+    "experts of other widths": Trait(
+        "experts of other widths than 4 and 8 bits",
+        Words("quantize them with", Setting("override", ".*experts.*=int8")),
+        lambda f: any(
+            is_expert(m) and not s.format.is_float and s.format.bits not in (4, 8)
+            for m, (s, _) in f.linears.items()
+        ),
+    ),
+    "zeros of INT8 experts": Trait(
+        "INT8 experts with zero points",
+        Words("quantize with", Setting("asym", False)),
+        lambda f: any(
+            is_expert(m) and s.format.bits == 8 and not s.symmetric
+            for m, (s, _) in f.linears.items()
+        ),
+    ),
+    "packed head": Trait(
+        "a packed output head, which vLLM does not take in this layout",
+        Words("leave it dense with", Setting("skip", ".*lm_head")),
+        lambda f: any(module.rpartition(".")[2] == "lm_head" for module in f.linears),
+    ),
+    "part": Trait(
+        "a dense linear whose name is a part of a quantized one's, which the public config cannot "
+        "tell apart",
+        Words("use", Setting("layout", "compressed-tensors")),
+        _part_of_a_name,
+    ),
+    "encoder": Trait(
+        "an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True
+    ),
+    "no gate": Trait(
+        "experts without a gate, whose place vLLM leaves without values in this layout",
+        Words("use", Setting("layout", "compressed-tensors")),
+        lambda f: (
+            {m.rpartition(".")[2] for m in f.linears if is_expert(m)} == {"up_proj", "down_proj"}
+        ),
+    ),
+    "odd n": Trait(
+        "weights whose n is neither 128 nor a multiple of 256",
+        Words("use", Setting("layout", "compressed-tensors")),
+        lambda f: any(n != 128 and n % 256 for _, (n, _) in f.linears.values()),
+    ),
+}
+
+
+def _odd_rows(folder: Folder) -> str | None:
+    odd = [(module, shape) for module, (_, shape) in folder.linears.items() if shape[0] % 256]
+    if not odd:
+        return None
+    (module, shape), *_ = odd
+    return (
+        f"{len(odd)} weights have n % 256 != 0 (first {module} {list(shape)}): the published "
+        "MARLIN kernel does not "
+        "take them, readers that ask n % 64 do"
+    )
+
+
+_HALF_ONLY = "run float16 only: load this model with dtype float16"
+#: Layouts, and what to say of a folder that readers open, but not in every case (LAYOUTS 3.1, 3.5
+#: and 10).
+CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
+    (("marlin",), _odd_rows),
+    (("marlin",), lambda f: None if f.is_half else f"published MARLIN readers {_HALF_ONLY}"),
+    (
+        ("gptq", "gptq-v2"),
+        lambda f: None if f.is_half else f"GPTQ kernels other than MARLIN's {_HALF_ONLY} there",
+    ),
+)
 
 
 def readers_of(

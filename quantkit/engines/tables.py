@@ -1,21 +1,26 @@
 """Support of packed folders by other programs: dated tables, one entry an engine.
 
 Each row names its source, and the behaviour seen or published for some layouts, schemes and shapes.
-A case without a row is unknown. No torch is imported here, because the command line takes its
-choices from this module.
+A case without a row is unknown. Whether an engine has a class for a model family is no matter of
+these tables: docs/models.md has what it answered. No torch is imported here, because the command
+line takes its choices from this module.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from quantkit.engines.joined import NEVER_QUANTIZED, NeverQuantized, is_expert
-from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Limit, Reader, Trait
 from quantkit.errors import Setting, Words
-from quantkit.models.families import HEAD_PARTS
 from quantkit.names import KERNELS
 
+if TYPE_CHECKING:
+    from quantkit.core.scheme import Scheme
+
+#: The source of rows about programs that nobody ran, and the remark behind their names.
+PUBLISHED = "docs/layouts.md 10, from the programs' published documentation; not tried here"
+UNTRIED = " (by its documentation, not tried)"
 #: GPU -> its compute capability: NVIDIA's list, https://developer.nvidia.com/cuda-gpus, 2026-11-23.
 GPUS = {
     "t4": (7, 5),
@@ -32,259 +37,95 @@ GPUS = {
 }
 
 
-def _packs(part: str, *families: str) -> Callable[[Folder], bool]:
-    """Make the test whether a model of `families` has quantized linears with `part` in
-    their names.
+@dataclass(frozen=True)
+class Reader:
+    """A program that opens folders of some layouts, unless they have one of the traits `refuses`.
+
+    Traits are identified by name. No `layouts` stand for all. `only` is a trait without which the
+    row says nothing. If `is_own`, the linears in memory are quantkit's.
     """
 
-    def holds(folder: Folder) -> bool:
-        return not folder.model_types.isdisjoint(families) and any(
-            part in module.split(".") for module in folder.linears
-        )
+    name: str
+    layouts: tuple[str, ...]
+    refuses: tuple[str, ...]
+    source: str
+    only: str | None = None
+    is_own: bool = False
 
-    return holds
-
-
-def _matches(never: NeverQuantized) -> Callable[[Folder], bool]:
-    """Make the test whether linears that vLLM never quantizes are quantized."""
-    pattern = re.compile(never.pattern)
-    return lambda f: (
-        not f.model_types.isdisjoint(never.families) and any(map(pattern.fullmatch, f.linears))
-    )
+    @property
+    def label(self) -> str:
+        """The name, and whether the program was not asked."""
+        return f"{self.name}{UNTRIED}" if self.source == PUBLISHED else self.name
 
 
-def _part_of_a_name(folder: Folder) -> bool:
-    names = "\n".join(folder.linears)
-    return any(module in names for module in folder.dense)
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel that an engine chooses for these weights; None if the engine has none.
+
+    `capabilities` are compute capabilities of GPUs, None for any. `bits` are widths of integers; a
+    row with `zeros` is about zero points only. `n_unit` and `k_unit` divide the shape of the joined
+    weight. `why` describes the engine without a kernel.
+    """
+
+    layouts: tuple[str, ...]
+    kernel: str | None
+    source: str
+    capabilities: tuple[tuple[int, int], ...] | None = None
+    is_float: bool = False
+    bits: tuple[int, ...] = (4,)
+    zeros: bool = False
+    groups: tuple[int | None, ...] = (128, 64, 32, None)  # None: one scale per row
+    experts: bool = False
+    n_unit: int = 1
+    k_unit: int = 1
+    why: str | None = None
+
+    def covers(
+        self,
+        layout: str,
+        capability: tuple[int, int],
+        scheme: Scheme,
+        n: int,
+        k: int,
+        experts: bool,
+    ) -> bool:
+        """Return True if this row is about an `[n, k]` weight of a layout and a scheme on such a
+        GPU.
+        """
+        here = self.capabilities is None or capability in self.capabilities
+        alike = (self.is_float, self.experts) == (scheme.format.is_float, experts)
+        fits = scheme.group_size in self.groups and not n % self.n_unit and not k % self.k_unit
+        fits &= self.is_float or scheme.format.bits in self.bits
+        fits &= not (self.zeros and scheme.symmetric)
+        return alike and here and fits and layout in self.layouts and scheme.sparsity is None
 
 
-def _lacks_topk_method(folder: Folder) -> bool:
-    routed = folder.config.get("model_type") in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-    return routed and folder.config.get("topk_method") != "noaux_tc"
+@dataclass(frozen=True)
+class Limit:
+    """A use in which a program miscomputes folders of some layouts, with a way to avoid it."""
+
+    layouts: tuple[str, ...]
+    words: str
+    way_out: str
+    source: str
 
 
-#: Families with draft layers whose class in vLLM 0.26.0 passes over them, by its sources of draft
-#: classes, 2026-11-25.
-_DRAFTED = (
-    *(
-        "deepseek_v3",
-        "deepseek_v32",
-        "ernie4_5_moe",
-        "exaone4_5",
-        "exaone_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-    ),
-    *(
-        "glm_moe_dsa",
-        "glm_ocr",
-        "glm_ocr_text",
-        "hy_v3",
-        "longcat_flash",
-        "mimo",
-        "mimo_v2_flash",
-        "minimax_m3_vl",
-    ),
-    *("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
-)
+@dataclass(frozen=True)
+class Engine:
+    """A program that runs packed models. The first row of `kernels` that covers a weight is the
+    answer.
 
+    `target` is its name for `plan --target`, None if it has none. `uses` maps names of readers to a
+    title, a language and the commands that open FOLDER. `joins` tells whether it joins linears, and
+    `signed` its limit with negative scales.
+    """
 
-def _unknown_outside(folder: Folder) -> bool:
-    drafted = not folder.model_types.isdisjoint(_DRAFTED)
-    return any(not drafted or HEAD_PARTS.match(f"{module}.") for module in folder.outside)
-
-
-#: Model types without a class in vLLM 0.26.0, by its own answer (benchmarks/census.json).
-_NO_CLASS = """
-apertus1p5 apertus1p5_text aria_text axk2 aya_vision bailing_hybrid bamba bart beam bert
-bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blt
-camembert codegen cohere_compass cohere_compass_text cosmos3_omni cpmant ctrl data2vec-text
-deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffllama doge dory dots1 dots3_note dots3_note_text
-electra ernie exaone exaone_moe fast_vlm flint fuyu git glm46v glm5_next glmga got_ocr2 gpt_neo
-gpt_neox_japanese granite_docling granite_swa granitemoe_swa helium hy_v4 hy_v4_vl
-hyperclovax_vision_v2 idefics idefics2 inkling2 inkling2_loop inkling2_loop_text inkling2_text
-instructblip instructblipvideo internlm3 iquestcoder janus jetmoe kimi_k25 kolibri1 kosmos-2
-kosmos-2.5 lara_mini lfm3 lfm3_vl lighton_ocr marian mbart megatron-bert minicpm_ocr minicpmv4_7
-minimax minimax_m3_vl_text ministral mistral4 mistral_large4 mllama modernbert-decoder molmo2 moshi
-muse_glimmer muse_spark mvp nanochat nemotron_h_omni openai-gpt ovis2 pegasus perception_lm
-persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet qwen2_5_omni_thinker
-qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text recurrent_gemma reformer rembert roberta
-roberta-prelayernorm roc_bert roformer rwkv sarvam_mla sarvam_moe solar_open trocr unlimited_ocr
-vaultgemma video_llama_3 video_llava vipllava xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod
-youtu zamba zaya
-"""
-
-
-def _has_encoder(folder: Folder) -> bool:
-    return folder.config.get("is_encoder_decoder") is True
-
-
-TRAITS = {
-    "asymmetric": Trait(
-        "zero points (asymmetric weights)",
-        Words(
-            "quantize with",
-            Setting("asym", False),
-            ", or use",
-            Setting("layout", "compressed-tensors", "awq"),
-        ),
-        lambda f: any(not s.symmetric for s in f.schemes),
-    ),
-    "zeros": Trait(
-        "zero points, as long as weights stay compressed",
-        "load it with CompressedTensorsConfig(dequantize=True)",
-        lambda f: any(not s.symmetric for s in f.schemes),
-    ),
-    "zeros of other widths": Trait(
-        "zero points of other widths than 4 and 8 bits, which vLLM 0.26.0 refuses and 0.33.0 reads",
-        Words("quantize with", Setting("asym", False)),
-        lambda f: any(not s.symmetric and s.format.bits not in (4, 8) for s in f.schemes),
-    ),
-    "zeros of experts": Trait(
-        "experts with zero points, which transformers' experts do not decode",
-        Words("quantize with", Setting("asym", False), ", or use", Setting("layout", "awq")),
-        lambda f: any(
-            is_expert(module) and not scheme.symmetric for module, (scheme, _) in f.linears.items()
-        ),
-    ),
-    "sizes": Trait(
-        "several group sizes with zero points",
-        Words("quantize with one group size, or with", Setting("asym", False)),
-        lambda f: len({s.group_size for s in f.schemes}) > 1,
-    ),
-    "mixed": Trait(
-        "linears with a scheme of their own, for which the public config has no place",
-        Words(
-            "quantize all linears in one scheme, or use", Setting("layout", "compressed-tensors")
-        ),
-        lambda f: len({(s.format, s.group_size) for s in f.schemes}) > 1,
-    ),
-    "dense": Trait(
-        "dense linears besides lm_head, for which the public config has no place",
-        Words("quantize without", Setting("skip")),
-        lambda f: any(module != "lm_head" for module in f.dense),
-    ),
-    "split": Trait(
-        "linears of one group that are treated differently",
-        Words("quantize with", Setting("fused_alike", True)),
-        lambda f: bool(f.mixed_groups),
-    ),
-    "wrapped": Trait(
-        "several schemes in a wrapper model, whose linears the engine calls by other names",
-        Words("use", Setting("layout", "compressed-tensors")),
-        lambda f: isinstance(f.config.get("text_config"), Mapping) and len(f.schemes) > 1,
-    ),
-    "padded": Trait(
-        "weights padded with zeros", Words("leave out", Setting("pad", True)), lambda f: f.padded
-    ),
-    "channel": Trait(
-        "one scale per row",
-        Words("quantize with", Setting("group_size", 128)),
-        lambda f: any(scheme.group_size is None for scheme in f.schemes),
-    ),
-    "experts": Trait(
-        "experts in a floating format",
-        Words("quantize with", Setting("format", "int4")),
-        lambda f: any(
-            scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()
-        ),
-    ),
-    "experts of integers": Trait(
-        "experts of integers in this layout, which was not tried",
-        Words("use", Setting("layout", "compressed-tensors")),
-        lambda f: any(is_expert(m) and not s.format.is_float for m, (s, _) in f.linears.items()),
-    ),
-    "experts of other widths": Trait(
-        "experts of other widths than 4 and 8 bits",
-        Words("quantize them with", Setting("override", ".*experts.*=int8")),
-        lambda f: any(
-            is_expert(m) and not s.format.is_float and s.format.bits not in (4, 8)
-            for m, (s, _) in f.linears.items()
-        ),
-    ),
-    "zeros of INT8 experts": Trait(
-        "INT8 experts with zero points",
-        Words("quantize with", Setting("asym", False)),
-        lambda f: any(
-            is_expert(m) and s.format.bits == 8 and not s.symmetric
-            for m, (s, _) in f.linears.items()
-        ),
-    ),
-    "rows by heads": Trait(
-        "joined queries, keys and values, whose rows vLLM's class of this model reorders while "
-        "loading",
-        Words("leave them dense with", Setting("skip", ".*query_key_value")),
-        _packs("query_key_value", "falcon"),
-    ),
-    "packed head": Trait(
-        "a packed output head, which vLLM does not take in this layout",
-        Words("leave it dense with", Setting("skip", ".*lm_head")),
-        lambda f: any(module.rpartition(".")[2] == "lm_head" for module in f.linears),
-    ),
-    "topk": Trait(
-        "a config.json without topk_method, from which vLLM infers no e_score_correction_bias",
-        'add "topk_method": "noaux_tc" to config.json',
-        _lacks_topk_method,
-    ),
-    "part": Trait(
-        "a dense linear whose name is a part of a quantized one's, which the public config cannot "
-        "tell apart",
-        Words("use", Setting("layout", "compressed-tensors")),
-        _part_of_a_name,
-    ),
-    "by heads": Trait(
-        "joined queries, keys and values, whose rows vLLM's class of this model reorders",
-        Words("leave them dense with", Setting("skip", ".*query_key_value")),
-        _packs("query_key_value", "bloom", "gpt_neox"),
-    ),
-    **{
-        each.words: Trait(
-            f"{each.words}, which vLLM's class of this model keeps dense",
-            Words("leave them dense too with", Setting("skip", each.pattern)),
-            _matches(each),
-        )
-        for each in NEVER_QUANTIZED
-    },
-    "own experts": Trait(
-        "experts whose packed tensors vLLM's class of this model does not take",
-        "load it with quantkit.load",
-        _packs("experts", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid"),
-    ),
-    "own linears": Trait(
-        "linears that vLLM's class of this model keeps dense, or a dense tower that it takes for "
-        "quantized",
-        "load it with quantkit.load",
-        lambda f: (
-            f.config.get("model_type") == "blip-2"
-            or (f.config.get("model_type") == "hrm_text" and f.layout != "compressed-tensors")
-        ),
-    ),
-    "no class": Trait(
-        "its model type, which vLLM 0.26.0 or its transformers does not know",
-        "load it with another reader",
-        lambda f: f.config.get("model_type") in _NO_CLASS.split() and not _has_encoder(f),
-    ),
-    "encoder": Trait(
-        "an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True
-    ),
-    "no gate": Trait(
-        "experts without a gate, whose place vLLM leaves without values in this layout",
-        Words("use", Setting("layout", "compressed-tensors")),
-        lambda f: (
-            {m.rpartition(".")[2] for m in f.linears if is_expert(m)} == {"up_proj", "down_proj"}
-        ),
-    ),
-    "outside": Trait(
-        "tensors outside the model, which vLLM's class does not pass over",
-        "save the model without them, or load it with quantkit.load",
-        _unknown_outside,
-    ),
-    "odd n": Trait(
-        "weights whose n is neither 128 nor a multiple of 256",
-        Words("use", Setting("layout", "compressed-tensors")),
-        lambda f: any(n != 128 and n % 256 for _, (n, _) in f.linears.values()),
-    ),
-}
+    target: str | None
+    readers: tuple[Reader, ...]
+    kernels: tuple[Kernel, ...] = ()
+    uses: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    joins: bool = False
+    signed: Limit | None = None
 
 
 OWN = "quantkit's own tests"
@@ -301,24 +142,13 @@ _WIDTHS = (
     "vLLM 0.26.0's own choice for tiny models of each width, asked on a CPU as if this GPU were "
     "there, 2026-11-26"
 )
-#: Traits that vLLM's class of a model refuses in every layout, asked for docs/models.md.
-_CLASSES = (
-    "topk",
-    "by heads",
-    *(each.words for each in NEVER_QUANTIZED),
-    "own experts",
-    "own linears",
-    "outside",
-    "no class",
-    "encoder",
-)
 _OF_WIDTHS = ("zeros of other widths", "experts of other widths", "zeros of INT8 experts")
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
 PLUGIN = "vLLM with quantkit[vllm]"
-_OF_PLUGIN = ("split", "packed head", "rows by heads", *_CLASSES)
+_OF_PLUGIN = ("split", "packed head", "encoder")
 _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-26"
 VLLM = Engine(
     "vllm",
@@ -326,20 +156,20 @@ VLLM = Engine(
         Reader(
             "vLLM",
             ("compressed-tensors",),
-            (*_SHARED, "experts", *_OF_WIDTHS, "packed head", *_CLASSES),
+            (*_SHARED, "experts", *_OF_WIDTHS, "packed head", "encoder"),
             _LOADER,
         ),
         Reader(
             "vLLM",
             ("gptq", "gptq-v2"),
-            ("asymmetric", "wrapped", "no gate", *_SHARED, *_CLASSES),
+            ("asymmetric", "wrapped", "no gate", *_SHARED, "encoder"),
             _LOADER,
         ),
-        Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, *_CLASSES), _LOADER),
+        Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, "encoder"), _LOADER),
         Reader(
             "vLLM",
             ("humming",),
-            ("wrapped", *_SHARED, "experts", "experts of integers", *_CLASSES),
+            ("wrapped", *_SHARED, "experts", "experts of integers", "encoder"),
             _LOADER,
         ),
         Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),
@@ -441,9 +271,7 @@ _HUMMING_KERNELS = "docs/layouts.md 9b, humming-kernels 0.1.19, 2026-11-23"
 SGLANG = Engine(
     "sglang",
     readers=(
-        Reader(
-            "SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk", "encoder"), PUBLISHED
-        ),
+        Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "encoder"), PUBLISHED),
         Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", "encoder", *_SHARED), PUBLISHED),
         Reader(
             "SGLang",
@@ -585,28 +413,3 @@ ENGINES = (VLLM, SGLANG, GPTQMODEL, TRANSFORMERS, OTHERS, QUANTKIT)
 BY_QUANTKIT = "--quantization quantkit"
 #: Values of `plan --target`.
 TARGETS = {engine.target: engine for engine in ENGINES if engine.target is not None}
-
-
-def _odd_rows(folder: Folder) -> str | None:
-    odd = [(module, shape) for module, (_, shape) in folder.linears.items() if shape[0] % 256]
-    if not odd:
-        return None
-    (module, shape), *_ = odd
-    return (
-        f"{len(odd)} weights have n % 256 != 0 (first {module} {list(shape)}): the published "
-        "MARLIN kernel does not "
-        "take them, readers that ask n % 64 do"
-    )
-
-
-_HALF_ONLY = "run float16 only: load this model with dtype float16"
-#: Layouts, and what to say of a folder that readers open, but not in every case (LAYOUTS 3.1, 3.5
-#: and 10).
-CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
-    (("marlin",), _odd_rows),
-    (("marlin",), lambda f: None if f.is_half else f"published MARLIN readers {_HALF_ONLY}"),
-    (
-        ("gptq", "gptq-v2"),
-        lambda f: None if f.is_half else f"GPTQ kernels other than MARLIN's {_HALF_ONLY} there",
-    ),
-)

@@ -24,7 +24,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
-from quantkit.engines.output_config import quantization_config
+from quantkit.engines.joined import quantization_config
 from quantkit.errors import (
     CheckpointError,
     Command,

@@ -114,7 +114,7 @@ ROLES = {
 LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "linear": "linear"}
 #: Routers, below the module that holds the experts.
 ROUTERS = re.compile(r"\.(\w*router\w*|gate|wg)(\.|$)")
-#: Projections of a sparse attention's indexer that vLLM joins, and keeps dense (engines/joined.py).
+#: Projections of a sparse attention's indexer that vLLM joins, and keeps dense.
 INDEXER = re.compile(r"\.indexer\.(wk|weights_proj)$")
 #: The output head, which recipes skip by its name.
 HEAD = "lm_head"

@@ -94,7 +94,7 @@ def pack(
                 subject=checkpoint,
             )
         outside = require_complete_source(src)
-        options: Any = {"pad": pad, "requantize": requantize, "outside": outside.modules}
+        options: Any = {"pad": pad, "requantize": requantize}
         planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)
         planned.require()
     src.notices += outside.notices()

@@ -29,8 +29,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.ranks import ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.units import format_bytes
-from quantkit.engines.readers import refusal
-from quantkit.engines.rows import Folder
+from quantkit.engines.readers import Folder, refusal
 from quantkit.engines.tables import TARGETS
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Setting, Words
 from quantkit.io import files
@@ -529,9 +528,7 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
     def opened(scheme: Scheme, dense: Sequence[str] = ()) -> bool:
         chosen = {m: (scheme, linears[m]) for m in free if m not in dense}
         others = [m for m in model.linears if m not in chosen]
-        return search.opens(
-            Folder(name, chosen, others, False, src.config, is_half, model.outside.modules)
-        )
+        return search.opens(Folder(name, chosen, others, False, src.config, is_half))
 
     held = [
         each

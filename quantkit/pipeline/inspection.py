@@ -8,8 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
-from quantkit.engines.readers import opened_by
-from quantkit.engines.rows import Folder
+from quantkit.engines.readers import Folder, opened_by
 from quantkit.models.outline import decoder_weights, share_of
 
 

@@ -228,7 +228,6 @@ def job_of(
         goals=chosen,
         tied=skeleton.tied,
         inside={name for block in range(len(skeleton.blocks)) for name in skeleton.stored(block)},
-        outside=skeleton.outside.modules,
         out=None if out is None else Path(out),
         device=skeleton.device.type if gpu_memory is None else "cuda",
         act_budget=run.act_budget,

@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.shards import planned_shards
 from quantkit.checkpoint.writer import texts_beside
 from quantkit.core.scheme import Scheme
-from quantkit.engines.output_config import output_config
+from quantkit.engines.joined import output_config
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE, inside
 from quantkit.layouts.base import Layout

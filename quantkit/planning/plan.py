@@ -25,7 +25,7 @@ from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.core.units import format_bytes
 from quantkit.engines import readers
 from quantkit.engines.joined import joined_name
-from quantkit.engines.rows import Folder
+from quantkit.engines.readers import Folder
 from quantkit.errors import (
     CheckpointError,
     LayoutError,
@@ -236,7 +236,6 @@ def plan_quantize(
     goals: Mapping[str, Goal | None] | None = None,
     tied: Collection[str] = (),
     inside: Collection[str] | None = None,
-    outside: Collection[str] = (),
     out: Path | None = None,
     device: str | None = None,
     act_budget: int | None = None,
@@ -246,9 +245,8 @@ def plan_quantize(
 
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that
     share their weight with the embeddings. `inside` names the tensors of the decoder's blocks
-    (None: by their numbers), and `outside` the modules that the model does not have. The free disk
-    space is that at `out`. `device` is where the run would compute (None: a GPU if there is one);
-    `gpu_memory` are the bytes of a GPU that is not here.
+    (None: by their numbers). The free disk space is that at `out`. `device` is where the run would
+    compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU that is not here.
     """
     layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
@@ -273,7 +271,7 @@ def plan_quantize(
         memory = streamed_memory(src, quantized)
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
-        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out, outside),
+        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out),
         decoder=decoder_weights(src, inside),
     )
     remarks = (
@@ -290,13 +288,12 @@ def plan_pack(
     out: Path | None = None,
     pad: bool = False,
     requantize: bool = False,
-    outside: Collection[str] = (),
 ) -> Plan:
     """Plan to rewrite a quantized checkpoint in another layout, without reading its values.
 
     If the layout does not hold a weight's scheme, the weight is recast to one with the same values.
     If there is none, `requantize` takes the nearest scheme. `pad` enlarges a shape that does not
-    fit (LAYOUTS 11). `outside` names the modules that the model does not have.
+    fit (LAYOUTS 11).
     """
     rows, misfits = [], []
     changes: Counter[str] = Counter()
@@ -325,7 +322,6 @@ def plan_pack(
             misfits,
             streamed_memory(src, sizes),
             out,
-            outside,
         ),
         decoder=decoder_weights(src),
     )
@@ -412,7 +408,6 @@ def _assemble(
     misfits: list[Misfit],
     memory: Memory,
     out: Path | None,
-    outside: Collection[str],
 ) -> Plan:
     """Add the other tensors of the output, the remarks and the free disk space. `default` is for no
     linear at all.
@@ -424,7 +419,7 @@ def _assemble(
     others = sum(src.bytes_written(name) for name in src.names() if name not in linears)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
-    folder = replace(_folder(src, layout, rows), outside=outside) if layout else None
+    folder = _folder(src, layout, rows) if layout else None
     return Plan(
         layout=layout.NAME if layout else DENSE,
         scheme=labels.most_common(1)[0][0] if labels else label(default),

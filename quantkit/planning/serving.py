@@ -16,9 +16,8 @@ import torch
 
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import is_expert, joined_name
-from quantkit.engines.readers import engine_kernel, has_own_linears, refusal
-from quantkit.engines.rows import Engine, Folder
-from quantkit.engines.tables import GPUS, TARGETS
+from quantkit.engines.readers import Folder, engine_kernel, has_own_linears, refusal
+from quantkit.engines.tables import GPUS, TARGETS, Engine
 from quantkit.errors import KernelError, Option, RecipeError, Words, require_known
 from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name

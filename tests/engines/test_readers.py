@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from quantkit.core.scheme import Scheme
-from quantkit.engines.readers import opened_by, refusals
-from quantkit.engines.rows import PUBLISHED, UNTRIED, Folder
-from quantkit.engines.tables import ENGINES, TRAITS
+from quantkit.engines.readers import TRAITS, Folder, opened_by, refusals
+from quantkit.engines.tables import ENGINES, PUBLISHED, UNTRIED
 from quantkit.layouts import LAYOUTS
 from quantkit.names import KERNELS
 
@@ -33,8 +32,6 @@ TWO_LAYERS = [*EXPERTS, *(name.replace(".0.mlp", ".1.mlp") for name in EXPERTS)]
 ALL_DENSE: dict[str, str | None] = dict.fromkeys(EXPERTS)
 #: experts as Nemotron-H has them
 NO_GATES = [name for name in EXPERTS if "gate_proj" not in name]
-#: model types whose routers have a correction bias in vLLM if config.json says so
-ROUTED, NO_AUX = ("deepseek_v32", "glm_moe_dsa"), {"topk_method": "noaux_tc"}
 DOWN, Q = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
 #: What vLLM 0.26.0's own loader said of such folders (docs/layouts.md 10).
 ASKED = [
@@ -67,11 +64,6 @@ ASKED = [
     (folder("humming", "fp6", modules=EXPERTS), False),
     (folder("compressed-tensors", "int4:g128", {EXPERTS[2]: "int4:g64"}, modules=EXPERTS), False),
     (folder("compressed-tensors", "int4:g128", {EXPERTS[2]: None}, modules=EXPERTS), False),
-    (folder("compressed-tensors", "int4:g128", config={"model_type": "deepseek_v3"}), False),
-    (folder("gptq", "int4:g128", config={"model_type": "deepseek_v3", "topk_method": "noaux_tc"}), True),
-    # asked on 2026-11-26
-    *((folder("compressed-tensors", "int4:g64", config={"model_type": t}), False) for t in ROUTED),
-    *((folder("compressed-tensors", "int4:g64", config={"model_type": t, **NO_AUX}), True) for t in ROUTED),
     *((folder(layout, "int4:g64:asym", modules=EXPERTS), True) for layout in ("compressed-tensors", "awq")),
     *((folder(layout, "int4:g64", ALL_DENSE, modules=TWO_LAYERS), True) for layout in ("gptq", "awq")),
     (folder("gptq", "int4:g64", {DOWN: "int4:g32"}, config={"text_config": {"model_type": "qwen3_5_text"}}), False),
@@ -85,45 +77,6 @@ ASKED = [
     *((folder("humming", label), True) for label in ("int2:g64", "int4:g128", "int6:channel:asym", "int8:g64")),
     (folder("humming", "int4:g128", modules=EXPERTS), False),
 ]
-#: family, a quantized linear of it, and whether vLLM opens the folder: what docs/models.md found of model classes
-CLASSES = [
-    ("bloom", "transformer.h.0.self_attention.query_key_value", False),
-    ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value", False),
-    ("falcon", "transformer.h.0.self_attention.query_key_value", True),
-    ("bloom", "transformer.h.0.mlp.dense_h_to_4h", True),
-    ("jamba", "model.layers.0.mamba.in_proj", False),
-    ("jamba", "model.layers.0.feed_forward.down_proj", True),
-    ("mamba", "backbone.layers.0.mixer.in_proj", False),
-    ("falcon_mamba", "backbone.layers.0.mixer.out_proj", False),
-    ("mamba2", "backbone.layers.0.mixer.in_proj", True),
-    ("lfm2_moe", "model.layers.0.conv.in_proj", False),
-    ("lfm2", "model.layers.0.conv.in_proj", True),
-    ("flex_olmo", "model.layers.0.mlp.experts.0.up_proj", False),
-    ("olmoe", "model.layers.0.mlp.experts.0.up_proj", True),
-    ("gpt_oss", "model.layers.0.mlp.experts.0.up_proj", False),
-    ("granitemoe", "model.layers.0.block_sparse_moe.experts.0.up_proj", False),
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "layout", "opens"),
-    [("hrm_text", "awq", False), ("hrm_text", "compressed-tensors", True), ("blip-2", "compressed-tensors", False)],
-)
-def test_vllm_is_named_for_a_family_only_in_the_layouts_that_its_class_takes(
-    family: str, layout: str, opens: bool
-) -> None:
-    assert ("vLLM" in opened_by(folder(layout, "int4:g128", config={"model_type": family}))) is opens
-
-
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq"])
-@pytest.mark.parametrize(("family", "module", "opens"), CLASSES)
-def test_vllm_is_not_named_for_linears_that_its_class_does_not_take(
-    family: str, module: str, opens: bool, layout: str
-) -> None:
-    for config in ({"model_type": family}, {"model_type": "wrapper", "text_config": {"model_type": family}}):
-        facts = folder(layout, "int4:g128", modules=[module], config=config)
-        assert ("vLLM" in opened_by(facts)) is opens
-        assert opens or any(line.startswith("vLLM will not open this folder") for line in refusals(facts))
 
 
 @pytest.mark.parametrize(("facts", "opens"), ASKED)
@@ -147,14 +100,6 @@ def test_the_plug_in_is_named_for_experts_and_not_for_a_packed_head() -> None:
     facts = folder("marlin", "int4:g128", modules=["lm_head"])
     assert PLUGIN not in opened_by(facts)
     assert any(line.startswith(f"{PLUGIN} will not open this folder because of a packed") for line in refusals(facts))
-
-
-def test_the_plug_in_is_not_named_for_rows_that_vllm_reorders() -> None:
-    modules = ["transformer.h.0.self_attention.query_key_value"]
-    for family in ("falcon", "bloom", "gpt_neox"):
-        facts = folder("tcfpx", "fp6", modules=modules, config={"model_type": family})
-        assert PLUGIN not in opened_by(facts)
-        assert any("reorders" in line and "query_key_value" in line for line in refusals(facts))
 
 
 def test_the_plug_in_opens_padded_weights_and_several_schemes() -> None:

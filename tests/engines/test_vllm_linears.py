@@ -1,4 +1,4 @@
-"""The tables of joined and of never quantized linears say what vLLM's own model classes say, for each family."""
+"""The table of joined linears says what vLLM's own model classes say, for each family."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ import quantkit
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
-from quantkit.engines.joined import NEVER_QUANTIZED, fused_groups
-from quantkit.engines.readers import opened_by, refusals
-from quantkit.engines.rows import Folder
-from quantkit.models.families import ROUTERS, TOWER
+from quantkit.engines.joined import fused_groups
+from quantkit.engines.readers import Folder, opened_by, refusals
 
 ANSWERS: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "census/vllm_linears.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[2] / "benchmarks/census/vllm_linears.json").read_text(encoding="utf-8")
 )["families"]
-#: vLLM's name of a linear -> that of the checkpoint, where they differ.
-STORED = {"short_conv": "conv", "wk_weights_proj": "wk"}
-#: What quantkit does not quantize by default: no linears, and those with one output.
-NO_LINEARS = re.compile(r"\.(conv1d|conv|shared_expert_gate)$")
 INT4 = Scheme.parse("int4:g64")
 
 
@@ -33,31 +27,14 @@ def parent_of(joined: str) -> str:
     return "model.layers.0.linear_attn" if joined.startswith("in_proj") else "model.layers.0.part"
 
 
-@pytest.mark.parametrize("family", ANSWERS)
-def test_vllm_joins_what_the_table_joins(family: str) -> None:
-    for joined, members in ANSWERS[family]["joined"].items():
-        if joined == "kv_proj":
-            continue  # of an encoder-decoder's cross attention: no report names vLLM for such a model
-        parent = parent_of(joined)
-        modules = [f"{parent}.{member}" for member in members]
-        assert fused_groups(modules) == {f"{parent}.{joined}": modules}, "vLLM joins them"
-
-
-@pytest.mark.parametrize("family", ANSWERS)
-def test_linears_that_vllm_never_quantizes_are_in_the_table(family: str) -> None:
-    """Routers and towers are dense by default, and nothing else may be missing."""
-    listed = [re.compile(row.pattern) for row in NEVER_QUANTIZED if family in row.families]
-    for name in ANSWERS[family]["dense"]:
-        stored = ".".join(STORED.get(part, part) for part in name.split("."))
-        default = ROUTERS.search(f".{stored}") or TOWER.search(stored) or NO_LINEARS.search(stored)
-        assert default or any(each.fullmatch(stored) for each in listed), f"vLLM keeps {name} dense"
-
-
-def test_no_row_is_about_linears_that_vllm_quantizes() -> None:
-    for row in NEVER_QUANTIZED:
-        for family in {*row.families} & ANSWERS.keys() if row.words != "all experts" else ():  # no linears in vLLM
-            names = [".".join(STORED.get(p, p) for p in name.split(".")) for name in ANSWERS[family]["dense"]]
-            assert any(map(re.compile(row.pattern).fullmatch, names)), family
+def test_vllm_joins_what_the_table_joins() -> None:
+    for family, answers in ANSWERS.items():
+        for joined, members in answers["joined"].items():
+            if joined == "kv_proj":
+                continue  # of an encoder-decoder's cross attention: no report names vLLM for such a model
+            parent = parent_of(joined)
+            modules = [f"{parent}.{member}" for member in members]
+            assert fused_groups(modules) == {f"{parent}.{joined}": modules}, f"vLLM joins them in {family}"
 
 
 @pytest.mark.parametrize(
@@ -106,15 +83,6 @@ def sibling(module: str, leaf: str) -> str:
     return f"{module.rpartition('.')[0]}.{leaf}"
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_vllm_is_not_named_for_a_quantized_indexer(family: str) -> None:
-    module = "model.layers.0.self_attn.indexer.wk"
-    for config in ({"model_type": family}, {"model_type": "wrapper", "text_config": {"model_type": family}}):
-        folder = Folder("compressed-tensors", {module: (INT4, (128, 256))}, ["lm_head"], config=config)
-        assert "vLLM" not in opened_by(folder)
-        assert any("indexer" in line and "--skip" in line for line in refusals(folder))
-
-
 def test_experts_with_zero_points_name_no_reader_that_refuses_them() -> None:
     asym = Scheme.parse("int4:g64:asym")
     expert, attention = "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.o_proj"
@@ -124,15 +92,3 @@ def test_experts_with_zero_points_name_no_reader_that_refuses_them() -> None:
     assert any("dequantize=True" in reader for reader in named[attention])
     lines = refusals(folders[expert])
     assert any("--sym" in line and "awq" in line for line in lines)
-
-
-def test_vllm_is_named_only_for_families_of_which_it_has_a_class() -> None:
-    """The census asked vLLM about each family; its answers decide."""
-    census = json.loads((Path(__file__).parents[2] / "benchmarks/census.json").read_text(encoding="utf-8"))["families"]
-    for row in census:
-        config = {"model_type": families.model_type(row["family"]), "topk_method": "noaux_tc"}
-        config |= {"is_encoder_decoder": "encoder-decoder" in row.get("kind", "")}
-        linears = {"model.layers.0.part.down_proj": (INT4, (256, 256))}
-        named = "vLLM" in opened_by(Folder("compressed-tensors", linears, ["lm_head"], config=config))
-        asked = not config["is_encoder_decoder"] and row.get("vllm") not in ("no class", "too new")
-        assert named is (asked and row["family"] != "blip-2"), row["family"]
