@@ -15,7 +15,7 @@ from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration import budget
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Task
-from quantkit.core.batches import divide
+from quantkit.core.threads import divide
 
 
 def tasks(block: LoadedBlock) -> Iterator[list[Task]]:

@@ -36,7 +36,7 @@ class Limit:
     how to raise it.
     """
 
-    room: int
+    bytes: int
     cause: str
     remedy: str
 
@@ -147,9 +147,9 @@ def _cgroup_limits(proc: Path, cgroups: Path, resident: int) -> Iterator[Limit]:
                 group = cgroups / controller / folder
                 limit, used = _number(group / limit_file), _number(group / used_file)
                 if limit is not None and used is not None and limit < UNLIMITED:
-                    room = limit - used + _reclaimable(group) + resident
+                    free = limit - used + _reclaimable(group) + resident
                     yield Limit(
-                        room, "the memory limit of this container or service", "raise that limit"
+                        free, "the memory limit of this container or service", "raise that limit"
                     )
 
 

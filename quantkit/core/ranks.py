@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from quantkit.core.batches import divide
+from quantkit.core.threads import divide
 from quantkit.errors import Option, QuantkitError, Words, is_out_of_memory, reason
 from quantkit.progress import Progress
 
@@ -121,15 +121,15 @@ class Ranks:
         if self.count == 1:
             return cast(T, value)
         with self.progress.loop():
-            form, tensors = _take_apart(value) if self.rank == source else (None, [])
+            form, tensors = _separate(value) if self.rank == source else (None, [])
             form = self._exchange(form)[source]
             assert form is not None
             with self._moving([form]):
                 if self.rank != source:
-                    tensors = self._space(form)
+                    tensors = self._allocate(form)
                 for tensor in tensors:
                     self._broadcast(tensor, source)
-            return cast(T, value if self.rank == source else _put_together(form, tensors))
+            return cast(T, value if self.rank == source else _join(form, tensors))
 
     def gather(self, value: T) -> list[T]:
         """Exchange values that may hold tensors: each rank gets the values of all, in
@@ -150,9 +150,9 @@ class Ranks:
         if self.count == 1:
             yield from (iter([value]) for value in values)
             return
-        apart = [_take_apart(value) for value in values]
+        separated = [_separate(value) for value in values]
         with self.progress.loop():
-            forms = self._exchange([form for form, _ in apart])
+            forms = self._exchange([form for form, _ in separated])
             with self._moving([form for of_rank in forms for form in of_rank]):
                 every = [
                     (number, source)
@@ -166,13 +166,15 @@ class Ranks:
                     for source in range(self.count):
                         while (number, source) not in moved:
                             moved.update(
-                                self._move(next(steps), forms, [own for _, own in apart], owners)
+                                self._move(
+                                    next(steps), forms, [own for _, own in separated], owners
+                                )
                             )
                         tensors = moved.pop((number, source))
                         if source == self.rank:
                             yield values[number]
                         elif owners[number] in (None, self.rank):
-                            yield cast(T, _put_together(forms[source][number], tensors))
+                            yield cast(T, _join(forms[source][number], tensors))
 
                 for number, owner in enumerate(owners):
                     if owner in (None, self.rank):
@@ -237,7 +239,7 @@ class Ranks:
         failed = next((rank for rank, (_, told) in enumerate(found) if told is not None), None)
         if failed is None:
             return [value for value, _ in found]
-        own = error is not None and (failed == self.rank or not _is_told(error))
+        own = error is not None and (failed == self.rank or not _is_shown(error))
         self._raised = error if own else found[failed][1]
         assert self._raised is not None
         raise self._raised
@@ -262,7 +264,7 @@ class Ranks:
         """Make the error that the other ranks raise: one line for a bug, whose traceback is shown
         here.
         """
-        if error is None or _is_told(error):
+        if error is None or _is_shown(error):
             return error
         return QuantkitError(f"rank {self.rank} failed ({reason(error)}): its own message is above")
 
@@ -320,7 +322,7 @@ class Ranks:
                     if receiver != source:
                         add(distributed.isend, own[number], receiver)
             elif self.rank in receivers:
-                found[number, source] = self._space(forms[source][number])
+                found[number, source] = self._allocate(forms[source][number])
                 add(distributed.irecv, found[number, source], source)
         for of_kind in filter(None, operations.values()):
             for work in distributed.batch_isend_irecv(of_kind):
@@ -336,7 +338,7 @@ class Ranks:
     def _group(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda else self._control
 
-    def _space(self, form: _Form) -> list[Tensor]:
+    def _allocate(self, form: _Form) -> list[Tensor]:
         cpu = torch.device("cpu")
         return [
             torch.empty(shape, dtype=dtype, device=cpu if kind == "cpu" else self.device)
@@ -376,7 +378,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _is_told(error: BaseException) -> bool:
+def _is_shown(error: BaseException) -> bool:
     """Return True if a user can meet this error and it can be sent. All ranks then raise it."""
     if not (
         isinstance(error, QuantkitError | KeyboardInterrupt | OSError) or is_out_of_memory(error)
@@ -422,7 +424,7 @@ def _size(form: _Form) -> int:
     return sum(dtype.itemsize * shape.numel() for dtype, shape, _ in form.tensors)
 
 
-def _take_apart(value: Any) -> tuple[_Form, list[Tensor]]:
+def _separate(value: Any) -> tuple[_Form, list[Tensor]]:
     """Separate a value from the tensors in it, which become contiguous."""
     text = io.BytesIO()
     pickler = _Pickler(text)
@@ -431,6 +433,6 @@ def _take_apart(value: Any) -> tuple[_Form, list[Tensor]]:
     return _Form(text.getvalue(), [(t.dtype, t.shape, t.device.type) for t in tensors]), tensors
 
 
-def _put_together(form: _Form, tensors: Sequence[Tensor]) -> Any:
+def _join(form: _Form, tensors: Sequence[Tensor]) -> Any:
     """Join a value with its tensors again."""
     return _Unpickler(io.BytesIO(form.text), tensors).load()

@@ -24,7 +24,7 @@ from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.shards import SHARD_BYTES
 from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.scheme import Scheme
-from quantkit.core.work_queue import WorkQueue
+from quantkit.core.threads import WorkQueue
 from quantkit.engines.joined import is_expert
 from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.io import files

@@ -33,7 +33,7 @@ from quantkit.checkpoint.report import (
 )
 from quantkit.checkpoint.writer import CheckpointWriter, Commit, Item, Packed
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.work_queue import WorkQueue
+from quantkit.core.threads import WorkQueue
 from quantkit.engines.joined import output_config
 from quantkit.errors import CheckpointError, Option, QuantkitError, Words, about
 from quantkit.io import files

@@ -36,7 +36,7 @@ from quantkit.checkpoint.writer import CheckpointWriter, Commit, Item, require_s
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.core.work_queue import WorkQueue
+from quantkit.core.threads import WorkQueue
 from quantkit.engines.readers import limit_of_signed_scales
 from quantkit.engines.tables import TARGETS
 from quantkit.errors import (

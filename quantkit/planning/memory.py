@@ -39,7 +39,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import WAITING_BYTES
 from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.core.ranks import ranks
-from quantkit.core.work_queue import MOST_BYTES
+from quantkit.core.threads import MOST_BYTES
 from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.devices import CUDA_DEVICE, compute_dtype, program_bytes
 from quantkit.models.families import BLOCK, EXPERT, TOWER
@@ -176,12 +176,12 @@ class Memory:
             replace(stage, others=(), gpu_memory=self.gpu_memory)._require()
 
     def _require(self) -> None:
-        least = min(memory_limits(), key=lambda limit: limit.room, default=None)
+        least = min(memory_limits(), key=lambda limit: limit.bytes, default=None)
         needed = sum(self.ram.values())
-        if least is not None and least.room < CERTAINLY_NEEDED * needed:
+        if least is not None and least.bytes < CERTAINLY_NEEDED * needed:
             raise QuantkitError(
                 f"the run takes about {_gb(needed)} of memory, and {least.cause} allows "
-                f"{_gb(max(0, least.room))}",
+                f"{_gb(max(0, least.bytes))}",
                 Words(self._smaller(), least.remedy),
             )
         there = self._gpu_memory()

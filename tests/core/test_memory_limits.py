@@ -35,7 +35,7 @@ def system(folder: Path, cgroup: str, **files: str) -> tuple[Path, Path]:
 def rooms(proc: Path, cgroups: Path) -> dict[str, int]:
     """Return cause -> room beyond what the process has."""
     own = 100 * resource.getpagesize()
-    return {limit.cause: limit.room - own for limit in memory_limits(proc, cgroups)}
+    return {limit.cause: limit.bytes - own for limit in memory_limits(proc, cgroups)}
 
 
 def test_the_limit_of_a_group_counts_what_is_used_and_what_can_be_dropped(tmp_path: Path) -> None:

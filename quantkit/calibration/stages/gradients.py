@@ -32,7 +32,7 @@ from quantkit.calibration.backward import (
 from quantkit.calibration.budget import gradient_documents, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import Stage
-from quantkit.core.work_queue import WorkQueue
+from quantkit.core.threads import WorkQueue
 from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner

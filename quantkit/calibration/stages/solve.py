@@ -33,10 +33,10 @@ from quantkit.calibration.uncalibrated import (
     stored_item,
 )
 from quantkit.checkpoint.writer import Item
-from quantkit.core.batches import divide
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
+from quantkit.core.threads import divide
 from quantkit.errors import NumericError, Setting, Words, about, more_samples
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.goals import Goal, is_sparse
