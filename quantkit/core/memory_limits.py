@@ -69,10 +69,7 @@ def free_memory(proc: Path = Path("/proc"), *, swap: bool = False) -> int | None
         names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
         return sum(int(lines[name].split()[0]) * 1024 for name in names)
     except (OSError, KeyError, ValueError):
-        names_ = getattr(os, "sysconf_names", {})
-        if "SC_AVPHYS_PAGES" not in names_:
-            return None
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return None
 
 
 def release_heap() -> None:

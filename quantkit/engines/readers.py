@@ -280,16 +280,6 @@ def engine_of(reader: str) -> Engine | None:
     return next((engine for engine in ENGINES if reader.removesuffix(UNTRIED) in engine.uses), None)
 
 
-def limit_of_signed_scales(engine: Engine | None, layout: str) -> Words | None:
-    """Describe the use in which an engine misreads negative scales of a layout, with a way out;
-    None if there is none.
-    """
-    limit = engine.signed if engine is not None else None
-    if limit is None or layout not in limit.layouts:
-        return None
-    return Words(f"{limit.words}:", limit.way_out, f"({limit.source})")
-
-
 def refusals(folder: Folder) -> list[str]:
     """Describe each trait in a line: the programs that read the layout but refuse this folder, and
     the way out.

@@ -101,23 +101,14 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Limit:
-    """A use in which a program miscomputes folders of some layouts, with a way to avoid it."""
-
-    layouts: tuple[str, ...]
-    words: str
-    way_out: str
-    source: str
-
-
-@dataclass(frozen=True)
 class Engine:
     """A program that runs packed models. The first row of `kernels` that covers a weight is the
     answer.
 
     `target` is its name for `plan --target`, None if it has none. `uses` maps names of readers to a
-    title, a language and the commands that open FOLDER. `joins` tells whether it joins linears, and
-    `signed` its limit with negative scales.
+    title, a language and the commands that open FOLDER. `joins` tells whether it joins linears.
+    `signed` maps a layout to the use in which the engine computes wrongly with negative scales, and
+    what helps.
     """
 
     target: str | None
@@ -125,7 +116,7 @@ class Engine:
     kernels: tuple[Kernel, ...] = ()
     uses: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     joins: bool = False
-    signed: Limit | None = None
+    signed: Mapping[str, Words] = field(default_factory=dict)
 
 
 OWN = "quantkit's own tests"
@@ -256,13 +247,15 @@ VLLM = Engine(
         ),
     },
     joins=True,
-    signed=Limit(
+    signed=dict.fromkeys(
         ("compressed-tensors", "gptq", "gptq-v2"),
-        "scales may be negative, which Marlin reads as large positive ones if "
-        "VLLM_MARLIN_INPUT_DTYPE=int8 is set",
-        Words("for W4A8 quantize with", Setting("signed", False)),
-        "https://github.com/vllm-project/vllm/issues/48905, open; vLLM 0.26.0's scales are as it "
-        "says, 2026-11-25",
+        Words(
+            "scales may be negative, which Marlin reads as large positive ones if "
+            "VLLM_MARLIN_INPUT_DTYPE=int8 is set:",
+            Words("for W4A8 quantize with", Setting("signed", False)),
+            "(https://github.com/vllm-project/vllm/issues/48905, open; vLLM 0.26.0's scales are as "
+            "it says, 2026-11-25)",
+        ),
     ),
 )
 

@@ -37,7 +37,6 @@ from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.threads import WorkQueue
-from quantkit.engines.readers import limit_of_signed_scales
 from quantkit.engines.tables import TARGETS
 from quantkit.errors import (
     CheckpointError,
@@ -121,9 +120,7 @@ def plan(
     job = survey(dense_source(model, run, recipe), recipe, out, run, gpu_memory)
     if target is not None and served_on is not None and job.plan.folder is not None:
         found = serving(job.plan.rows, job.plan.folder, target, *served_on)
-        limit = (
-            limit_of_signed_scales(TARGETS[target], job.plan.layout) if job.recipe.signed else None
-        )
+        limit = TARGETS[target].signed.get(job.plan.layout) if job.recipe.signed else None
         remarks = (*job.plan.remarks, *([Words(f"{target}:", limit)] if limit else []))
         job = job._replace(plan=replace(job.plan, serving=found, remarks=remarks))
     try:

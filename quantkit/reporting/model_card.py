@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.report import KEPT, REPORT
-from quantkit.engines.readers import CAUSAL, engine_of, limit_of_signed_scales, use_of
+from quantkit.engines.readers import CAUSAL, engine_of, use_of
 from quantkit.reporting import facts
 
 #: Stands for the folder, or the repository that it is in, in every command of a card.
@@ -150,11 +150,8 @@ def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
             text,
             "```",
         ]
-        if (
-            is_signed
-            and (limit := limit_of_signed_scales(engine_of(title), str(report.get("layout"))))
-            is not None
-        ):
+        engine = engine_of(title) if is_signed else None
+        if engine and (limit := engine.signed.get(str(report.get("layout")))):
             lines += ["", _plain(f"{title}: {limit}.")]
     return lines
 
