@@ -22,7 +22,8 @@ from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.recipe import Recipe, from_mapping, merge, pruning_from_mapping
+from quantkit.recipes.files import merge
+from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.text.tokenizer import load_tokenizer
 
 INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}

@@ -33,7 +33,8 @@ from quantkit.keys import keys_of
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.recipe import from_mapping, from_pairs, merge
+from quantkit.recipes.files import from_pairs, merge
+from quantkit.recipes.recipe import from_mapping
 from quantkit.recipes.schema import RecipeKeys
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 

@@ -33,8 +33,9 @@ from quantkit.core.ranks import ranks
 from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.models.devices import CUDA_DEVICE, device_of
 from quantkit.models.meta_model import skeleton
-from quantkit.pipeline.quantize import plan, quantize
-from quantkit.planning.memory import OTHERS, Memory
+from quantkit.pipeline.quantize import quantize
+from quantkit.planning.needs import OTHERS, Memory
+from quantkit.planning.survey import plan
 from quantkit.progress import Progress
 from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import Recipe
@@ -86,7 +87,7 @@ def _measure(
         return {}
 
     options: Any = {"device": device, "min_share": 0.0}
-    planned = _planned(plan(source, recipe, **options).memory)
+    planned = _planned(plan(source, recipe, **options).needs.memory)
     if where.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(where)

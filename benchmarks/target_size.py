@@ -33,8 +33,9 @@ from quantkit.layouts import LAYOUTS
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline import quantize as pipeline
+from quantkit.planning import survey as surveys
 from quantkit.planning.fit import Group, Space, expected_harm, groups_of, schemes_of
-from quantkit.recipes.run_options import RunOptions
+from quantkit.recipes.options import RunOptions
 
 SAMPLES, LENGTH = 8, 1024
 
@@ -113,9 +114,9 @@ def measured(folder: Path, source: Path, text: Path, device: str) -> tuple[dict[
     """Measure the harms of the rounded folder's linears; return seconds and sizes, the harms, and the linears."""
     recipe = api.build_recipe(None, calib=str(text), samples=SAMPLES, max_length=LENGTH, group_size=64)
     options = RunOptions(device=device, min_share=0.0)
-    src = pipeline.dense_source(source, options, recipe)
-    job = pipeline.survey(src, recipe, None, options)
-    drawn = pipeline.calibration_text(recipe.calibration, src, job.model, None).sequences
+    src = surveys.dense_source(source, options, recipe)
+    job = surveys.survey(src, recipe, None, options)
+    drawn = surveys.calibration_text(job, recipe.calibration, options).sequences
     on_gpu = job.model.device.type == "cuda"
     with TemporaryDirectory(dir=folder) as work:
         run = new_run(src, recipe, job.model, drawn, Path(work))

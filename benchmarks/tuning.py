@@ -21,7 +21,8 @@ from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.recipe import from_mapping, merge
+from quantkit.recipes.files import merge
+from quantkit.recipes.recipe import from_mapping
 from quantkit.text.tokenizer import load_tokenizer
 
 BEST = {"signed": True, **REFINED}

@@ -28,11 +28,10 @@ from quantkit.evaluation.tasks import TaskScore, TaskScores
 from quantkit.evaluation.verification import Verification
 from quantkit.keys import Key, keys_of
 from quantkit.layouts import compatibility
-from quantkit.pipeline.result import Result
+from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Event
-from quantkit.recipes.fit_options import FitOptions
-from quantkit.recipes.run_options import RunOptions
+from quantkit.recipes.options import FitOptions, RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.reporting import recipe_table
 

@@ -40,15 +40,13 @@ from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
 from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
-from quantkit.pipeline.result import Result
+from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, reporter
-from quantkit.recipes import recipe as recipes
-from quantkit.recipes.fit_options import FitOptions
+from quantkit.recipes.files import load_named, merge
 from quantkit.recipes.keywords import FitKeywords, PruningKeywords, RecipeKeywords, Settings
-from quantkit.recipes.named import load_named
-from quantkit.recipes.recipe import Recipe
-from quantkit.recipes.run_options import RunKeywords, RunOptions
+from quantkit.recipes.options import FitOptions, RunKeywords, RunOptions
+from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.recipes.schema import pruning_keys
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
@@ -133,16 +131,7 @@ def plan(
     found = fit.plan(
         model, build_recipe(recipe, **recipe_options), fitted=fitted, out=out, **asked, **run
     )
-    if found.refusal is not None:
-        found.refusal.to_python()
-    return replace(
-        found,
-        ways_out=_spelled(found.ways_out),
-        problems=_spelled(found.problems),
-        remarks=_spelled(found.remarks),
-        layout_remarks=_spelled(found.layout_remarks),
-        for_python=True,
-    )
+    return found.to_python()
 
 
 @api_function(RunOptions, public=False)
@@ -395,8 +384,8 @@ def build_pruning(
     """Make a recipe that prunes. `skip` adds to lm_head. Raises a RecipeError for a wrong option or
     value.
     """
-    mapping = recipes.merge(placed(options, pruning_keys(Recipe)), settings or {})
-    return recipes.pruning_from_mapping(
+    mapping = merge(placed(options, pruning_keys(Recipe)), settings or {})
+    return pruning_from_mapping(
         {**mapping, "skip": [*mapping.get("skip", Recipe.skip), *_patterns(skip)]}
     )
 
@@ -444,7 +433,7 @@ def build_recipe(
     RecipeError for an unknown recipe, option or value.
     """
     base = _mapping(recipe)
-    merged = recipes.merge(recipes.merge(base, placed(options, keys_of(Recipe))), settings or {})
+    merged = merge(merge(base, placed(options, keys_of(Recipe))), settings or {})
     if skip:
         merged["skip"] = [*merged.get("skip", Recipe.skip), *_patterns(skip)]
     if override:
@@ -453,7 +442,7 @@ def build_recipe(
             **override,
             **{key: before[key] for key in before if key not in override},
         }
-    return recipes.from_mapping(merged)
+    return from_mapping(merged)
 
 
 def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[str, Any]:

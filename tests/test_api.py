@@ -19,7 +19,7 @@ from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
 from quantkit.io.files import hash_of_file
-from quantkit.pipeline.result import Result
+from quantkit.pipeline.publish import Result
 from quantkit.progress import Event, Progress, Reporter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
@@ -107,7 +107,7 @@ def test_a_plan_refuses_what_quantize_refuses_in_the_same_words(work: Path) -> N
     assert isinstance(planned.refusal, LayoutError) and way in repr(planned)
     with pytest.raises(LayoutError) as caught:
         quantkit.quantize("model", "refused", **asked)
-    assert str(caught.value) == str(planned.refusal) == "\n".join(planned.ways_out)
+    assert str(caught.value) == str(planned.refusal) == "\n".join(planned.verdict.ways_out)
     with pytest.raises(LayoutError, match=way):
         planned.require()
     assert "use --layout marlin or --layout compressed-tensors" in planned.refusal.typed

@@ -15,7 +15,7 @@ import quantkit
 from quantkit.api import build_recipe
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, about
 from quantkit.keywords import api_function
-from quantkit.recipes.run_options import RunOptions
+from quantkit.recipes.options import RunOptions
 
 FUNCTIONS = ("plan", "quantize", "prune", "pack", "convert", "verify", "load", "eval_ppl", "eval_kld")
 

@@ -71,7 +71,7 @@ def opened(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
 
     import quantkit
     from quantkit.pipeline.quantize import quantize
-    from quantkit.recipes.named import load_named_or_scheme
+    from quantkit.recipes.files import load_named_or_scheme
     from quantkit.recipes.recipe import from_mapping, merge
 
     words = AutoTokenizer.from_pretrained(args.model)

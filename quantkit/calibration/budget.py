@@ -1,14 +1,27 @@
 """The policy of memory: how many tokens run together, and how much is held, summed, solved and
 saved at a time.
+
+A plan adds up the bytes that each stage takes of a run's `Sizes`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 
+import torch
+
+from quantkit.algorithms.numerics import factor_dtype
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.ranks import ranks
 from quantkit.errors import RecipeError, Setting, Words
+from quantkit.models.devices import compute_dtype
+from quantkit.models.families import BLOCK
+from quantkit.recipes.recipe import Recipe
 
 #: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to
 #: hide the launches of kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document
@@ -34,14 +47,18 @@ PASS_STATES = 3
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 #: Whether finished blocks are written, and the source is hashed, in a background thread.
 BESIDE = {"cpu": False, "cuda": True}
+#: Files of the source that are hashed at a time: one on a CPU, where the same cores compute.
+READERS = {"cpu": 1, "cuda": 8}
 
 
-def gradient_documents(lengths: Iterable[int], tokens: int = GRADIENT_TOKENS) -> int:
-    """Count the first documents, of `lengths` tokens, that have this many `tokens` together, or
-    all.
+def gradient_documents(
+    lengths: Iterable[int], tokens: int = GRADIENT_TOKENS, ranks: int = 1
+) -> int:
+    """Count the first documents that have this many `tokens` together: one for each of `ranks` at
+    least, or all.
     """
     totals = list(accumulate(lengths))
-    return min(len(totals), bisect_left(totals, tokens) + 1)
+    return min(len(totals), max(ranks, bisect_left(totals, tokens) + 1))
 
 
 def split_documents(lengths: Sequence[int], count: int) -> list[range]:
@@ -65,13 +82,6 @@ def split_documents(lengths: Sequence[int], count: int) -> list[range]:
     return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
 
 
-def gradient_tokens(total: int, longest: int, tokens: int = GRADIENT_TOKENS) -> int:
-    """Bound the tokens of `gradient_documents`, of `total` tokens in documents of at most
-    `longest`.
-    """
-    return min(total, tokens + longest)
-
-
 def stays_on_gpu(size: int, free: int | None) -> bool:
     """Decide whether activations of `size` bytes stay on a GPU with `free` bytes; None means that
     there is no GPU.
@@ -86,3 +96,138 @@ def fits_beside(size: int, stored: int, budget: int | None, free: int | None) ->
     if budget is not None and size + stored > budget:
         return False
     return size <= PASSES_BYTES if free is None else stays_on_gpu(size, free)
+
+
+#: Parts of the memory of a run, as a plan names them: what grows with the longest sequence, the
+#: activations of all documents, and those of the unquantized model.
+DOCUMENT, ACTIVATIONS, UNQUANTIZED = (
+    "one document",
+    "activations",
+    "activations of the unquantized model",
+)
+#: The gradients of all documents, and a block's file that is read.
+GRADIENTS, READ = "output gradients", "file of hidden states"
+#: The weights of the largest block, what waits in the queue of the writer, and a solver's matrices.
+LOADED, WAITING, SQUARES, ROWS = (
+    "block",
+    "waiting to be written",
+    "Hessian and factor",
+    "rows being solved",
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hold the sizes of a calibrated run, with upper bounds for what its documents decide.
+
+    `device` is cpu or cuda, `width` the bytes of a number there, and `factors` the dtype of factors
+    of Hessians. `linears` has name -> `(n, k)` of all linears in blocks. `blocks` has the numbers
+    of each block, by path, and `outside` those of each tensor outside. `outputs` are those of all
+    linears of the block that has most, `channels` the inputs of the widest linear. `token` are the
+    bytes of a token's hidden state, `longest` the tokens of the longest document, and `tokens`
+    those of a rank.
+    """
+
+    recipe: Recipe
+    device: str
+    width: int
+    factors: torch.dtype
+    linears: Mapping[str, tuple[int, int]]
+    blocks: Mapping[str, int]
+    outside: Sequence[int]
+    outputs: int
+    channels: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    longest: int
+    tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        src: Checkpoint,
+        linears: Mapping[str, tuple[int, int]],
+        recipe: Recipe,
+        device: str | None,
+    ) -> Sizes:
+        """Collect the sizes of a run on `device`; None and auto mean a GPU, if there is one."""
+        here = torch.cuda.is_available()
+        cuda = here if device in (None, "auto") else str(device).startswith("cuda")
+        kind = torch.device("cuda" if cuda else "cpu")
+        inside = {module: shape for module, shape in linears.items() if BLOCK.match(module)}
+        counts = {name: prod(src.shape(name)) for name in src.names()}
+        calib, ranked = recipe.calibration, ranks().count
+        longest = min(calib.max_length, _stated(src, "max_position_embeddings") or calib.max_length)
+        return cls(
+            recipe,
+            kind.type,
+            compute_dtype(src.dtype_of_model, kind).itemsize,
+            factor_dtype(kind) if here and cuda else torch.float64,
+            inside,
+            _in_blocks(counts),
+            [count for name, count in counts.items() if not BLOCK.match(name)],
+            max(_in_blocks({module: n for module, (n, _) in inside.items()}).values(), default=0),
+            max((k for _, k in inside.values()), default=0),
+            _stated(src, "hidden_size")
+            or max((min(shape) for shape in inside.values()), default=0),
+            _stated(src, "num_attention_heads") or 1,
+            _stated(src, "vocab_size") or 0,
+            longest,
+            # A rank may have one document more than another.
+            (calib.samples // ranked + (ranked > 1)) * longest,
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run computes on a GPU."""
+        return self.device == "cuda"
+
+    @property
+    def block(self) -> int:
+        """The bytes of the largest block."""
+        return self.width * max(self.blocks.values(), default=0)
+
+    @property
+    def token(self) -> int:
+        """The bytes of a token's hidden state."""
+        return self.width * self.hidden
+
+    def gradient_bytes(self, tokens: int = GRADIENT_TOKENS) -> int:
+        """Bound the bytes of the gradients of a rank's part of `gradient_documents`."""
+        count = ranks().count
+        of_all = min(self.recipe.calibration.samples * self.longest, tokens + self.longest)
+        return self.token * (of_all // count + (self.longest if count > 1 else 0))
+
+    def most(self, tokens: int = 0) -> int:
+        """Count the weights of the largest block, with inputs and outputs of some `tokens`."""
+        shapes = self.linears.items()
+        counts = {module: n * k + tokens * (n + k) for module, (n, k) in shapes}
+        return max(_in_blocks(counts).values(), default=0)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The bytes that a stage takes, by part: in each of its passes `before` the blocks, and of a
+    block `at` the groups and `behind` them.
+    """
+
+    before: Sequence[Mapping[str, int]] = ()
+    at: Mapping[str, int] = field(default_factory=dict)
+    behind: Mapping[str, int] = field(default_factory=dict)
+
+
+def _stated(src: Checkpoint, key: str) -> int | None:
+    """Look up a size of the text model in config.json, None if it is no positive number."""
+    text = src.config.get("text_config")
+    value = (text if isinstance(text, dict) else src.config).get(key)
+    return value if type(value) is int and value > 0 else None
+
+
+def _in_blocks(counts: Mapping[str, int]) -> dict[str, int]:
+    """Add up counts of tensors or linears by the path of their block."""
+    found: Counter[str] = Counter()
+    for name, count in counts.items():
+        if block := BLOCK.match(name):
+            found[block[1]] += count
+    return found

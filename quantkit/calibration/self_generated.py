@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit.calibration.budget import Sizes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.units import format_seconds
 from quantkit.errors import (
@@ -37,7 +38,7 @@ from quantkit.io.json_files import load_json
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
-from quantkit.recipes.calibration_options import Calib
+from quantkit.recipes.options import Calib
 from quantkit.text.conversations import Conversation, has_chat_template, render
 from quantkit.text.sequences import Calibration
 from quantkit.text.tokenizer import load_tokenizer, token_ids
@@ -65,6 +66,8 @@ CACHE_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}
 MEASURED, LONG = 16, 20
 #: Bytes of a step for each row and each entry of the vocabulary: float32 copies of the logits.
 LOGIT_BYTES = 32
+#: The part of memory of the model that writes, as a plan names it.
+AUTHOR = "whole model, to write text"
 INSTEAD = Words("use another", Setting("calib", FILE))
 Text = tuple[list[Tensor], dict[str, Any]]
 
@@ -281,6 +284,18 @@ def draw_text(
         "skipped": dropped,
         "temperature": TEMPERATURE,
         "conversations": talks,
+    }
+
+
+def text_bytes(sizes: Sizes) -> dict[str, int]:
+    """Count the memory of a model that writes its calibration text, by part."""
+    calib, width, device = sizes.recipe.calibration, sizes.width, sizes.device
+    rows = calib.samples + calib.samples // SPARE
+    row = 2 * width * len(sizes.blocks) * sizes.hidden * min(calib.max_length, LONGEST)
+    return {
+        AUTHOR: width * sum((*sizes.blocks.values(), *sizes.outside)),
+        "keys and values": max(row, min(CACHE_BYTES[device], rows * row)),
+        "logits": LOGIT_BYTES * rows * sizes.vocabulary,
     }
 
 

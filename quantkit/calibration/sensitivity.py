@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.budget import gradient_documents
+from quantkit.calibration.budget import TUNED_AT_ONCE, Sizes, gradient_documents
 from quantkit.calibration.run import Run, embedded
 from quantkit.calibration.stages import gradients
 from quantkit.checkpoint.reader import Checkpoint
 
 #: The documents that are run have at least this many tokens together, if there are so many.
 TOKENS = 2**12
+
+
+def pass_bytes(sizes: Sizes) -> list[dict[str, int]]:
+    """Count the memory of the two passes by part, with the errors of a block's linears."""
+    drawing, back = gradients.pass_bytes(sizes, sizes.gradient_bytes(TOKENS))
+    once = max(sizes.longest, TUNED_AT_ONCE[sizes.device])
+    errors = 4 * sizes.most(once)
+    return [drawing, {**back, "errors of a block": errors}]
 
 
 def measure(run: Run, folder: Checkpoint) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""Round to nearest, or prune by magnitude, a weight without a Hessian, and give solved weights
-their stored shape.
+"""Round to nearest, or prune by magnitude, weights without a Hessian, and give solved weights their
+stored shape.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +14,58 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.deviation import relative_error, widened, zeroed
 from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight
-from quantkit.checkpoint.writer import Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import Commit, Item
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import about
 from quantkit.layouts.recast import recast
+from quantkit.progress import Progress
 from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe, stored_shape
+
+#: Streamed work is committed to the journal in steps of about this many source bytes.
+COMMIT_BYTES = 2 * 2**30
+
+
+def streamed(
+    src: Checkpoint,
+    recipe: Recipe,
+    goals: Mapping[str, Goal | None],
+    done: Collection[str],
+    progress: Progress,
+) -> Iterator[Item | Commit]:
+    """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned;
+    one weight is in memory at a time.
+    """
+    names = [name for name in src.names() if name not in done]
+    last = {unit[-1] for unit in units_of(src, names)}
+    for name in progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)):
+        module = name.removesuffix(".weight")
+        goal = goals.get(module) if module != name else None
+        # The weight has no name here, so that its memory is free when the next one is read.
+        yield (
+            Item(name, src.get(name))
+            if goal is None
+            else solve_uncalibrated(module, src.get(name), goal, recipe)
+        )
+        if name in last:
+            yield Commit({})
+
+
+def units_of(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield tensors in the units that streamed work commits."""
+    unit: list[str] = []
+    size = 0
+    for name in names:
+        unit.append(name)
+        size += src.nbytes(name)
+        if size >= COMMIT_BYTES:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit
 
 
 def solve_uncalibrated(

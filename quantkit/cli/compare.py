@@ -106,7 +106,7 @@ def compare(
     plots of quality against size, and a file for each row. The same command continues after a stop,
     makes new rows if more is asked, and shares the rows with others that run at the same time."""
     from quantkit import api
-    from quantkit.recipes.recipe import from_pairs, merge
+    from quantkit.recipes.files import from_pairs, merge
 
     over = merge(
         {"calibration": {"samples": samples, "max_length": max_length}},

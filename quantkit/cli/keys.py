@@ -14,8 +14,7 @@ from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, JsonObject, Over
 from quantkit.cli.parsing import Function, combined, section
 from quantkit.errors import Option
 from quantkit.keys import OPTIONS, Key, keys_of
-from quantkit.recipes.fit_options import FitOptions
-from quantkit.recipes.run_options import RunOptions
+from quantkit.recipes.options import FitOptions, RunOptions
 
 #: What click has beside the declaration of a key, by keyword.
 _MORE: dict[str, dict[str, Any]] = {

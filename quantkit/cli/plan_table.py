@@ -11,6 +11,7 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from quantkit.planning.output import Output
     from quantkit.planning.plan import Plan
     from quantkit.planning.serving import Kind, Serving
 
@@ -20,45 +21,46 @@ REPORT_AND_CARD = 2
 
 def format_plan(found: Plan, progress: Progress) -> str:
     """Format a plan that nothing refuses: the output, the memory. -v lists every linear."""
-    dense = sum(row.scheme is None for row in found.rows)
+    output = found.output
     bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
     line = (
-        f"plan: {len(found.quantized)} linears quantized, {dense} left dense, {_schemes(found)}, "
-        f"{found.layout}; "
-        f"{format_bytes(found.source_bytes)} before, {format_bytes(found.total)} after{bits}"
+        f"plan: {_linears(output)}, {_schemes(output)}, {found.layout}; "
+        f"{format_bytes(output.source_bytes)} before, {format_bytes(found.total)} after{bits}"
     )
-    rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in found.rows]
+    rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in output.rows]
     return show.of_level(
         progress, line, _plan(found), show.table(("linear", "shape", "scheme", "bytes"), rows)
     )
 
 
-def _schemes(found: Plan) -> str:
+def _linears(output: Output) -> str:
+    dense = len(output.rows) - len(output.quantized)
+    return f"{len(output.quantized)} linears quantized, {dense} left dense"
+
+
+def _schemes(output: Output) -> str:
     from quantkit.reporting import facts
 
-    return facts.schemes(
-        {"scheme": found.scheme, "layers": [{"scheme": row.scheme} for row in found.quantized]}
-    )
+    layers = [{"scheme": row.scheme} for row in output.quantized]
+    return facts.schemes({"scheme": output.scheme, "layers": layers})
 
 
 def _plan(found: Plan) -> str:
     """Format a plan: the output, the memory, the kernels that will serve it."""
-    memory = found.memory.to_dict()
+    output, memory = found.output, found.needs.memory.to_dict()
     needs = [
         f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory
     ]
-    facts_ = found.to_dict()
-    dense = [row.module for row in found.rows if row.scheme is None]
-    calibration = found.calibration
+    facts_, calibration, duration = output.to_dict(), found.calibration, found.needs.duration
     lines = show.facts(
         [
-            ("scheme", _schemes(found)),
+            ("scheme", _schemes(output)),
             ("layout", found.layout),
-            ("linears", f"{len(found.quantized)} quantized, {len(dense)} left dense"),
+            ("linears", _linears(output).replace(" linears", "")),
             (
                 "output",
                 f"{format_bytes(found.total)} in {len(found.files) + REPORT_AND_CARD} files, "
-                f"{found.bytes} bytes of tensors, source {format_bytes(found.source_bytes)}",
+                f"{output.bytes} bytes of tensors, source {format_bytes(output.source_bytes)}",
             ),
             (
                 "share",
@@ -79,12 +81,10 @@ def _plan(found: Plan) -> str:
             ),
             (
                 "duration",
-                f"{format_range(*found.duration)}, by a probe of one block"
-                if found.duration
-                else None,
+                f"{format_range(*duration)}, by a probe of one block" if duration else None,
             ),
             ("peak memory", f"about {' and '.join(needs)}"),
-            ("disk free", format_bytes(found.disk_free) if found.disk_free else None),
+            ("disk free", format_bytes(found.needs.disk_free) if found.needs.disk_free else None),
             ("loads in", facts_["readers"]),
             ("kernel", facts_["kernel"] or "none of quantkit's own"),
             *(("note", notice) for notice in found.notices),

@@ -18,8 +18,7 @@ from quantkit.engines.tables import GPUS, TARGETS
 from quantkit.keys import keys_of
 from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
-from quantkit.recipes.fit_options import FitOptions
-from quantkit.recipes.run_options import RunOptions
+from quantkit.recipes.options import FitOptions, RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     OUT is an ordinary dense checkpoint, to be trained further, or quantized with --prune 2:4 --set
     prune=magnitude."""
     from quantkit import api
-    from quantkit.recipes.recipe import from_pairs
+    from quantkit.recipes.files import from_pairs
 
     given["settings"] = from_pairs(given["settings"], pruning_keys())
     running = {name: given.pop(name) for name in ("eval", *RUNNING)}
@@ -183,7 +182,7 @@ def _produce(
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
     """Separate the options of a run, and make a recipe of the others."""
     from quantkit import api
-    from quantkit.recipes.recipe import from_pairs
+    from quantkit.recipes.files import from_pairs
 
     running = {name: given.pop(name) for name in RUNNING}
     twice = [

@@ -25,11 +25,10 @@ from quantkit.evaluation.tasks import Exam
 from quantkit.io import files
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Listener, Progress, reporter
-from quantkit.recipes.named import load_named_or_scheme
-from quantkit.recipes.recipe import Recipe, from_mapping, merge
-from quantkit.reporting.recipe_page import page
-from quantkit.reporting.recipe_table import UNQUANTIZED, Row, as_csv, as_markdown
-from quantkit.reporting.short_repr import ShortRepr
+from quantkit.recipes.files import load_named_or_scheme, merge
+from quantkit.recipes.recipe import Recipe, from_mapping
+from quantkit.reporting.recipe_table import UNQUANTIZED, Row, as_csv, as_markdown, page
+from quantkit.reporting.summary import ShortRepr
 from quantkit.text.sources import PACKAGED, name_of_text
 
 

@@ -26,7 +26,7 @@ from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.devices import device_of
 from quantkit.names import MOST_TOKENS
-from quantkit.recipes.run_options import RunOptions
+from quantkit.recipes.options import RunOptions
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 

@@ -33,7 +33,8 @@ from quantkit.io.files import hash_of, hash_of_file
 from quantkit.io.staging import check_staging, claimed
 from quantkit.models.devices import device_of
 from quantkit.models.weights import load_dense_model
-from quantkit.pipeline.quantize import plan, quantize
+from quantkit.pipeline.quantize import quantize
+from quantkit.planning.survey import plan
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.reporting.recipe_table import UNSTORED, Row

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.io import files, json_files
-from quantkit.reporting.short_repr import ShortRepr
+from quantkit.reporting.summary import ShortRepr
 
 VERIFICATION = "verify.json"
 

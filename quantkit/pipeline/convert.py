@@ -7,7 +7,6 @@ the order of the source. One more thread hashes the source's files.
 from __future__ import annotations
 
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,15 +22,11 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.shards import SHARD_BYTES
 from quantkit.checkpoint.writer import CheckpointWriter, Item
-from quantkit.core.scheme import Scheme
-from quantkit.core.threads import WorkQueue
-from quantkit.engines.joined import is_expert
 from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.io import files
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.schemes import Schemes
 from quantkit.models.outside import Outside
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.repack import Repacker
@@ -94,13 +89,13 @@ def pack(
                 subject=checkpoint,
             )
         outside = require_complete_source(src)
-        options: Any = {"pad": pad, "requantize": requantize}
+        options: Any = {"pad": pad, "requantize": requantize, "outside": outside}
         planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)
-        planned.require()
+        planned.verdict.require()
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
     known, known_files = list(src.notices), recorded_hashes(src)
-    report, recorded, schemes = begin_report("pack", checkpoint, src, planned, outside)
+    report, recorded = begin_report(checkpoint, src, planned, outside)
     with staging(
         Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append
     ) as partial:
@@ -109,7 +104,7 @@ def pack(
             like=src,
             layout=LAYOUTS[layout],
             max_shard_bytes=max_shard_size,
-            expected=expected_names(src, planned),
+            expected=iter(planned.output.forms),
         )
         # A signal that raised while this thread waits for another could leave a lock taken.
         with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
@@ -118,8 +113,7 @@ def pack(
             with closing(
                 repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)
             ) as items:
-                queue = WorkQueue(clock.device, beside=False)
-                layers = write(clock.around("pack", items), writer, report, clock, queue)
+                layers = write(clock.around("pack", items), writer, report, clock)
             with clock.phase("hash"):
                 report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of the bytes read
@@ -135,6 +129,7 @@ def pack(
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
         changed = {each["name"] for key in LOSSES for each in _lost(layers, recorded, key)}
         report["same_values"] = len(layers) - len(changed)
+        schemes = planned.output.schemes
         return finish(writer, Path(out), schemes, report, planned.share, clock, overwrite)
 
 
@@ -218,58 +213,6 @@ def _batches(sized: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]
         yield total, batch
 
 
-def expected_names(src: Checkpoint, planned: Plan) -> Iterator[str]:
-    """Yield the name of every tensor that the plan expects in the result."""
-    rows = {f"{row.module}.weight": row for row in planned.quantized}
-    for name in src.logical():
-        if (row := rows.get(name)) is None or row.scheme is None:
-            yield name
-        else:
-            stored = LAYOUTS[planned.layout].stored(Scheme.parse(row.scheme), *row.stored)
-            yield from (f"{row.module}.{suffix}" for suffix in stored)
-
-
-def schemes_of(src: Checkpoint, planned: Plan, outside: Outside) -> Schemes:
-    """Map the source's schemes to the output's: by the same patterns where possible, else by exact
-    names.
-
-    `outside` are the tensors that the model does not have.
-    """
-    assert src.schemes is not None
-    now = {
-        row.module: Scheme.parse(row.scheme) for row in planned.quantized if row.scheme is not None
-    }
-    became: dict[Scheme, set[Scheme]] = {}
-    for module, scheme in now.items():
-        became.setdefault(src.scheme(module), set()).add(scheme)
-    one = {before: next(iter(after)) for before, after in became.items() if len(after) == 1}
-    default, overrides = src.schemes.default, src.schemes.overrides
-    ignore = tuple(
-        dict.fromkeys([*src.schemes.ignore, *_routers(src), *outside.dense_entries(src)])
-    )
-    if len(one) == len(became) and default in one:
-        kept = tuple((pattern, one[scheme]) for pattern, scheme in overrides if scheme in one)
-        stated = Schemes(one[default], kept, ignore)
-        if all(stated.of(module) == scheme for module, scheme in now.items()):
-            return stated
-    most = Scheme.parse(planned.scheme)
-    exact = tuple((re.escape(module), scheme) for module, scheme in now.items() if scheme != most)
-    return Schemes(most, exact, ignore)
-
-
-def _routers(src: Checkpoint) -> list[str]:
-    """Name the dense matrices beside packed experts. Some tools leave them out of a config, but
-    engines need them.
-    """
-    packed = set(src.modules())
-    parents = {module.partition(".experts.")[0] for module in packed if is_expert(module)}
-    dense = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
-    beside = [
-        module for module in dense if module.rpartition(".")[0] in parents and module not in packed
-    ]
-    return [module for module in beside if len(src.shape(f"{module}.weight")) == 2]
-
-
 def _lost(
     layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]], key: str
 ) -> list[dict[str, Any]]:
@@ -314,31 +257,27 @@ def packed_source(
 
 
 def begin_report(
-    command: str, checkpoint: str | Path, src: Checkpoint, planned: Plan, outside: Outside
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], Schemes]:
-    """Begin the report of a rewritten checkpoint; return it, the facts of each layer of `src`, and
-    the schemes.
+    checkpoint: str | Path, src: Checkpoint, planned: Plan, outside: Outside
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Begin the report of a rewritten checkpoint; return it, and the facts of each layer of `src`.
 
     `outside` are the tensors that the model does not have. What of the origin cannot be read is a
     notice of `src`.
     """
-    before, notices, schemes = (
-        load_report(src.path),
-        list(src.notices),
-        schemes_of(src, planned, outside),
-    )
+    before, notices, schemes = load_report(src.path), list(src.notices), planned.output.schemes
+    assert schemes is not None  # a plan without misfits has them
     base, unread = (before["base"], []) if before.get("base") else origin(src, checkpoint, None)
     src.notices += unread
     carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype", "evaluation")
     report = {
         **{key: before[key] for key in carried if key in before},
-        **heading(command, name_of(checkpoint), None, {}, base),
+        **heading("pack", name_of(checkpoint), None, {}, base),
         "layout": planned.layout,
         "scheme": schemes.default.label,
         "dense": list(schemes.ignore),
         **outside.counted(),
         "notices": list(dict.fromkeys([*before.get("notices", []), *notices])),
-        "layout_notices": list(planned.layout_remarks),
-        "readers": list(planned.readers),
+        "layout_notices": list(planned.verdict.layout_remarks),
+        "readers": list(planned.output.readers),
     }
-    return report, {layer["name"]: layer for layer in before.get("layers", [])}, schemes
+    return report, {layer["name"]: layer for layer in before.get("layers", [])}

@@ -37,6 +37,7 @@ from quantkit.io.staging import JOURNAL, append_journal, is_complete, publish, r
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
+from quantkit.planning import survey as surveys
 from quantkit.planning.fit import (
     Choice,
     Group,
@@ -47,13 +48,13 @@ from quantkit.planning.fit import (
     recipe_of,
     schemes_of,
 )
-from quantkit.planning.memory import calibrated_memory
+from quantkit.planning.needs import calibrated_memory
 from quantkit.planning.plan import Plan
+from quantkit.planning.survey import Job
 from quantkit.progress import Clock, Progress
-from quantkit.recipes.fit_options import FitOptions
 from quantkit.recipes.goals import is_sparse
+from quantkit.recipes.options import FitOptions, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe
-from quantkit.recipes.run_options import RunKeywords, RunOptions
 from quantkit.text.sequences import Calibration
 from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.version import __version__
@@ -80,7 +81,7 @@ class _Found(NamedTuple):
     name: str
     space: Space
     choice: Choice
-    job: pipeline.Job
+    job: Job
     harm: float
 
     @property
@@ -95,18 +96,18 @@ class _Search:
     layouts that fit.
     """
 
-    job: pipeline.Job
+    job: Job
     asked: FitOptions
     run: RunOptions
     notices: Sequence[str]
     spaces: Sequence[Space] = ()
 
-    def planned(self, space: Space, choice: Choice) -> tuple[pipeline.Job, int, int]:
+    def planned(self, space: Space, choice: Choice) -> tuple[Job, int, int]:
         """Plan the folder of a choice; also return its most bytes, and by how many it is above the
         target.
         """
         made = recipe_of(self.job.recipe, space, choice)
-        job = pipeline.job_of(self.job.src, self.job.model, made, None, self.run)
+        job = surveys.job_of(self.job.src, self.job.model, made, None, self.run)
         total = job.plan.total + ADDED + ADDED_BY_GROUP * len(space.groups)
         return job, total, space.size(choice) - self.budget(space, total - space.size(choice))
 
@@ -152,14 +153,14 @@ class _Search:
     def _mix_of(self, space: Space, harm: Harm) -> Iterator[_Found]:
         budget, planned = self.budget(space, space.overhead), self.job.plan
         share = 1.0 if planned.share is None else planned.share
-        most_dense = (share - self.run.min_share) * sum(planned.decoder.values())
+        most_dense = (share - self.run.min_share) * sum(planned.output.decoder.values())
         for _ in range(ATTEMPTS):
             if (choice := space.choose(harm, budget, most_dense)) is None:
                 return
             job, _, excess = self.planned(space, choice)
             if excess <= 0:
                 found = _Found(MIXED, space, choice, job, space.harm(choice, harm))
-                yield from [found] if self.opens(job.plan.folder) else []
+                yield from [found] if self.opens(job.plan.output.folder) else []
                 return
             budget = min(budget, space.size(choice)) - excess
 
@@ -197,7 +198,7 @@ def plan(
     weights.
     """
     if not fitted.is_asked:
-        return pipeline.plan(model, recipe, out=out, target=fitted.target, **options)
+        return surveys.plan(model, recipe, out=out, target=fitted.target, **options)
     run = RunOptions(
         **{name: each for name, each in options.items() if name in RunKeywords.__annotations__}
     )
@@ -206,7 +207,8 @@ def plan(
     try:
         search = _search(model, recipe, fitted, replace(run, progress=None))
     except RecipeError as error:
-        return replace(pipeline.plan(model, recipe, out=out, **options), refusal=error)
+        made = surveys.plan(model, recipe, out=out, **options)
+        return replace(made, verdict=replace(made.verdict, refusal=error))
     expected = partial(expected_harm, search.job.recipe)
     found = search.uniform(expected)
     best = found[0] if found else search.some(expected)
@@ -215,8 +217,8 @@ def plan(
         for row in search.curve(expected, mixes=False)
     ]
     facts = {"best_uniform": found[0].name if found else None, "curve": curve}
-    planned = _with_sensitivities(pipeline.plan(model, best.job.recipe, out=out, **options), search)
-    return replace(planned, fit=facts, remarks=(*planned.remarks, *search.notices))
+    planned = _with_sensitivities(surveys.plan(model, best.job.recipe, out=out, **options), search)
+    return replace(planned, fit=facts, verdict=planned.verdict.with_remarks(*search.notices))
 
 
 def quantize(
@@ -246,16 +248,15 @@ def quantize(
     search = _search(model, recipe, asked, run)
     smallest = search.some(lambda group, label: group.bytes[label])
     job = smallest.job._replace(plan=_with_sensitivities(smallest.job.plan, search))
-    job, text = pipeline.require_runnable(
-        job, None, run, more=2 * min(HELD_OUT, job.recipe.calibration.samples)
-    )
+    more = 2 * min(HELD_OUT, job.recipe.calibration.samples)
+    job = surveys.require_runnable(job, None, run, more=more)
     notice = (run.progress or Progress(quiet=True)).note
     notice(*search.notices)
     with staging(
         out, resume=run.resume, overwrite=run.overwrite, source=job.src.home, notice=notice
     ) as work:
         if not is_complete(work):
-            _make(search, text, work, model, measure)
+            _make(search, job.text, work, model, measure)
         publish(work, out, overwrite=run.overwrite)
     if 0 < (asked.target_size or 0) < (size := sum(path.stat().st_size for path in out.iterdir())):
         raise CheckpointError(
@@ -427,7 +428,7 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
         )
     schemes = schemes_of(asked.allowed, recipe)
     search = _Search(
-        pipeline.survey(pipeline.dense_source(model, run, recipe), recipe, None, run),
+        surveys.survey(surveys.dense_source(model, run, recipe), recipe, None, run),
         asked,
         run,
         notices,
@@ -477,9 +478,10 @@ def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
     """Add the memory of the pass that measures harms."""
-    src, model, gpu = search.job.src, search.job.model, plan.memory.gpu_memory
+    memory = plan.needs.memory
+    src, model, gpu = search.job.src, search.job.model, memory.gpu_memory
     device = model.device.type if gpu is None else "cuda"
-    memory = calibrated_memory(
+    with_pass = calibrated_memory(
         src,
         model.linears,
         search.job.recipe,
@@ -488,7 +490,8 @@ def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
         gpu,
         sensitivities=True,
     )
-    return replace(plan, memory=replace(plan.memory, others=memory.others))
+    memory = replace(memory, others=with_pass.others)
+    return replace(plan, needs=replace(plan.needs, memory=memory))
 
 
 def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> RecipeError:
@@ -511,7 +514,7 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
     src, model, goals, recipe = (
         search.job.src,
         search.job.model,
-        search.job.chosen,
+        search.job.goals,
         search.job.recipe,
     )
     stored = set(src.names())
@@ -577,8 +580,6 @@ def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[l
         asked = replace(
             calib, data=PACKAGED, samples=count, lengths="own", text_column=None, split=None
         )
-        found = pipeline.calibration_text(
-            asked, job.src, job.model, None, search.run.trust_remote_code
-        )
+        found = surveys.calibration_text(job, asked, replace(search.run, progress=None))
         held, source = found.sequences, found.facts["source"]
     return [s[:LONGEST] for s in held if tuple(s.tolist()) not in used][:most], source

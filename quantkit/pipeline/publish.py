@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from quantkit.algorithms.numerics import check_finite
+from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import (
@@ -26,6 +29,7 @@ from quantkit.checkpoint.report import (
     SEAL,
     added_up,
     digest,
+    heading,
     load as load_report,
     peak_memory,
     phases,
@@ -44,9 +48,12 @@ from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import auto_class, config_of
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
-from quantkit.progress import Clock
+from quantkit.planning.survey import Job
+from quantkit.progress import Clock, Progress
+from quantkit.recipes.identity import difference, identity
 from quantkit.recipes.recipe import Recipe
 from quantkit.reporting.model_card import model_card
+from quantkit.reporting.summary import ShortRepr, summary
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
 Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
@@ -54,24 +61,55 @@ Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
 MOST_KINDS = 3
 
 
+def begin_report(
+    job: Job, model: str | Path, revision: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Begin the report of a quantized or pruned model; return it, and what of its origin cannot be
+    read.
+    """
+    src, command = job.src, "prune" if job.recipe.only_prunes else "quantize"
+    # The commit of a snapshot in the hub's cache is more precise than a branch.
+    revision = src.path.name if src.path.parent.name == "snapshots" else revision
+    base, unread = origin(src, model, revision)
+    report = {**heading(command, name_of(model), revision, {}, base), **job.report()}
+    if src.low_bit is not None:
+        report["source"]["weights"] = f"{src.low_bit}, dequantized"
+    return report, unread
+
+
+def identify(
+    writer: CheckpointWriter, report: dict[str, Any], readers: int, finite: bool, progress: Progress
+) -> None:
+    """Hash the source with so many `readers`, and record the identity of the run, or compare it
+    with that of the run that is resumed.
+
+    NumericError for a number that is not `finite`.
+    """
+    hashes, edited = source_hashes(writer.like, readers, finite, progress.check)
+    report["source"]["files"] = hashes
+    report["notices"] += edited
+    progress.note(*edited)
+    writer.identify(identity(report), difference)
+
+
 def write(
     items: Iterable[Item | Commit],
     writer: CheckpointWriter,
     report: Mapping[str, Any],
     clock: Clock,
-    queue: WorkQueue,
+    device: torch.device | None = None,
     begin: Callable[[], object] | None = None,
 ) -> list[dict[str, Any]]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every
     changed layer.
 
-    Tasks of `queue` write files and the journal; `begin` is the first one. A commit records the
-    seconds of each phase since the last one, the phases of `clock` included. A run that fails
-    leaves `report` and the layers so far beside its resumable work (RELIABILITY 1.8). NumericError
-    for a tensor that is not finite, even if it is only copied.
+    With a `device`, a thread writes its tensors and the journal beside other work; `begin` is the
+    first task. A commit records the seconds of each phase since the last one, the phases of `clock`
+    included. A run that fails leaves `report` and the layers so far beside its resumable work
+    (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
     """
     layers: list[dict[str, Any]] = []
-    src = writer.like
+    src, queue = writer.like, WorkQueue(device or torch.device("cpu"), device is not None)
     try:
         with queue:
             if begin is not None:
@@ -321,3 +359,84 @@ def publish_complete(
         )
     publish_folder(partial, out, overwrite=overwrite)
     return report
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Result(ShortRepr, Mapping[str, Any]):
+    """The folder `path` that a run wrote, and its `report`, which is the content of
+    quantkit_report.json.
+
+    A result is a mapping of the report too: `result["totals"]`. `notices` are the report's. Those
+    of this run name options as keywords. Those of its source stay as the source's report has them.
+    `print` shows the closing table of the command line.
+    """
+
+    path: Path
+    report: dict[str, Any]
+    notices: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """The layout that was written; "dense" for a pruned model."""
+        return str(self.report["layout"])
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of most linears, such as int4:g128."""
+        return str(self.report["scheme"])
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """The facts of each linear that was changed: name, shape, scheme,
+        relative_error and more.
+        """
+        return list(self.report["layers"])
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """The stored bits per quantized weight, scales and zero points included; None for a pruned
+        model.
+        """
+        bits: float | None = self.report["totals"]["bits_per_weight"]
+        return bits
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the weight files."""
+        return int(self.report["totals"]["bytes"])
+
+    @property
+    def share(self) -> float | None:
+        """The share of the decoder's weights that were changed; None if no blocks were found."""
+        share: float | None = self.report["totals"]["share"]
+        return share
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the run."""
+        return float(self.report["totals"]["seconds"])
+
+    def __getitem__(self, key: str) -> Any:
+        return self.report[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.report)
+
+    def __len__(self) -> int:
+        return len(self.report)
+
+    def __str__(self) -> str:
+        return summary(self.report)
+
+    def _shown(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "layout": self.layout,
+            "scheme": self.scheme,
+            "linears": len(self.layers),
+            "bits_per_weight": self.bits_per_weight,
+            "bytes": self.bytes,
+            "share": self.share,
+            "seconds": round(self.seconds, 3),
+            "notices": list(self.notices),
+        }

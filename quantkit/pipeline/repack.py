@@ -36,8 +36,8 @@ from quantkit.errors import (
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
+from quantkit.planning.output import Row
 from quantkit.planning.plan import Plan
-from quantkit.planning.rows import Row
 
 #: About the number of codes unpacked and packed at a time, so that they stay in a core's cache.
 CODES = 2**21
@@ -78,10 +78,8 @@ class Repacker:
     ) -> None:
         self._src, self._recorded = src, recorded
         self._requantize, self._requantize_scales = requantize, requantize_scales
-        self._layout, self._rows = (
-            LAYOUTS[planned.layout],
-            {row.module: row for row in planned.rows},
-        )
+        self._layout = LAYOUTS[planned.layout]
+        self._rows = {row.module: row for row in planned.output.rows}
         self._modules = {f"{module}.weight": module for module in src.modules()}
         self._notices: dict[str, list[str]] = {}
 
@@ -110,7 +108,7 @@ class Repacker:
         if self._requantize_scales:
             before = {**before, **_round_scales(self._src, module, tensors)}
         row = self._rows[module]
-        scheme = Scheme.parse(row.scheme or self._src.scheme(module).label)
+        scheme = row.goal if isinstance(row.goal, Scheme) else self._src.scheme(module)
         if not sums_in_float16(self._layout.NAME, scheme, *row.stored, is_expert(module)):
             before = {key: value for key, value in before.items() if key != ROW_SUM}
         if (same := self.by_rows(tensors, before.get("digest"), row, notices)) is not None:
@@ -137,7 +135,7 @@ class Repacker:
         error can name the position.
         """
         scheme = self._src.scheme(row.module)
-        if self._src.is_padded(row.module) or row.padded or row.scheme not in (None, scheme.label):
+        if self._src.is_padded(row.module) or row.padded or row.goal not in (None, scheme):
             return None
         with suppress(QuantkitError):
             given = self._src.unpacking(row.module, tensors, notices)
@@ -224,7 +222,7 @@ def _as_planned(
     _check_scales(q)
     padded = src.is_padded(row.module)
     true = src.true_size(row.module) if padded else q.shape  # headers may know k only roughly
-    scheme = Scheme.parse(row.scheme or q.scheme.label)
+    scheme = row.goal if isinstance(row.goal, Scheme) else q.scheme
     shape = row.padded or true
     facts = {key: value for key, value in before.items() if key != "true_shape"}
     if scheme != q.scheme:

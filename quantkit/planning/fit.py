@@ -26,9 +26,9 @@ from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.names import Clip
-from quantkit.planning.plan import stored_bytes
-from quantkit.recipes.fit_options import DENSE
+from quantkit.planning.output import bytes_of
 from quantkit.recipes.goals import Goal, treat_alike
+from quantkit.recipes.options import DENSE
 from quantkit.recipes.recipe import Recipe, from_mapping, matches, written
 
 #: The harm of a group in a scheme, by its label.
@@ -236,7 +236,7 @@ def groups_of(
                 sizes[DENSE] = sum(map(dense_bytes, members))
             elif None not in shapes:
                 sizes[goal.label] = sum(
-                    stored_bytes(layout, goal, *shape) for shape in shapes if shape
+                    bytes_of(layout.stored(goal, *shape)) for shape in shapes if shape
                 )
         if not sizes:
             raise RecipeError(

@@ -23,7 +23,8 @@ from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import target
-from quantkit.planning.rows import Row
+from quantkit.planning.output import Row
+from quantkit.recipes.goals import label
 
 
 @dataclass(frozen=True)
@@ -136,21 +137,20 @@ def _kind(
         (max(row.stored[0] for row in rows) if experts else sum(row.stored[0] for row in rows)),
         rows[0].stored[1],
     )
-    schemes = {row.scheme for row in rows}
-    scheme = rows[0].scheme if len(schemes) == 1 else None
+    goals = {row.goal for row in rows}
+    goal = rows[0].goal if len(goals) == 1 else None
     kernel, why, source = None, None, None
     if refused is not None:
         why = refused
-    elif len(schemes) > 1:
+    elif len(goals) > 1:
         why = "its members are treated differently"
-    elif scheme is None:
+    elif not isinstance(goal, Scheme):
         why = "dense"
     elif has_own_linears(folder, engine):
-        kernel, why = _own_kernel(folder.layout, Scheme.parse(scheme), n, k, capability)
+        kernel, why = _own_kernel(folder.layout, goal, n, k, capability)
     else:
-        kernel, why, source = engine_kernel(
-            engine, folder.layout, Scheme.parse(scheme), n, k, capability, experts
-        )
+        kernel, why, source = engine_kernel(engine, folder.layout, goal, n, k, capability, experts)
+    scheme = None if goal is None else label(goal)
     return Kind(name, members, len(alike), (n, k), scheme, kernel, why, source)
 
 

@@ -1,45 +1,394 @@
-"""Refusals that need no computation: whether a source is complete, and its output opens rightly."""
+"""The verdict on a run: what is refused, with ways out, and remarks.
+
+An option is offered only after the layouts' own `check` has accepted it.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import islice
 from typing import Any
+
+import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError
+from quantkit.core.sparsity import quads
+from quantkit.core.tensors import FLOATS, dtype_name
+from quantkit.engines import readers
+from quantkit.errors import (
+    CheckpointError,
+    LayoutError,
+    Option,
+    QuantkitError,
+    Setting,
+    Words,
+    in_python,
+)
 from quantkit.inference.swap_linears import swap
-from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
+from quantkit.keys import keys_of
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
+from quantkit.layouts.recast import broken_rule, nearest, padded_shape, target
+from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
 from quantkit.models.outside import Outside, drafts_by_name
-from quantkit.planning.plan import Plan
+from quantkit.names import KERNELS
+from quantkit.planning.output import Output
+from quantkit.recipes.goals import Goal, is_sparse, label
+from quantkit.recipes.patterns import skip_pattern
+from quantkit.recipes.recipe import Recipe
+
+#: The remark for 2:4 without training (ALGORITHMS 9).
+ONE_SHOT = Words(
+    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, "
+    "and "
+    "recover by fine-tuning with the mask held; late layers are the sensitive ones:",
+    Setting("skip"),
+    "them first",
+)
+FILLED = "to fill it up with zeros"
+#: The most ways out that a message names.
+MOST_OPTIONS = 2
+#: Group sizes to suggest, in this order; one scale per row (None) fits every k.
+GROUP_SIZES = (128, 64, 32, None)
 
 
-def require_right_weights(
-    outline: Outline,
-    layout: Layout,
-    stated: dict[str, Any],
-    planned: Plan,
-    trust_remote_code: bool,
-) -> None:
-    """Raise CheckpointError, before any work, if transformers would fill weights of the planned
-    output by itself.
+@dataclass(frozen=True)
+class Verdict:
+    """What speaks against a run.
 
-    `stated` is the `quantization_config` of the output.
+    `ways_out` has a line for each rule that a misfit breaks, with the options that help. `problems`
+    are other reasons to refuse, and `refusal` is the error with which `quantize` would end before
+    it computes anything. `remarks` are about this model in any layout, `layout_remarks` about the
+    readers of this layout.
     """
-    src = outline.src
-    rows = {f"{row.module}.weight": row for row in planned.quantized}
-    forms = {name: src.form_written(name) for name in src.names() if name not in rows}
-    for row in rows.values():
-        stored = layout.stored(Scheme.parse(row.scheme or ""), *row.stored)
-        forms |= {
-            f"{row.module}.{suffix}": (dtype, tuple(shape))
-            for suffix, (dtype, shape) in stored.items()
+
+    misfits: tuple[Misfit, ...] = ()
+    ways_out: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    layout_remarks: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    refusal: QuantkitError | None = None
+
+    def require(self) -> None:
+        """Raise one LayoutError with a line for each broken rule and problem, if there are any."""
+        lines = [*self.ways_out, *self.problems]
+        if lines:
+            raise LayoutError(Words(*[part for line in lines for part in ("\n", line)][1:]))
+
+    def with_remarks(self, *more: str) -> Verdict:
+        """Add remarks behind the others."""
+        return replace(self, remarks=(*self.remarks, *more))
+
+    def to_python(self) -> Verdict:
+        """Spell options as keywords of the API."""
+        if self.refusal is not None:
+            self.refusal.to_python()
+        return replace(
+            self,
+            ways_out=tuple(map(in_python, self.ways_out)),
+            remarks=tuple(map(in_python, self.remarks)),
+            layout_remarks=tuple(map(in_python, self.layout_remarks)),
+            problems=tuple(map(in_python, self.problems)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as `plan --json` prints it."""
+        error = self.refusal
+        return {
+            "misfits": [misfit.to_dict() for misfit in self.misfits],
+            "ways_out": list(self.ways_out),
+            "problems": list(self.problems),
+            "refusal": None
+            if error is None
+            else {"exit_code": error.exit_code, "message": str(error)},
         }
-    with suppress(NotTried):
-        refusal_by_transformers(outline, src, stated, forms, trust_remote_code)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A linear that cannot be quantized as asked, and the rule that it breaks."""
+
+    module: str
+    shape: tuple[int, int]
+    goal: Goal
+    rule: str
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that was asked for."""
+        assert isinstance(self.goal, Scheme)  # one that only prunes has no layout to change
+        return self.goal
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the misfit as `plan --json` prints it."""
+        return {
+            "module": self.module,
+            "shape": self.shape,
+            "scheme": label(self.goal),
+            "rule": self.rule,
+        }
+
+
+def ways_out(
+    misfits: list[Misfit],
+    schemes: Mapping[str, Goal | None],
+    layout: Layout | None,
+    recipe: Recipe | None,
+    source: Layout | None,
+) -> tuple[str, ...]:
+    """Write a line for each broken rule: its weights by shape, and the options that help.
+
+    `schemes` has the goal of every linear, misfit or not. `layout` is None if weights stay dense,
+    `recipe` is None for a conversion, `source` is the layout of its source.
+    """
+    rules: dict[str, list[Misfit]] = {}
+    for misfit in misfits:
+        rules.setdefault(misfit.rule, []).append(misfit)
+    everything = len(misfits) == sum(scheme is not None for scheme in schemes.values())
+    joint: list[str] = []
+    if layout is not None:
+        unfit = [misfit for group in rules.values() if not _fits(group, layout) for misfit in group]
+        joint = _one_change(unfit, layout, recipe, source) or _two_changes(unfit, recipe)
+    lines = []
+    for rule, group in rules.items():
+        options: list[str] = []
+        if layout is not None:
+            options = (
+                []
+                if _fits(group, layout)
+                else [*joint] or _one_change(group, layout, recipe, source)
+            )
+            if recipe is not None and _padding_helps(group, layout):
+                options.append(Words("add", Setting("pad", True), FILLED))
+        if recipe is not None and not everything:
+            pattern = skip_pattern([misfit.module for misfit in group], schemes)
+            options.append(Words("leave them dense with", Setting("skip", pattern)))
+        last = (
+            "quantize the original model in another way"
+            if recipe is None
+            else "download or convert the model again"
+        )
+        lines.append(
+            LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed
+        )
+    return tuple(lines)
+
+
+def _by_shape(group: list[Misfit]) -> str:
+    """Name the first weight of each shape and count the others."""
+    shapes: dict[tuple[int, int], list[str]] = {}
+    for misfit in group:
+        shapes.setdefault(misfit.shape, []).append(misfit.module)
+    return ", ".join(
+        f"{modules[0]} is "
+        f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
+        for shape, modules in shapes.items()
+    )
+
+
+def _one_change(
+    group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None
+) -> list[str]:
+    """List the options that make all weights of a group fit; none if the source, not the layout, is
+    at fault.
+    """
+    if _fits(group, layout):
+        return []
+    options = [] if recipe is not None else _for_conversion(group, layout)
+    if recipe is not None:
+        size = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
+        options += [] if size is ... else [Words("use", Setting("group_size", size or "channel"))]
+        asymmetric = any(not misfit.scheme.symmetric for misfit in group)
+        if asymmetric and _fits(group, layout, symmetric=True):
+            options.append(Words("drop", Setting("asym", True)))
+        if _dense_integers(group) and _fits(group, layout, sparsity="2:4"):
+            options.append(Words("add", Setting("prune", "2:4")))
+    others = [
+        name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)
+    ]
+    return options + _instead(layout, others, group[0].scheme)
+
+
+def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
+    """Suggest layouts that hold the weights: one with a kernel if this one has a kernel, and the
+    default layout.
+    """
+    kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
+    usual = scheme.format.layout
+    names = dict.fromkeys([*kernels[:1], *([usual] if usual in others else others[:1])])
+    return (
+        [Words("use", *[part for name in names for part in ("or", Setting("layout", name))][1:])]
+        if names
+        else []
+    )
+
+
+def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
+    """List the options of `pack` that make all weights of a group fit the layout."""
+    pad_, again = Option("pad", True), Option("requantize", True)
+    flags = ((pad_, target, True), (again, nearest, False), (Words(pad_, again), nearest, True))
+    for flag, find, pad in flags:
+        if all(find(layout, misfit.scheme, *misfit.shape, pad=pad) for misfit in group):
+            return [Words("add", flag, "to round again (lossy)" if find is nearest else FILLED)]
+    return []
+
+
+def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
+    """Return True if the layout refuses the weights of a group, but would hold them in larger
+    shapes.
+    """
+    return all(
+        broken_rule(layout, misfit.scheme, *misfit.shape) == misfit.rule
+        and padded_shape(layout, misfit.scheme, *misfit.shape) is not None
+        for misfit in group
+    )
+
+
+def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
+    """Suggest a layout and a group size that together hold all misfits, if one change does not
+    help.
+    """
+    if recipe is None or not misfits:
+        return []
+    both = (
+        (name, g)
+        for name, layout in LAYOUTS.items()
+        for g in GROUP_SIZES
+        if _fits(misfits, layout, group_size=g)
+    )
+    return [
+        Words("use", Setting("layout", name), Setting("group_size", g or "channel"))
+        for name, g in islice(both, 1)
+    ]
+
+
+def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
+    asked = {(replace(misfit.scheme, **change), *misfit.shape) for misfit in misfits}
+    return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
+
+
+def _dense_integers(group: list[Misfit]) -> bool:
+    """Return True if all weights of a group have a dense scheme that could be 2:4."""
+    schemes = [misfit.scheme for misfit in group]
+    return all(s.symmetric and not s.format.is_float and s.sparsity is None for s in schemes)
+
+
+def source_rule(
+    src: Checkpoint, module: str, shape: tuple[int, int], own_weight: bool
+) -> str | None:
+    """Return the rule, independent of the layout, by which a weight cannot be quantized."""
+    name = f"{module}.weight"
+    if not own_weight:
+        return "a linear tied to the embeddings has no weight of its own, and those stay dense"
+    if src.dtype(name) not in FLOATS:
+        return (
+            f"weights stored as {dtype_name(src.dtype(name))} are not quantized, only "
+            f"{', '.join(map(dtype_name, FLOATS))} are"
+        )
+    if src.shape(name) != shape:
+        return f"config.json says {list(shape)}, the checkpoint has {list(src.shape(name))}"
+    return None
+
+
+def layout_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None:
+    """Return the rule that a weight breaks in a layout or, if it stays dense, as a 2:4 weight."""
+    if layout is not None and isinstance(goal, Scheme):
+        return broken_rule(layout, goal, n, k)
+    try:
+        goal.groups(k) if isinstance(goal, Scheme) else quads(k)
+    except LayoutError as error:
+        return error.rule
+    return None
+
+
+def layout_remarks(output: Output) -> tuple[str, ...]:
+    """List the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and
+    10).
+    """
+    folder, layout = output.folder, output.layout
+    if folder is None or layout is None:
+        return ()
+    found = [*readers.refusals(folder), *readers.cautions(folder)]
+    if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
+        found.append(layout.ZEROS_NOTICE)
+    padded = [row for row in output.quantized if row.padded]
+    if padded:
+        first = padded[0]
+        found.append(
+            f"{len(padded)} weights are padded with zeros (first {first.module} "
+            f"{list(first.shape)} to {list(first.stored)}): only quantkit reads their true shapes, "
+            "and this folder right"
+        )
+    return tuple(found)
+
+
+def model_remarks(
+    recipe: Recipe, model: BlockRunner, goals: Mapping[str, Goal | None]
+) -> list[str]:
+    """List linears that stay dense by default, and recipe settings without effect on this model."""
+    sparse = any(goal is not None and is_sparse(goal) for goal in goals.values())
+    src, found = model.src, [*([ONE_SHOT] if sparse else []), *model.notices]
+    single = [name for name in src.names() if src.written(name) == torch.float32]
+    if recipe.dense_dtype is not None and src.written_dtype != torch.float32 and single:
+        found.append(
+            f"{len(single)} tensors stay float32, because transformers keeps them so: first "
+            f"{single[0]}"
+        )
+    wide = [name for name in src.names() if src.written(name).itemsize > 2]
+    dense = sum(
+        src.nbytes(name) for name in wide if goals.get(name.removesuffix(".weight")) is None
+    )
+    is_wide = src.dtype_of_model.itemsize != 2 and not recipe.dense_dtype
+    if dense and is_wide and not recipe.only_prunes:
+        found.append(
+            Words(
+                f"dense tensors stay {dtype_name(src.dtype_of_model)} like the source "
+                f"({dense / 1e9:.3g} GB);",
+                "for 16 bits use",
+                Setting("dense_dtype", "bfloat16"),
+            )
+        )
+    reasons: dict[str, list[str]] = {}
+    for name, reason in model.kept_dense.items():
+        if goals[name] is None:
+            reasons.setdefault(reason, []).append(name)
+    found += [
+        f"{names[0]}: left dense, {reason} ({len(names)} in all)"
+        for reason, names in reasons.items()
+    ]
+    return [*found, *(_of_text(recipe, model) if recipe.calibrated else _idle(recipe))]
+
+
+def _of_text(recipe: Recipe, model: BlockRunner) -> list[str]:
+    """Say through which part a model is calibrated, and where its sequences end."""
+    found, asked = list[str](), recipe.calibration.max_length
+    if model.text_path:
+        kind = type(model.module).__name__
+        found.append(
+            f"calibrated through {model.text_path}, on text alone: {kind} asks for other inputs"
+        )
+    if asked > model.max_length:
+        ends = f"calibration sequences end at the model's {model.max_length} positions,"
+        found.append(Words(ends, Setting("max_length"), f"is {asked}"))
+    return found
+
+
+def _idle(recipe: Recipe) -> list[str]:
+    """Name the keys of a recipe without text that have no effect, and another value than usual."""
+    sections = ("calibration", "gptq")
+    keys = [key for key in keys_of(type(recipe)) if key.path[0] in sections and key.default]
+    idle = [
+        key
+        for key in keys
+        if key.default is not ... and reduce(getattr, key.path, recipe) != key.default
+    ]
+    named = [part for key in idle for part in (",", Setting(key.keyword))][1:]
+    return [Words("no text is read, and so nothing depends on", *named)] if idle else []
 
 
 def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> Outside:

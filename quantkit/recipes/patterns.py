@@ -5,10 +5,11 @@ meant.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 
 from quantkit.errors import RecipeError
+from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe, matches
 
 #: The most names that a message gives.
@@ -61,4 +62,17 @@ def _meant(pattern: str, linears: Iterable[str]) -> str:
     return (
         f"the nearest names are {', '.join(nearest_names(pattern, linears))}: correct the pattern, "
         "or drop it"
+    )
+
+
+def skip_pattern(modules: Collection[str], schemes: Mapping[str, Goal | None]) -> str:
+    """Make a --skip pattern for exactly these linears: by last name parts if these match no other
+    one.
+    """
+    leaves = sorted({module.rpartition(".")[2] for module in modules})
+    same = {
+        m for m, scheme in schemes.items() if scheme is not None and m.rpartition(".")[2] in leaves
+    }
+    return "|".join(
+        re.escape(name) for name in (leaves if same == set(modules) else sorted(modules))
     )

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,19 +20,18 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import check_signed, takes_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
-from quantkit.errors import RecipeError, Setting, Words, reason
-from quantkit.keys import Key, keys_of, read, section_at
+from quantkit.errors import RecipeError, Setting, Words
+from quantkit.keys import Key, keys_of, read
 from quantkit.layouts import LAYOUTS, expressions
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
-from quantkit.recipes.calibration_options import Calib
-from quantkit.recipes.goals import Goal, is_sparse, treat_alike
+from quantkit.recipes.goals import Goal, is_sparse, label, treat_alike
+from quantkit.recipes.options import Calib
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.text.sources import name_of_text
 
-_COMPARE = "compare with the quantkit_recipe.yaml of an output folder"
 #: Passes of descent where they are the default.
 DESCENT = 3
 
@@ -72,6 +69,12 @@ class Recipe(RecipeKeys):
     def only_prunes(self) -> bool:
         """Whether weights become 2:4 and stay dense."""
         return not isinstance(self.scheme, Scheme)
+
+    @property
+    def title(self) -> str:
+        """The recipe in a few words."""
+        layout = f", in the layout {self.layout}" if self.layout else ""
+        return f"{label(self.scheme)} by {self.method}{layout}"
 
     @property
     def output_layout(self) -> Layout | None:
@@ -350,75 +353,3 @@ def _pattern(pattern: str) -> str:
             f"{pattern!r} is not a regular expression ({error})", "write it like '.*k_proj'"
         ) from error
     return pattern
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read the mapping of a recipe file; RecipeError if it is no YAML mapping or repeats a key."""
-    try:
-        with path.open(encoding="utf-8") as file:  # yaml names the file in its messages
-            mapping = yaml.load(file, Loader=_StrictLoader)
-    except OSError as error:
-        raise RecipeError(
-            f"cannot read the recipe ({error.strerror})",
-            "give the path of a YAML file",
-            subject=path,
-        ) from error
-    except Exception as error:  # yaml also raises errors of int(), date() and recursion
-        raise RecipeError(f"not a YAML recipe ({reason(error)})", _COMPARE, subject=path) from error
-    if not isinstance(mapping, dict):
-        raise RecipeError("a recipe is a mapping of keys", _COMPARE, subject=path)
-    return mapping
-
-
-def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
-    """Read the mapping that `--set KEY=VALUE` gives; RecipeError names an unknown key or a wrong
-    value.
-    """
-    known = {key.name: key for key in keys}
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise RecipeError(f"--set {pair} has no value", "write it like --set gptq.damp=0.02")
-        if name not in known:
-            meant = [key.name for key in known.values() if name in (key.keyword, key.path[-1])]
-            near = [*meant, *get_close_matches(name, known, 1)][:1]
-            raise RecipeError(
-                f"unknown key {name!r}", f"use {near[0]}" if near else "--help-all lists all keys"
-            )
-        key = known[name]
-        value = yaml.safe_load(text) if text[:1] in ("[", "{") else text
-        value = {"on": True, "off": False}.get(text, value) if key.is_switch else value
-        found = merge(found, _nested(key.path, key.read(value, strict=False)))
-    return found
-
-
-def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
-
-
-def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `flags` merged over it, section by section; flags that are None change
-    nothing.
-    """
-    merged = dict(base)
-    for key, value in flags.items():
-        if isinstance(value, Mapping):
-            inner = merge(section_at(merged, key), value)
-            if inner:
-                merged[key] = inner
-        elif value is not None:
-            merged[key] = value
-    return merged
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuse repeated keys, which the standard loader resolves silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) != len(node.value):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key is repeated", node.start_mark
-            )
-        return mapping

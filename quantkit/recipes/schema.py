@@ -11,7 +11,7 @@ from quantkit import errors
 from quantkit.algorithms.options import Options
 from quantkit.keys import Count, Key, Positive, key, keys_of, section
 from quantkit.names import FORMATS, LAYOUTS, Clip, Method, Metric, Rule
-from quantkit.recipes.calibration_options import Calib
+from quantkit.recipes.options import Calib
 
 if TYPE_CHECKING:
     from quantkit.core.scheme import Scheme

@@ -1,5 +1,6 @@
-"""The parts of a page that its templates draw: tables, bars, and charts of errors over
-the blocks.
+"""Pages of Jinja2 templates, and the parts that they draw: tables, bars, charts over the blocks.
+
+Values are data: none is taken for markup.
 """
 
 from __future__ import annotations
@@ -7,11 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quantkit.core.units import format_bytes, format_seconds
 from quantkit.reporting.layer_errors import Point, Series, bits, weights
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+HERE = Path(__file__).parent
 
 #: Colours of series on a light and on a dark page, after Okabe and Ito, who chose them for
 #: colour-blind readers. They are darkened or lightened to a contrast of 3 to 1; marks differ too,
@@ -194,3 +201,37 @@ def widths(report: Mapping[str, Any]) -> list[Bar]:
         )
         for (width, scheme), (linears, count) in sorted(found.items())
     ]
+
+
+def render(name: str, /, **values: Any) -> str:
+    """Fill a template."""
+    return _environment().get_template(name).render(values)
+
+
+def raw(file: str) -> str:
+    """Read a file of this package that goes into a page as it is."""
+    from markupsafe import Markup
+
+    return Markup((HERE / file).read_text(encoding="utf-8"))
+
+
+def printable(text: str) -> str:
+    """Join untrusted text into one line without control characters, which would hide or reorder
+    what follows.
+    """
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    return Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from quantkit.core.units import format_bytes, format_percent, format_seconds
 from quantkit.reporting import charts, facts, layer_errors as errors
-from quantkit.reporting.charts import Bar, Cell, Chart, Table
+from quantkit.reporting.charts import Bar, Cell, Chart, Table, raw, render
 from quantkit.reporting.layer_errors import Layer, number
-from quantkit.reporting.templates import raw, render
 
 #: Linears in the table of the worst, and the most in the table of all: each takes some 300 bytes of
 #: the page.

@@ -1,4 +1,4 @@
-"""The closing table of a run."""
+"""Results in a terminal: the closing table of a run, and a repr of one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from quantkit.core.units import format_bytes
 from quantkit.reporting import facts
-from quantkit.reporting.templates import printable
+from quantkit.reporting.charts import printable
 
 
 def summary(report: Mapping[str, Any]) -> str:
@@ -88,3 +88,16 @@ def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found if seconds >= 0.05)
     total = totals.get("seconds")
     return "" if total is None else f"{total:.1f} s" + (f" ({phases})" if phases else "")
+
+
+class ShortRepr:
+    """The base of a class made with `dataclass(repr=False)`, which chooses the facts of its repr in
+    `_shown`.
+    """
+
+    def _shown(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in self._shown().items())
+        return f"{type(self).__name__}({facts})"

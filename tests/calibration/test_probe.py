@@ -9,7 +9,7 @@ import pytest
 
 from quantkit.calibration import probe
 from quantkit.core.units import format_range
-from quantkit.pipeline import quantize
+from quantkit.planning.survey import plan
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import RTN, call
@@ -34,9 +34,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("always")
 def test_every_kind_of_run_is_estimated(asked: dict[str, Any], model: Path) -> None:
     text = {"calibration": {"data": str(model.parent / "text.txt"), "samples": 16, "max_length": 32}}
-    planned = quantize.plan(model, from_mapping({**text, **asked}), probe=True, device="cpu")
-    assert planned.duration is not None and planned.duration[1] is not None, planned.notices
-    assert probe.FIXED * probe.SPREAD[0] < planned.duration[0] < planned.duration[1] < 600
+    planned = plan(model, from_mapping({**text, **asked}), probe=True, device="cpu")
+    assert planned.needs.duration is not None and planned.needs.duration[1] is not None, planned.notices
+    assert probe.FIXED * probe.SPREAD[0] < planned.needs.duration[0] < planned.needs.duration[1] < 600
 
 
 @pytest.mark.usefixtures("always")

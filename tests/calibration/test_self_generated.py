@@ -21,7 +21,7 @@ from quantkit.inference.generate import write_rows
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
-from quantkit.recipes.calibration_options import Calib
+from quantkit.recipes.options import Calib
 from quantkit.text.tokenizer import load_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_model
 

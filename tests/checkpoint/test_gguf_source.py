@@ -117,7 +117,7 @@ def test_commands_of_packed_folders_send_the_file_to_quantize(llama: tuple[Path,
 def test_plan_and_report_state_the_same_size_of_a_source(llama: tuple[Path, Path], tmp_path: Path) -> None:
     for number, source in enumerate(llama):
         made = quantize(source, tmp_path / str(number), **RTN)
-        assert made["totals"]["source_bytes"] == plan(source, **RTN).source_bytes > 0
+        assert made["totals"]["source_bytes"] == plan(source, **RTN).output.source_bytes > 0
 
 
 def test_tokenizer_and_chat_template_are_those_of_the_model(llama: tuple[Path, Path], tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_the_scaled_positions_of_llama_3_are_kept_and_other_factors_refused(
 def test_a_stopped_run_continues_to_the_same_bytes_and_not_with_another_file(
     llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.quantize.COMMIT_BYTES", 1)
+    monkeypatch.setattr("quantkit.calibration.uncalibrated.COMMIT_BYTES", 1)
     file = tmp_path / "model.gguf"
     file.write_bytes(llama[0].read_bytes())
 

@@ -22,7 +22,8 @@ from quantkit.evaluation.verify import verify
 from quantkit.inference.load import load
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.inspection import describe
-from quantkit.pipeline.quantize import plan, quantize
+from quantkit.pipeline.quantize import quantize
+from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping
 from tests.tiny_models import byte_tokenizer
 
@@ -357,7 +358,7 @@ def test_gptq_of_a_low_bit_folder_gives_the_bytes_of_the_dense_one(gpt_oss: tupl
     text.write_text("\n\n".join(f"Document {i}: " + "a scale multiplies a block " * (1 + i % 5) for i in range(8)))
     calibration = {"data": str(text), "samples": 4, "max_length": 32}
     recipe = from_mapping({**RTN, "method": "gptq", "calibration": calibration})
-    assert plan(gpt_oss[0], recipe).rows == plan(gpt_oss[1], recipe).rows
+    assert plan(gpt_oss[0], recipe).output.rows == plan(gpt_oss[1], recipe).output.rows
     reports = [quantize(folder, tmp_path / folder.name, recipe, min_share=0) for folder in gpt_oss]
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("low", "exact")]
     assert configs[0] == configs[1] and configs[0]["quantization_config"]["quant_method"] == "gptq"

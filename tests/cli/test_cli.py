@@ -22,8 +22,8 @@ from quantkit.cli import doctor
 from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import Command
 from quantkit.errors import RecipeError
-from quantkit.recipes.named import shipped_recipes
-from quantkit.recipes.run_options import RunKeywords, RunOptions
+from quantkit.recipes.files import shipped_recipes
+from quantkit.recipes.options import RunKeywords, RunOptions
 from tests import command_line
 from tests.command_line import ROOT, call, commands, refused
 

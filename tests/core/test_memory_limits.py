@@ -10,8 +10,8 @@ import pytest
 
 from quantkit.core.memory_limits import Limit, free_memory, memory_limits, require_memory_for_imports
 from quantkit.errors import QuantkitError
-from quantkit.planning import memory as memory_estimate
-from quantkit.planning.memory import ACTIVATIONS, Memory
+from quantkit.planning import needs as memory_estimate
+from quantkit.planning.needs import ACTIVATIONS, Memory
 
 GB = 10**9
 SERVICE = "the memory limit of this container or service"

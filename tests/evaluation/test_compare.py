@@ -22,10 +22,25 @@ from quantkit.evaluation.compare import compare
 from quantkit.io.staging import claimed
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.named import load_named_or_scheme
-from quantkit.recipes.recipe import from_mapping, merge
-from quantkit.reporting.recipe_page import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, page, plots, series
-from quantkit.reporting.recipe_table import as_csv, as_markdown, cells, quality, read_csv, tasks
+from quantkit.recipes.files import load_named_or_scheme, merge
+from quantkit.recipes.recipe import from_mapping
+from quantkit.reporting.recipe_table import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    as_csv,
+    as_markdown,
+    cells,
+    page,
+    plots,
+    quality,
+    read_csv,
+    series,
+    tasks,
+)
 from tests.command_line import call, refused
 from tests.evaluation.folders import written
 from tests.folders import TEXT
@@ -107,7 +122,7 @@ def test_a_scheme_that_no_layout_stores_is_judged_and_says_so(whole: Any) -> Non
 
 def _planned(whole: Any) -> Any:
     model = whole.rows[1]["command"].split()[2]
-    return quantkit.plan(model, format="int4", group_size=64, method="rtn", device="cpu", probe=False).quantized
+    return quantkit.plan(model, format="int4", group_size=64, method="rtn", device="cpu", probe=False).output.quantized
 
 
 def test_finished_rows_are_not_made_again_and_new_texts_need_only_judging(

@@ -16,7 +16,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError, NumericError, QuantkitError
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.quantize import plan, quantize
+from quantkit.pipeline.quantize import quantize
+from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.command_line import call
 from tests.faults import Killed, faults, memory_path

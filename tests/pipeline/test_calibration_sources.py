@@ -13,7 +13,7 @@ from quantkit import api
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes import recipe as recipes
+from quantkit.recipes.files import load
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
 from tests.faults import Killed, faults
@@ -70,7 +70,7 @@ def test_report_and_card_state_each_source_of_a_mixture(
         assert line in card and line in result.stdout
     assert found["recipe"]["calibration"]["data"] == ["a.jsonl:3", "b.txt"]
     assert not any("has a chat template" in notice for notice in found["notices"])
-    again = recipes.from_mapping(recipes.load(out / "quantkit_recipe.yaml"))
+    again = from_mapping(load(out / "quantkit_recipe.yaml"))
     assert again.sha256() == found["recipe_sha256"]
 
 

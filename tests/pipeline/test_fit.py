@@ -17,8 +17,10 @@ from quantkit.errors import CheckpointError
 from quantkit.io.json_files import load_json
 from quantkit.pipeline import fit, quantize as pipeline
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.fit_options import FitOptions
-from quantkit.recipes.recipe import Recipe, from_mapping, load
+from quantkit.planning import survey
+from quantkit.recipes.files import load
+from quantkit.recipes.options import FitOptions
+from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.html import page
 from quantkit.reporting.summary import summary
 from tests import command_line
@@ -112,9 +114,9 @@ def test_a_text_is_drawn_once_and_its_other_documents_judge_unless_they_are_few(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draw, drawn = pipeline.draw_calibration, list[object]()
+    draw, drawn = survey.draw_calibration, list[object]()
     monkeypatch.setattr(
-        pipeline, "draw_calibration", lambda data, *args, **o: drawn.append(data) or draw(data, *args, **o)
+        survey, "draw_calibration", lambda data, *args, **o: drawn.append(data) or draw(data, *args, **o)
     )
     text = {"data": str(calib), "samples": samples, "max_length": 32}
     asked = from_mapping({"method": "rtn", "clip": "none", "calibration": text})

@@ -14,7 +14,7 @@ from benchmarks.census import families
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, digest
-from quantkit.errors import CheckpointError, LayoutError, NumericError
+from quantkit.errors import CheckpointError, NumericError
 from quantkit.inference.load import load
 from quantkit.io import files
 from quantkit.io.json_files import load_json
@@ -22,7 +22,8 @@ from quantkit.io.safetensors_files import read_header
 from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.quantize import plan, quantize
+from quantkit.pipeline.quantize import quantize
+from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from tests.faults import Killed, faults, memory_path
 from tests.folders import TEXT, gptq, hashes, tensors
@@ -38,9 +39,8 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # float16: tests/promises/test_outputs.py
-def test_a_round_trip_through_other_layouts_changes_no_byte(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model", dtype, num_hidden_layers=1)
+def test_a_round_trip_of_bfloat16_through_other_layouts_changes_no_byte(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", torch.bfloat16, num_hidden_layers=1)
     quantize(model, tmp_path / "ct", from_mapping({"scheme": {"format": "int4"}, "method": "rtn"}))
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin", expect="compressed-tensors")
     pack(tmp_path / "marlin", tmp_path / "gptq", "gptq")
@@ -61,19 +61,6 @@ def test_biases_and_tied_embeddings_do_not_change(family: str, calib: str, tmp_p
     assert {n for n in before if n.endswith(".bias") or "embed" in n or "norm" in n} <= same
     assert all(before[name] == after[name] for name in same)
     assert "lm_head.weight" not in after
-
-
-def test_the_same_command_twice_gives_the_same_bytes(small_llama: Path, calib: str, tmp_path: Path) -> None:
-    for out in ("a", "b"):
-        quantize(small_llama, tmp_path / out, from_mapping(gptq(calib)))
-    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
-
-
-def test_a_second_seed_gives_other_bytes(small_llama: Path, calib: str, tmp_path: Path) -> None:
-    for seed in (0, 1):
-        recipe = from_mapping({"calibration": {"data": calib, "samples": 4, "max_length": 64, "seed": seed}})
-        quantize(small_llama, tmp_path / str(seed), recipe)
-    assert hashes(tmp_path / "0") != hashes(tmp_path / "1")
 
 
 def test_work_beside_the_computing_changes_no_byte_and_no_fact(
@@ -245,15 +232,6 @@ def test_another_number_of_threads_is_refused_where_the_forward_may_depend_on_it
         torch.set_num_threads(threads)
 
 
-def test_bfloat16_models_get_scales_that_bfloat16_holds(tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model", torch.bfloat16)
-    quantize(model, tmp_path / "out", from_mapping({"method": "rtn"}))
-    out = Checkpoint(tmp_path / "out")
-    for module in out.modules():
-        scales = out.quantized(module).scales
-        assert torch.equal(scales.bfloat16().half(), scales)
-
-
 def test_infinite_numbers_and_code_for_a_known_family_in_config_are_no_obstacle(
     small_llama: Path, tmp_path: Path
 ) -> None:
@@ -274,33 +252,9 @@ def test_infinite_numbers_and_code_for_a_known_family_in_config_are_no_obstacle(
     assert model.config.floor == float("-inf") and model.config.time_step_limit[1] == float("inf")
 
 
-def test_overrides_and_skips_change_the_output(tiny_llama: Path, tmp_path: Path) -> None:
-    recipe = from_mapping({"method": "rtn", "overrides": {"down_proj": "int4:g64"}, "skip": ["lm_head", ".*k_proj"]})
-    made, packed = quantize(tiny_llama, tmp_path / "ct", recipe), pack(tmp_path / "ct", tmp_path / "gptq", "gptq")
-    assert {layer["layout"] for layer in made["layers"]} == {"compressed-tensors"}
-    assert {layer["layout"] for layer in packed["layers"]} == {"gptq"}
-    for folder in ("ct", "gptq"):
-        out = Checkpoint(tmp_path / folder)
-        assert out.scheme("model.layers.0.mlp.down_proj").group_size == 64
-        assert out.scheme("model.layers.0.mlp.up_proj").group_size == 128
-        assert "model.layers.0.self_attn.k_proj.weight" in out.names()
-
-
-def test_asymmetric_goes_to_gptq_and_is_refused_by_marlin(tiny_llama: Path, tmp_path: Path) -> None:
-    quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn", "scheme": {"symmetric": False}}))
-    pack(tmp_path / "ct", tmp_path / "gptq", "gptq-v2")
-    pack(tmp_path / "gptq", tmp_path / "back", "compressed-tensors")
-    assert tensors(tmp_path / "back") == tensors(tmp_path / "ct")
-    with pytest.raises(
-        LayoutError, match=r"_proj\.weight: \d+ of \d+ zero points cannot be re-centred.*use --layout gptq"
-    ):
-        pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
-    assert not any(tmp_path.glob("marlin*"))
-
-
 def test_a_model_calibrated_through_its_language_model_says_so(calib: str, tmp_path: Path) -> None:
     folder = families.write("kosmos-2", tmp_path / "model")
     remark = "calibrated through text_model, on text alone: Kosmos2ForConditionalGeneration asks for other inputs"
     for method in ("gptq", "rtn"):
         planned = plan(folder, from_mapping(gptq(calib, method=method, scheme={"group_size": 64})), device="cpu")
-        assert (remark in planned.remarks) == (method == "gptq")
+        assert (remark in planned.verdict.remarks) == (method == "gptq")

@@ -18,6 +18,7 @@ import torch
 from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.hessian import CHUNK, Hessian
 from quantkit.calibration.budget import split_documents
+from quantkit.calibration.preflight import require_devices
 from quantkit.calibration.stages.tune import BlockTuning
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load
@@ -26,8 +27,7 @@ from quantkit.errors import NumericError, RecipeError
 from quantkit.io import files
 from quantkit.io.staging import JOURNAL
 from quantkit.models.block_runner import BlockRunner
-from quantkit.pipeline.quantize import require_devices
-from quantkit.planning.memory import Memory
+from quantkit.planning.needs import Memory
 from tests import command_line, ranks
 from tests.command_line import ROOT, call
 from tests.faults import memory_path

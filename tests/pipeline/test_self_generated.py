@@ -11,8 +11,9 @@ import pytest
 from quantkit import api
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.io.staging import WRITTEN
-from quantkit.pipeline import quantize as job
-from quantkit.pipeline.quantize import plan, quantize
+from quantkit.pipeline.quantize import quantize
+from quantkit.planning import survey as job
+from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping
 from tests.faults import Killed, faults
 from tests.folders import hashes
@@ -105,7 +106,7 @@ def test_a_gpu_that_cannot_hold_the_model_is_refused_before_anything_is_written(
     assert "the whole model, which writes its calibration text, takes" in str(found)
     assert "use another --calib FILE" in str(found)
     other = plan(model, from_mapping({"calibration": {"data": "packaged", "samples": 4, "max_length": 40}}))
-    assert other.memory.others == () and found.exit_code == 1
+    assert other.needs.memory.others == () and found.exit_code == 1
 
 
 def test_what_has_no_effect_or_no_template_is_refused(model: Path, tmp_path: Path) -> None:

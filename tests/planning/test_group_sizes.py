@@ -10,7 +10,7 @@ import pytest
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.planning.group_sizes import with_group_size
+from quantkit.planning.survey import with_group_size
 from quantkit.progress import Event
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.command_line import RTN, call, refused
@@ -21,7 +21,7 @@ BLOCK = "model.layers.0."
 
 def sized(widths: dict[str, int], **asked: Any) -> tuple[Recipe, list[str]]:
     linears = {BLOCK + name: (256, k) for name, k in widths.items()}
-    return with_group_size(from_mapping(asked), linears, lambda recipe: {m: recipe.scheme_of(m) for m in linears})
+    return with_group_size(from_mapping(asked), linears, dict(zip(linears, linears, strict=True)), {})
 
 
 @pytest.mark.parametrize(

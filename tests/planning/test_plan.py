@@ -14,16 +14,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from quantkit.calibration import uncalibrated
 from quantkit.checkpoint import shards, writer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS
+from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.inspection import describe
-from quantkit.planning.memory import Memory
+from quantkit.planning.needs import Memory
 from quantkit.planning.plan import Plan, plan_pack, plan_quantize
+from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
+from tests.layouts.samples import write_folder
 from tests.tiny_models import write_model
 
 
@@ -79,20 +84,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 COMBINATIONS = [
     ("llama", recipe()),
-    ("llama", recipe("marlin")),
-    ("llama", recipe("marlin", group_size="channel")),
-    ("llama", recipe("gptq", group_size=32)),
     ("llama", recipe("gptq-v2", group_size=64, symmetric=False)),
     ("llama", recipe(group_size=64, symmetric=False, skip=["lm_head", "down_proj"])),
     ("llama", recipe(skip=[])),
-    ("llama", recipe(format="fp6")),
-    ("llama", recipe("compressed-tensors", format="fp5")),
     ("llama", recipe("gptq", overrides={"k_proj": "int4:g32", ".*mlp.*": "int4:channel"})),
-    ("qwen2", recipe()),
     ("qwen2", recipe("marlin", skip=["lm_head", "[kv]_proj"])),
     ("qwen2", recipe(format="fp5")),
     ("opt", recipe("gptq", group_size="channel")),
-    ("opt", recipe(symmetric=False)),
 ]
 
 
@@ -100,32 +98,39 @@ COMBINATIONS = [
 def test_planned_bytes_equal_those_of_the_output(
     model: str, asked: Any, sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    planned = quantize.plan(sources[model], asked)
+    planned = plan(sources[model], asked)
     planned.require()
     report = quantize.quantize(sources[model], tmp_path / "out", asked, device="cpu", min_share=0)
-    assert planned.bytes == tensor_bytes(tmp_path / "out")
+    assert planned.output.bytes == tensor_bytes(tmp_path / "out")
     weights = sum(size for name, size in planned.files.items() if name.endswith(".safetensors"))
     assert weights == report["totals"]["bytes"]
     assert planned.bits_per_weight == pytest.approx(report["totals"]["bits_per_weight"], rel=1e-12)
-    assert [row.module for row in planned.quantized] == [layer["name"] for layer in report["layers"]] or (
-        sorted(row.module for row in planned.quantized) == sorted(layer["name"] for layer in report["layers"])
+    assert [row.module for row in planned.output.quantized] == [layer["name"] for layer in report["layers"]] or (
+        sorted(row.module for row in planned.output.quantized) == sorted(layer["name"] for layer in report["layers"])
     )
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
-    assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.report_bytes
+    assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.output.files.report_bytes
     assert sizes == planned.files
     found = describe(Checkpoint(tmp_path / "out"))
-    assert found["bytes"]["total"] == planned.bytes
+    assert found["bytes"]["total"] == planned.output.bytes
     assert found["bits_per_weight"] == pytest.approx(planned.bits_per_weight)
     assert json.dumps(planned.to_dict()) and json.dumps(found)
 
 
+@pytest.fixture(scope="module")
+def packed(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "gptq"
+    schemes = Schemes(Scheme.parse("int4:g128"), ignore=("lm_head",))
+    write_folder(sources["llama"], folder, "gptq", schemes, key=False)
+    return folder
+
+
 @pytest.mark.parametrize("target", ["marlin", "gptq", "gptq-v2", "compressed-tensors"])
-def test_planned_bytes_of_a_conversion(target: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    quantize.quantize(sources["llama"], tmp_path / "a", recipe("gptq"), device="cpu")
-    planned = plan_pack(Checkpoint(tmp_path / "a"), LAYOUTS[target])
+def test_planned_bytes_of_a_conversion(target: str, packed: Path, tmp_path: Path) -> None:
+    planned = plan_pack(Checkpoint(packed), LAYOUTS[target])
     planned.require()
-    convert.pack(tmp_path / "a", tmp_path / "b", target)
-    assert planned.bytes == tensor_bytes(tmp_path / "b")
+    convert.pack(packed, tmp_path / "b", target)
+    assert planned.output.bytes == tensor_bytes(tmp_path / "b")
 
 
 def test_plan_and_inspect_read_no_weights(tmp_path: Path) -> None:
@@ -133,13 +138,13 @@ def test_plan_and_inspect_read_no_weights(tmp_path: Path) -> None:
     src = sparse(tmp_path / "m", linears)
     assert describe(src)["bytes"]["total"] == 80 * 2 * 28672 * 8192
     planned = plan_quantize(src, linears, recipe("marlin"))
-    assert planned.bytes == 80 * 28672 * 8192 * (4 + 16 / 128) / 8
+    assert planned.output.bytes == 80 * 28672 * 8192 * (4 + 16 / 128) / 8
     assert planned.bits_per_weight == 4.125
 
 
 def with_skip(planned: Plan, src: Checkpoint, linears: Any, asked: dict[str, Any]) -> Plan:
     """Apply every --skip that a plan suggests."""
-    patterns = re.findall(r"--skip '?([^',\s]*)", "\n".join(planned.ways_out))
+    patterns = re.findall(r"--skip '?([^',\s]*)", "\n".join(planned.verdict.ways_out))
     return plan_quantize(src, linears, recipe(**asked, skip=["lm_head", *patterns]))
 
 
@@ -151,8 +156,8 @@ def test_every_misfit_is_found_at_once_with_suggestions_that_work(tmp_path: Path
     }
     src = sparse(tmp_path / "m", linears)
     planned = plan_quantize(src, linears, recipe("marlin"))
-    assert len(planned.misfits) == 29
-    assert {misfit.module for misfit in planned.misfits} == {m for m in linears if "k_proj" in m} | {
+    assert len(planned.verdict.misfits) == 29
+    assert {misfit.module for misfit in planned.verdict.misfits} == {m for m in linears if "k_proj" in m} | {
         "model.layers.0.mlp.down_proj"
     }
     with pytest.raises(LayoutError) as error:
@@ -162,7 +167,7 @@ def test_every_misfit_is_found_at_once_with_suggestions_that_work(tmp_path: Path
     assert "model.layers.0.self_attn.k_proj is [1184, 4096] (and 27 more)" in lines[0]
     assert "model.layers.0.mlp.down_proj is [4096, 4032]" in lines[1]
     assert all(line.endswith("or add --set pad=true to fill it up with zeros") for line in lines)
-    assert not plan_quantize(src, linears, recipe("marlin", pad=True)).misfits
+    assert not plan_quantize(src, linears, recipe("marlin", pad=True)).verdict.misfits
 
 
 @pytest.mark.parametrize(
@@ -179,32 +184,33 @@ def test_suggestions_for_a_scheme_that_fits_no_weight(asked: Any, change: Any, t
     linears = {"model.layers.0.mlp.up_proj": (512, 256), "model.layers.0.mlp.down_proj": (256, 512)}
     src = sparse(tmp_path / "m", linears)
     planned = plan_quantize(src, linears, recipe(**asked))
-    assert len(planned.misfits) == 2
+    assert len(planned.verdict.misfits) == 2
     with pytest.raises(LayoutError, match=r"--layout|--group-size|--asym") as error:
         planned.require()
     assert "--skip" not in str(error.value), "skipping every weight is no help"
     for flag, value in change.items():
         if value != asked.get(flag) and flag != "format":
             assert f"--{flag.replace('_', '-')} {value}" in str(error.value)
-    assert not plan_quantize(src, linears, recipe(**change)).misfits
+    assert not plan_quantize(src, linears, recipe(**change)).verdict.misfits
 
 
 def test_the_ways_out_of_several_rules_help_together(tmp_path: Path) -> None:
     linears = {"model.layers.0.mlp.up_proj": (1536, 576), "model.layers.0.mlp.down_proj": (576, 1536)}
     src = sparse(tmp_path / "m", linears)
     planned = plan_quantize(src, linears, recipe(layout="quick", group_size=128, symmetric=False))
-    assert len(planned.ways_out) == 2
-    assert all(": use --layout compressed-tensors --group-size 64, or" in line for line in planned.ways_out)
-    assert not plan_quantize(src, linears, recipe(layout="compressed-tensors", group_size=64, symmetric=False)).misfits
+    assert len(planned.verdict.ways_out) == 2
+    assert all(": use --layout compressed-tensors --group-size 64, or" in line for line in planned.verdict.ways_out)
+    helped = recipe(layout="compressed-tensors", group_size=64, symmetric=False)
+    assert not plan_quantize(src, linears, helped).verdict.misfits
 
 
 def test_group_size_that_does_not_divide_one_of_the_weights(tmp_path: Path) -> None:
     linears = {"model.layers.0.mlp.up_proj": (512, 256), "model.layers.0.mlp.down_proj": (256, 512 + 64)}
     src = sparse(tmp_path / "m", linears)
     planned = plan_quantize(src, linears, recipe())
-    assert [misfit.module for misfit in planned.misfits] == ["model.layers.0.mlp.down_proj"]
-    assert "--group-size 64" in planned.ways_out[0]
-    assert not plan_quantize(src, linears, recipe(group_size=64)).misfits
+    assert [misfit.module for misfit in planned.verdict.misfits] == ["model.layers.0.mlp.down_proj"]
+    assert "--group-size 64" in planned.verdict.ways_out[0]
+    assert not plan_quantize(src, linears, recipe(group_size=64)).verdict.misfits
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
@@ -214,15 +220,15 @@ def test_weights_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: P
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 128).to(dtype)
     src = dense(tmp_path / "m", tensors)
     planned = plan_quantize(src, linears, recipe(group_size=64))
-    assert [misfit.module for misfit in planned.misfits] == ["model.layers.0.mlp.up_proj"]
+    assert [misfit.module for misfit in planned.verdict.misfits] == ["model.layers.0.mlp.up_proj"]
     with pytest.raises(LayoutError, match=str(dtype).removeprefix("torch.")):
         planned.require()
-    assert not with_skip(planned, src, linears, {"group_size": 64}).misfits
+    assert not with_skip(planned, src, linears, {"group_size": 64}).verdict.misfits
 
 
 def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str, Path], tmp_path: Path) -> None:
-    planned = quantize.plan(sources["qwen2"], recipe(skip=[]))
-    assert [misfit.module for misfit in planned.misfits] == ["lm_head"]
+    planned = plan(sources["qwen2"], recipe(skip=[]))
+    assert [misfit.module for misfit in planned.verdict.misfits] == ["lm_head"]
     with pytest.raises(LayoutError, match=r"\[257, 128\]: leave them dense with --skip lm_head$"):
         planned.require()
     twice = dense(
@@ -232,9 +238,9 @@ def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str
         vocab_size=256,
     )
     planned = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64), tied={"lm_head"})
-    assert [misfit.module for misfit in planned.misfits] == ["lm_head"]
+    assert [misfit.module for misfit in planned.verdict.misfits] == ["lm_head"]
     as_wide = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64))
-    assert not as_wide.misfits  # as many outputs as tokens do not make a linear tied
+    assert not as_wide.verdict.misfits  # as many outputs as tokens do not make a linear tied
 
 
 def test_a_shape_that_config_and_headers_disagree_on_is_refused(tmp_path: Path) -> None:
@@ -268,13 +274,14 @@ def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
 
 
 def test_a_conversion_lists_every_weight_that_the_target_cannot_hold(sources: dict[str, Path], tmp_path: Path) -> None:
-    quantize.quantize(sources["llama"], tmp_path / "asym", recipe("gptq-v2", symmetric=False), device="cpu")
-    quantize.quantize(sources["llama"], tmp_path / "fp6", recipe(format="fp6"), device="cpu")
+    for name, layout, scheme in (("asym", "gptq-v2", "int4:g128:asym"), ("fp6", "humming", "fp6:channel")):
+        schemes = Schemes(Scheme.parse(scheme), ignore=("lm_head",))
+        write_folder(sources["llama"], tmp_path / name, layout, schemes)
     cases = (("fp6", "marlin", "tcfpx or"), ("fp6", "gptq", "compressed-tensors"), ("asym", "tcfpx", "compressed"))
     for source, target, other in cases:
         src = Checkpoint(tmp_path / source)
         planned = plan_pack(src, LAYOUTS[target])
-        assert {misfit.module for misfit in planned.misfits} == set(src.modules())
+        assert {misfit.module for misfit in planned.verdict.misfits} == set(src.modules())
         with pytest.raises(LayoutError, match=f"--layout {other}") as error:
             planned.require()
         assert "--skip" not in str(error.value)
@@ -289,7 +296,7 @@ def test_files_of_calibrated_committed_and_pruned_runs(
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"This is paragraph {i} of a text for calibration." for i in range(20)))
     calibration = {"data": str(text), "samples": 2, "max_length": 32}
-    monkeypatch.setattr(quantize, "COMMIT_BYTES", 50_000)  # several commits without activations too
+    monkeypatch.setattr(uncalibrated, "COMMIT_BYTES", 50_000)  # several commits without activations too
     monkeypatch.setattr(shards, "LEAST_BYTES", 25_000)  # some of their files are joined
     wanted = {
         "gptq": from_mapping({"calibration": calibration}),
@@ -297,10 +304,10 @@ def test_files_of_calibrated_committed_and_pruned_runs(
         "pruned": pruning_from_mapping({"method": "magnitude"}),
     }
     for name, asked in wanted.items():
-        planned = quantize.plan(sources["qwen2"], asked, min_share=0, device="cpu")
+        planned = plan(sources["qwen2"], asked, min_share=0, device="cpu")
         quantize.quantize(sources["qwen2"], tmp_path / name, asked, min_share=0, device="cpu")
         sizes = {path.name: path.stat().st_size for path in (tmp_path / name).iterdir()}
-        assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.report_bytes
+        assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.output.files.report_bytes
         assert sizes == planned.files, name
         assert sum(file.endswith(".safetensors") for file in sizes) > 1
 
@@ -323,13 +330,12 @@ def test_a_new_file_begins_where_the_writer_begins_one(tmp_path: Path, monkeypat
 
 
 def test_a_disk_that_is_too_small_for_a_conversion_is_a_problem(
-    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantize.quantize(sources["llama"], tmp_path / "a", recipe("gptq"), device="cpu")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    planned = plan_pack(Checkpoint(tmp_path / "a"), LAYOUTS["marlin"], out=tmp_path / "not" / "there" / "yet")
-    assert planned.disk_free == 1000
+    planned = plan_pack(Checkpoint(packed), LAYOUTS["marlin"], out=tmp_path / "not" / "there" / "yet")
+    assert planned.needs.disk_free == 1000
     with pytest.raises(LayoutError, match="free some"):
         planned.require()
 
@@ -340,15 +346,15 @@ def test_memory_grows_with_the_run_and_stops_at_the_budget(tmp_path: Path) -> No
 
     def ram(act_budget: int | None = None, **calibration: Any) -> int:
         asked = from_mapping({"calibration": calibration})
-        memory = plan_quantize(src, linears, asked, device="cpu", act_budget=act_budget).memory.to_dict()
+        memory = plan_quantize(src, linears, asked, device="cpu", act_budget=act_budget).needs.memory.to_dict()
         assert memory["ram"] == sum(memory["ram_parts"].values())
         return memory["ram"]
 
     assert ram(samples=256) - ram(samples=128) == 128 * 2048 * 512 * 4
     assert ram(samples=256, max_length=10**6) == ram(samples=256)
     assert ram(act_budget=2**20) - 2**20 == ram(act_budget=2**21) - 2**21
-    assert plan_quantize(src, linears, recipe()).memory.to_dict()["ram"] < ram()
-    vram = plan_quantize(src, linears, from_mapping({}), device="cuda").memory.to_dict()
+    assert plan_quantize(src, linears, recipe()).needs.memory.to_dict()["ram"] < ram()
+    vram = plan_quantize(src, linears, from_mapping({}), device="cuda").needs.memory.to_dict()
     assert vram["vram"] > 0
 
 
@@ -358,7 +364,7 @@ def test_passes_that_wait_take_what_is_left_and_no_more(tmp_path: Path) -> None:
 
     def part(device: str, gpu_memory: int | None = None, act_budget: int | None = None, **asked: Any) -> int:
         options: Any = {"device": device, "gpu_memory": gpu_memory, "act_budget": act_budget}
-        memory = plan_quantize(src, linears, from_mapping(asked), **options).memory.of_sequences(1000, act_budget)
+        memory = plan_quantize(src, linears, from_mapping(asked), **options).needs.memory.of_sequences(1000, act_budget)
         return {**memory.ram, **memory.vram}.get("passes that wait", 0)
 
     assert part("cpu") == 1000 * 4 * (3 * 512 + 1024) == 2 * part("cuda", 80 * 10**9)
@@ -374,7 +380,8 @@ def test_gradients_count_once_there_are_some_and_grow_no_further(
 
     def memory(samples: int, aware: bool = True) -> dict[str, Any]:
         asked = {"output_aware": aware, "tune": 2, "calibration": {"samples": samples}, "true_sequential": False}
-        return plan_quantize(src, linears, from_mapping(asked), device=device, gpu_memory=80 * 10**9).memory.to_dict()
+        found = plan_quantize(src, linears, from_mapping(asked), device=device, gpu_memory=80 * 10**9)
+        return found.needs.memory.to_dict()
 
     few, found = memory(32), memory(256)
     assert few[f"{kind}_parts"]["output gradients"] == 32 * 1024 * 512 * width
@@ -393,7 +400,7 @@ def test_hostile_config_values_do_not_break_the_estimate(value: Any, tmp_path: P
     linears = {"model.layers.0.mlp.up_proj": (512, 256)}
     config = {"hidden_size": value, "max_position_embeddings": value, "text_config": value, "vocab_size": value}
     src = sparse(tmp_path / "m", linears, tie_word_embeddings=value, **config)
-    assert not plan_quantize(src, linears, from_mapping({})).misfits
+    assert not plan_quantize(src, linears, from_mapping({})).verdict.misfits
 
 
 def test_a_size_that_the_files_cannot_have_is_refused(tmp_path: Path) -> None:
@@ -401,19 +408,10 @@ def test_a_size_that_the_files_cannot_have_is_refused(tmp_path: Path) -> None:
         sparse(tmp_path / "m", {"model.layers.0.mlp.up_proj": (512, 256)}, hidden_size=1e300)
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "gptq-v2", "marlin"])
-def test_inspect_knows_checkpoints_that_quantkit_did_not_write(
-    layout: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    quantize.quantize(sources["llama"], out, recipe(layout), device="cpu")
-    config = json.loads((out / "config.json").read_text())
-    del config["quantization_config"]["quantkit"]
-    (out / "config.json").write_text(json.dumps(config))
-    (out / "quantkit_report.json").unlink()
-    found = describe(Checkpoint(out))
-    assert (found["layout"], found["schemes"]) == (layout, {"int4:g128": 7})
+def test_inspect_knows_checkpoints_that_quantkit_did_not_write(packed: Path, sources: dict[str, Path]) -> None:
+    found = describe(Checkpoint(packed))
+    assert (found["layout"], found["schemes"]) == ("gptq", {"int4:g128": 7})
     assert found["bits_per_weight"] >= 4.125
-    weights = sum(t.numel() for path in out.glob("*.safetensors") for t in load_file(path).values())
+    weights = sum(t.numel() for path in packed.glob("*.safetensors") for t in load_file(path).values())
     assert found["parameters"] != weights, "packed words were counted as parameters"
     assert found["parameters"] == describe(Checkpoint(sources["llama"]))["parameters"]

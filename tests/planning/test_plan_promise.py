@@ -17,7 +17,7 @@ from quantkit.errors import RecipeError
 from quantkit.io import staging as folders
 from quantkit.io.staging import JOURNAL, append_journal
 from quantkit.models.block_runner import BlockRunner
-from quantkit.planning.memory import Memory
+from quantkit.planning.needs import Memory
 from quantkit.recipes.patterns import nearest_names, require_effect
 from quantkit.recipes.recipe import from_mapping
 from tests import command_line

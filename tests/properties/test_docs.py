@@ -14,7 +14,7 @@ import click
 import pytest
 
 from quantkit.cli.commands import quantkit
-from quantkit.recipes.named import shipped_recipes
+from quantkit.recipes.files import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

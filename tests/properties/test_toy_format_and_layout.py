@@ -116,7 +116,7 @@ def test_a_model_is_planned_quantized_inspected_and_verified(layout: str, small_
     options = {"format": "fp4", "method": "rtn"} | ({} if layout == "bytes" else {"layout": layout})
     out = tmp_path / "out"
     planned = quantkit.plan(small_llama, **options)
-    assert (planned.layout, planned.scheme, planned.misfits) == (layout, "fp4:channel", ())
+    assert (planned.layout, planned.scheme, planned.verdict.misfits) == (layout, "fp4:channel", ())
     quantkit.quantize(small_llama, out, **options)
     assert sum(path.stat().st_size for path in out.glob("*.safetensors")) == sum(
         size for name, size in planned.files.items() if name.endswith(".safetensors")

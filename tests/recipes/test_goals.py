@@ -10,6 +10,7 @@ import pytest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.pipeline import quantize
+from quantkit.planning.survey import plan
 from quantkit.recipes.goals import Goal, changes, treat_alike
 from quantkit.recipes.recipe import from_mapping
 from tests.tiny_models import write_model
@@ -61,17 +62,17 @@ def test_the_output_has_one_treatment_a_group(method: str, source: Path, tmp_pat
         "skip": ["lm_head", "k_proj"],
         "overrides": {"up_proj": "int4:g64"},
     }
-    apart = quantize.plan(source, from_mapping(asked))
-    assert "vLLM" not in apart.readers and "--set fused_alike=true" in "\n".join(apart.notices)
+    apart = plan(source, from_mapping(asked))
+    assert "vLLM" not in apart.output.readers and "--set fused_alike=true" in "\n".join(apart.notices)
     recipe = from_mapping({**asked, "fused_alike": True})
     assert from_mapping(recipe.to_mapping()) == recipe
-    planned = quantize.plan(source, recipe)
-    assert "vLLM" in planned.readers
+    planned = plan(source, recipe)
+    assert "vLLM" in planned.output.readers
     report = quantize.quantize(source, tmp_path / "out", recipe, device="cpu", min_share=0.5)
     out = Checkpoint(tmp_path / "out")
     found = {module.rpartition(".")[2]: out.scheme(module).label for module in out.modules()}
     assert found == {"o_proj": "int4:g128", "down_proj": "int4:g128", "gate_proj": "int4:g64", "up_proj": "int4:g64"}
-    assert report["readers"] == list(planned.readers) and len(report["dense"]) == 4
+    assert report["readers"] == list(planned.output.readers) and len(report["dense"]) == 4
     lines = [line for line in report["notices"] if "engines join" in line]
     assert [line.split(",")[0] for line in lines] == [
         "2 linears are dense instead of int4:g128",

@@ -11,7 +11,8 @@ import yaml
 from quantkit.core.formats import FORMATS, INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
-from quantkit.recipes.recipe import Recipe, from_mapping, load, matches, merge
+from quantkit.recipes.files import load, merge
+from quantkit.recipes.recipe import Recipe, from_mapping, matches
 
 
 def read(text: str, folder: Path) -> Recipe:

@@ -18,8 +18,9 @@ from quantkit.cli.keys import recipe_options
 from quantkit.cli.options import command
 from quantkit.errors import RecipeError
 from quantkit.keys import Count, key, keys_of
+from quantkit.recipes.files import from_pairs
 from quantkit.recipes.identity import difference
-from quantkit.recipes.recipe import Recipe, from_mapping, from_pairs
+from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.recipes.schema import RecipeKeys
 
 ROOT = Path(__file__).resolve().parents[2]

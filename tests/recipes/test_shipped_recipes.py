@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.api import build_recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.recipes.named import shipped_recipes
+from quantkit.recipes.files import shipped_recipes
 from tests.command_line import calib, call
 
 __all__ = ["calib"]  # a fixture

@@ -27,7 +27,8 @@ from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_files import SafetensorsWriter, damaged_tensors, read_header
 from quantkit.io.staging import append_journal, read_journal
 from quantkit.pipeline.inspection import describe
-from quantkit.recipes import recipe as recipes
+from quantkit.recipes import files as recipe_files
+from quantkit.recipes.recipe import from_mapping
 from quantkit.reporting.html import page
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
@@ -250,7 +251,7 @@ def attack_texts(found: Run) -> None:
         _quantkit_error_or_nothing(lambda: describe(Checkpoint(path.parent)))
 
     def recipe(path: Path) -> None:
-        _quantkit_error_or_nothing(lambda: recipes.from_mapping(recipes.load(path)).to_yaml())
+        _quantkit_error_or_nothing(lambda: from_mapping(recipe_files.load(path)).to_yaml())
 
     def unfinished(path: Path) -> None:
         try:
@@ -273,7 +274,7 @@ def attack_texts(found: Run) -> None:
     with found.case("a recipe with an unknown key names it"):
         stated = yaml.safe_load((folder / "recipe.yaml").read_text())
         try:
-            recipes.from_mapping({**stated, "grup_size": 64})
+            from_mapping({**stated, "grup_size": 64})
         except RecipeError as error:
             assert "grup_size" in str(error)
         else:

@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import quantkit
-from quantkit.calibration import activations
+from quantkit.calibration import activations, uncalibrated
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.io import files
@@ -40,7 +40,7 @@ NAMES = ("calibrated", "fp6", "pruned", "rounded", "mapped")
 
 def jobs(folder: Path) -> Jobs:
     """Write a model of four blocks, whose streamed runs commit several times."""
-    quantize.COMMIT_BYTES = COMMIT_BYTES
+    uncalibrated.COMMIT_BYTES = COMMIT_BYTES
     return Jobs(folder, 4)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
+from quantkit.calibration.budget import Peaks, Sizes
 from quantkit.calibration.run import Run, Stream
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -82,6 +83,10 @@ class Stage:
 
     A stage may hold state for later stages of the same run.
     """
+
+    def bytes(self, sizes: Sizes) -> Peaks:
+        """Bound the memory that the stage takes in a run of such sizes."""
+        return Peaks()
 
     def check(self, sequences: Sequence[Tensor]) -> None:
         """Raise RecipeError for calibration sequences that the stage cannot work with."""

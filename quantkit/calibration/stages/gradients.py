@@ -22,6 +22,7 @@ from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.algorithms.numerics import is_finite
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import (
+    backward_bytes,
     explaining,
     gradient,
     in_fixed_order,
@@ -29,10 +30,21 @@ from quantkit.calibration.backward import (
     run_part,
     stacked,
 )
-from quantkit.calibration.budget import gradient_documents, split_documents
+from quantkit.calibration.budget import (
+    DOCUMENT,
+    GRADIENTS,
+    LOADED,
+    READ,
+    UNQUANTIZED,
+    WAITING,
+    Peaks,
+    Sizes,
+    gradient_documents,
+    split_documents,
+)
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import Stage
-from quantkit.core.threads import WorkQueue
+from quantkit.core.threads import MOST_BYTES, WorkQueue
 from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
@@ -54,13 +66,17 @@ class Gradients(Stage):
 
     found: Fisher
 
+    def bytes(self, sizes: Sizes) -> Peaks:
+        """Count the passes that draw tokens and that go back through the blocks."""
+        return Peaks(before=pass_bytes(sizes, sizes.gradient_bytes()))
+
     def start(self, run: Run, finished: int) -> None:
         """Run the unquantized model forward and back, or read the gradients of a stopped run.
 
         The documents are those of a single process, and are divided over the ranks anew.
         """
         lengths, ranks = [len(tokens) for tokens in run.every], run.ranks
-        count = max(gradient_documents(lengths), ranks.count)
+        count = gradient_documents(lengths, ranks=ranks.count)
         mine = split_documents(lengths[:count], ranks.count)[ranks.rank]
         here = [tokens.to(run.model.device) for tokens in run.every[mine.start : mine.stop]]
         some = replace(run, sequences=here, first=mine.start)
@@ -117,6 +133,23 @@ class Fisher:
         found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
         root: Tensor = torch.linalg.cholesky(found)
         return root.float()
+
+
+def pass_bytes(sizes: Sizes, gradients: int) -> list[dict[str, int]]:
+    """Count the memory of the two passes by part; the hidden states of the documents take as many
+    bytes as their `gradients`.
+    """
+    width, device = sizes.width, sizes.device
+    back = sum(backward_bytes(sizes.outputs, sizes.heads, sizes.longest, width, device))
+    summing = Fisher.summing_bytes(sizes.hidden, width, device)
+    held = {UNQUANTIZED: gradients, GRADIENTS: gradients}
+    block = {LOADED: sizes.block, READ: gradients, "backward pass": max(back, summing)}
+    if sizes.on_gpu:  # the next file is read meanwhile, and copies wait to be written
+        each = max(gradients, Hessian.bytes(sizes.hidden))
+        block |= {READ: 2 * gradients, WAITING: min(MOST_BYTES, len(sizes.blocks) * each)}
+    logits = DRAWING_BYTES * sizes.longest * sizes.vocabulary
+    head = {"output head": width * max(sizes.outside, default=0), DOCUMENT: logits}
+    return [held | head, held | block]
 
 
 def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:

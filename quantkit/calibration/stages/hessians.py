@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
-from quantkit.calibration.budget import HESSIAN_BYTES
+from quantkit.calibration.budget import HESSIAN_BYTES, Peaks, Sizes
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task
+from quantkit.core.ranks import ranks
 from quantkit.errors import NumericError, about
+from quantkit.models.families import EXPERT
 
 
 class Hessians(Stage):
@@ -21,14 +24,24 @@ class Hessians(Stage):
     An expert that sees fewer tokens than it has input channels is starved: its task is removed.
     """
 
-    @staticmethod
-    def bytes(of_experts: int, ranks: int) -> int:
-        """Compute the bytes of experts' Hessians on each rank from the bytes of all experts of a
-        layer.
+    def bytes(self, sizes: Sizes) -> Peaks:
+        """Count the Hessians of a layer's experts on each rank, and a chunk of the widest linear.
 
         A rank holds Hessians of its own documents, and the sums over all ranks that it will solve.
         """
-        return min(HESSIAN_BYTES, of_experts) * (ranks + (ranks > 1)) // ranks
+        experts = {
+            (found[1], found[2], k)
+            for module, (_, k) in sizes.linears.items()
+            if (found := EXPERT.match(module))
+        }
+        count, of_layers = ranks().count, Counter[tuple[str, int]]()
+        for layer, _, k in experts:
+            of_layers[layer, k] += Hessian.bytes(k) + Hessian.chunk_bytes(k)
+        summed = min(HESSIAN_BYTES, max(of_layers.values(), default=0))
+        at = {"Hessians of experts": summed * (count + (count > 1)) // count}
+        if sizes.on_gpu:
+            at["chunk of a Hessian"] = Hessian.chunk_bytes(sizes.channels, "cuda", sizes.width)
+        return Peaks(at=at)
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
         """Sum the Hessians of some tasks in one pass."""

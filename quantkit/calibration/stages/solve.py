@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from quantkit.algorithms.deviation import total, widened
 from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.numerics import check_weight
 from quantkit.calibration import budget
+from quantkit.calibration.budget import ROWS, SQUARES, Peaks, Sizes
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.calibration.uncalibrated import (
     counts_of_pruned,
@@ -54,22 +56,23 @@ class Solve(Stage):
     quantized outputs.
     """
 
-    @staticmethod
-    def bytes(
-        groups: Iterable[tuple[int, int]], recipe: Recipe, dtype: torch.dtype, device: str
-    ) -> tuple[int, int]:
-        """Compute the bytes of Hessians with their factors, and of rows, in the step that takes
-        most.
+    def bytes(self, sizes: Sizes) -> Peaks:
+        """Count Hessians with their factors, and rows, in the step of the solver that takes most.
 
-        `groups` have the input channels and the rows of all linears that share a Hessian. Factors
-        have `dtype`.
+        As an upper bound, all linears of one parent share a Hessian.
         """
+        recipe, shared = sizes.recipe, Counter[tuple[str, int]]()
+        for module, (n, k) in sizes.linears.items():
+            shared[module.rpartition(".")[0], k] += n
         searches = recipe.clip == "search" and recipe.metric == "block"
-        sizes = [scheme.group_size for scheme in recipe.schemes] if searches else []
+        groups = [scheme.group_size for scheme in recipe.schemes] if searches else []
         steps = (
-            step for k, rows in groups for step in gptq.step_bytes(k, rows, sizes, dtype, device)
+            step
+            for (_, k), rows in shared.items()
+            for step in gptq.step_bytes(k, rows, groups, sizes.factors, sizes.device)
         )
-        return max(steps, key=sum, default=(0, 0))
+        squares, rows = max(steps, key=sum, default=(0, 0))
+        return Peaks(at={SQUARES: squares, ROWS: rows})
 
     def enter(self, block: LoadedBlock) -> None:
         """Solve the linears that a text-only pass never calls."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.block_tuning import TunedWeight, is_moved_in_place
+from quantkit.algorithms.block_tuning import TUNING_BYTES, TunedWeight, is_moved_in_place
 from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import (
@@ -30,11 +30,18 @@ from quantkit.calibration.backward import (
     run_part,
     stacked,
 )
-from quantkit.calibration.budget import split_documents, stays_on_gpu
+from quantkit.calibration.budget import (
+    LOADED,
+    UNQUANTIZED,
+    Peaks,
+    Sizes,
+    split_documents,
+    stays_on_gpu,
+)
 from quantkit.calibration.captured import Captured
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
-from quantkit.calibration.stages.gradients import Gradients
+from quantkit.calibration.stages.gradients import Fisher, Gradients
 from quantkit.checkpoint.report import untuned
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -70,6 +77,17 @@ class Tune(Stage):
 
     def __init__(self, steps: int, gradients: Gradients | None) -> None:
         self._steps, self._gradients = steps, gradients
+
+    def bytes(self, sizes: Sizes) -> Peaks:
+        """Count the weights before solving and the unquantized model's activations; behind the
+        groups, the passes with gradients, or the root of the weighing matrix.
+        """
+        width, device = sizes.width, sizes.device
+        peak, _ = backward_bytes(sizes.outputs, sizes.heads, sizes.longest, width, device)
+        root = Fisher.root_bytes(sizes.hidden) if self._gradients is not None else 0
+        tuning = TUNING_BYTES * sizes.most() + max(peak, root)
+        at = {LOADED: sizes.block, UNQUANTIZED: sizes.tokens * sizes.token}
+        return Peaks(at=at, behind={"tuning": tuning})
 
     def check(self, sequences: Sequence[Tensor]) -> None:
         """Raise RecipeError if there are too few calibration sequences to hold one out."""

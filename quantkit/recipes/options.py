@@ -1,4 +1,8 @@
-"""The options of calibration text, as a recipe sets them."""
+"""The options of a run beside the schema of recipes: calibration text, device and output, a size to
+fit.
+
+This module imports no torch, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,16 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from quantkit.errors import RecipeError, Setting, Words
-from quantkit.keys import Count, Positive, check, key
+from quantkit.errors import Option, RecipeError, Setting, Words
+from quantkit.keys import Count, Fraction, Positive, check, key
+from quantkit.progress import Progress
+from quantkit.recipes.keywords import Settings
 from quantkit.text.conversations import RESERVED
 from quantkit.text.sources import PACKAGED, SELF
 
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
+#: The name of 16 bits, or of whatever dtype the source has, among schemes.
+DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -117,3 +125,114 @@ class Calib:
             each.partition(":")[0] == SELF
             for each in ([self.data] if isinstance(self.data, str) else self.data)
         )
+
+
+class RunKeywords(Settings, total=False):
+    """The fields of `RunOptions` as keywords of a function."""
+
+    progress: Progress | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Hold the options of one run. Without `progress` it is quiet. RecipeError for a value out of
+    range.
+    """
+
+    revision: str | None = key(
+        "Branch, tag or commit of a hub model",
+        default=None,
+        usual="its main branch",
+        section="Advanced",
+    )
+    device: str = key(
+        "Where to compute: auto, cpu, cuda, cuda:1 ...",
+        default="auto",
+        level="shown",
+        section="Basic",
+    )
+    resume: bool = key(
+        "Continue the interrupted run that left OUT.partial-*",
+        default=False,
+        level="shown",
+        section="Output",
+    )
+    overwrite: bool = key(
+        "Replace OUT when the new folder is complete",
+        default=False,
+        level="shown",
+        section="Output",
+    )
+    trust_remote_code: bool = key(
+        "Run Python code that comes with the model", default=False, section="Advanced"
+    )
+    act_budget: Count | None = key(
+        "Bytes of calibration activations kept in RAM, like 8GB; more go to disk",
+        default=None,
+        usual="all",
+        section="Advanced",
+    )
+    min_share: Fraction = key(
+        "Leave with exit code 4 if the share of the decoder's weights that change is below it",
+        default=0.9,
+        section="Output",
+    )
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Hold the size that an output must fit, and the schemes to choose from. RecipeError for a
+    value out of range.
+
+    `target` is the program that must open the output, None for any.
+    """
+
+    target_size: Positive | None = key(
+        "Most bytes of OUT, like 4.6GB: chooses a scheme for each linear",
+        default=None,
+        level="shown",
+        section="Output",
+    )
+    target_bits: Annotated[float, Meta(gt=0, le=32)] | None = key(
+        "The same by the mean bits of a quantized weight, with scales, like 4.5",
+        default=None,
+        section="Output",
+    )
+    allowed: str | None = key(
+        "Formats or schemes to choose from for a target, like int4,int6:g64,dense",
+        default=None,
+        usual="all that the layout and the program take",
+        section="Output",
+    )
+    target: str | None = key(
+        "Program that must open the folder of a target size",
+        default=None,
+        usual="any",
+        section="Output",
+        choices=("vllm", "sglang", "transformers", "quantkit"),
+        table="quantkit.engines.tables:TARGETS",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.target_size is not None and self.target_bits is not None:
+            raise RecipeError(
+                "a size and a number of bits are two targets",
+                "give one",
+                subject=Option("target_bits"),
+            )
+        if self.allowed is not None and not self.is_asked:
+            raise RecipeError(
+                "there is no target to fit",
+                Words("add", Option("target_size")),
+                subject=Option("allowed"),
+            )
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a target."""
+        return self.target_size is not None or self.target_bits is not None

@@ -1,0 +1,433 @@
+"""The needs of a run: its peak memory by part, its disk and its time, from shapes only.
+
+A calibrated run peaks in its largest block. Each stage states its bytes in its largest step, from
+measured runs. They are rounded up, so that the estimate is never too low.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.rtn import ROUNDING_BYTES
+from quantkit.calibration import self_generated, sensitivity
+from quantkit.calibration.budget import (
+    ACTIVATIONS,
+    DOCUMENT,
+    GRADIENTS,
+    LOADED,
+    PART_OF_GPU,
+    PASS_STATES,
+    PASSES_BYTES,
+    READ,
+    ROWS,
+    SAVED_BLOCKS,
+    SQUARES,
+    UNQUANTIZED,
+    WAITING,
+    Peaks,
+    Sizes,
+    gradient_documents,
+    stays_on_gpu,
+)
+from quantkit.calibration.run import Stream
+from quantkit.calibration.self_generated import AUTHOR, INSTEAD
+from quantkit.calibration.stages import stages_of
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import WAITING_BYTES
+from quantkit.core.memory_limits import free_memory, memory_limits
+from quantkit.core.ranks import ranks
+from quantkit.core.threads import MOST_BYTES, MOST_UNITS
+from quantkit.core.units import format_bytes
+from quantkit.errors import CheckpointError, Option, QuantkitError, Setting, Words
+from quantkit.models.devices import CUDA_DEVICE, program_bytes
+from quantkit.models.families import TOWER
+from quantkit.models.weights import PINNED
+from quantkit.planning.output import Files
+from quantkit.recipes.recipe import Recipe
+
+#: The copy of activations on a GPU that is being saved.
+SAVING = "activations that are saved"
+#: Passes that wait in a block until linears are solved.
+PASSES = "passes that wait"
+#: The other processes of a run on this machine.
+OTHERS = "other processes"
+#: Parts with values of all documents: a budget bounds them, and a GPU holds those that fit.
+STORES = (ACTIVATIONS, UNQUANTIZED, GRADIENTS)
+#: A run is refused if less than this share of its estimated peak can be had. Measured runs took
+#: 0.74 to 0.93 of it.
+CERTAINLY_NEEDED = 0.6
+#: The options that reduce parts.
+SMALLER = {
+    ACTIVATIONS: Words("use a smaller", Option("act_budget")),
+    AUTHOR: INSTEAD,
+    DOCUMENT: Words("use a smaller", Setting("max_length")),
+    GRADIENTS: Words("use", Setting("output_aware", False)),
+    READ: Words("use", Setting("output_aware", False)),
+}
+OTHER_DEVICE = Words("use", Option("device", "cpu"), ", or a GPU with more memory")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
+
+    `least_vram` is the fewest bytes that the GPU needs in any case. `token_bytes` is the size of
+    one token's hidden state, `pass_bytes` that of one token in a pass that waits, `sum_bytes` that
+    of the sum of a block's gradients. `gpu_memory` is the memory of a GPU that is not here; None
+    asks the one that is. `others` are the estimates of the run's other stages: one stage has the
+    memory at a time.
+    """
+
+    ram: dict[str, int]
+    vram: dict[str, int] = field(default_factory=dict)
+    least_vram: int = 0
+    token_bytes: int = 0
+    pass_bytes: int = 0
+    sum_bytes: int = 0
+    gpu_memory: int | None = None
+    others: tuple[Memory, ...] = ()
+
+    def _peak(self) -> Memory:
+        """Return the stage that needs most, on the host and on the GPU."""
+        stages = (self, *self.others)
+        ram = max((stage.ram for stage in stages), key=lambda parts: sum(parts.values()))
+        vram = max((stage.vram for stage in stages), key=lambda parts: sum(parts.values()))
+        least = max(stage.least_vram for stage in stages)
+        return replace(self, ram=ram, vram=vram, least_vram=least, others=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return totals and parts as plain data."""
+        if self.others:
+            return self._peak().to_dict()
+        found: dict[str, Any] = {
+            "ram": sum(self.ram.values()),
+            "ram_parts": self.ram,
+            "estimate": True,
+        }
+        if self.vram:
+            found |= {
+                "vram": sum(self.vram.values()),
+                "vram_parts": self.vram,
+                "vram_least": self.least_vram,
+            }
+        if self.gpu_memory is not None:
+            found["gpu_memory"] = self.gpu_memory
+        return found
+
+    def notices(self) -> list[str]:
+        """Return a warning for each kind of memory that may not suffice for the run."""
+        if self.others:
+            return self._peak().notices()
+        found = []
+        free = free_memory()
+        if free is not None and sum(self.ram.values()) > free:
+            found.append(
+                f"peak memory is estimated at {_gb(sum(self.ram.values()))}, {_gb(free)} are free "
+                "here"
+            )
+        there = self._gpu_memory()
+        if there is not None and not self.vram:
+            found.append(
+                Words(
+                    "nothing of this run is computed on a GPU:",
+                    Option("gpu_memory"),
+                    "has no effect",
+                )
+            )
+        elif there is not None and self.least_vram <= there < sum(self.vram.values()):
+            estimate = f"peak GPU memory is estimated at {_gb(sum(self.vram.values()))},"
+            way = _smaller(self.vram) or OTHER_DEVICE
+            found.append(Words(estimate, self._there(there), ":", way))
+        return found
+
+    def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
+        """Return the estimate for calibration sequences that have `tokens` tokens in all."""
+        stores, real = (
+            (ACTIVATIONS, UNQUANTIZED, GRADIENTS, SAVING, READ),
+            tokens * self.token_bytes,
+        )
+        most = real if act_budget is None else min(real, act_budget)
+        ram = {
+            part: min(size, real if part == READ else most)
+            for part, size in self.ram.items()
+            if part in stores
+        }
+        vram = {part: min(size, real) for part, size in self.vram.items() if part in stores}
+        for parts, found in ((self.ram, ram), (self.vram, vram)):
+            found |= (
+                {PASSES: min(parts[PASSES], tokens * self.pass_bytes)} if PASSES in parts else {}
+            )
+        others = tuple(stage.of_sequences(tokens, act_budget) for stage in self.others)
+        return replace(self, ram={**self.ram, **ram}, vram={**self.vram, **vram}, others=others)
+
+    def of_processes(self, count: int) -> Memory:
+        """Return the estimate for `count` processes of a run that share this machine, each with a
+        GPU of its own.
+        """
+        others = (count - 1) * sum(self.ram.values())
+        return replace(self, ram={**self.ram, OTHERS: others}) if others else self
+
+    def require(self) -> None:
+        """Raise QuantkitError if the run certainly needs more memory than it may use here, or than
+        the GPU has.
+        """
+        for stage in (self, *self.others):
+            replace(stage, others=(), gpu_memory=self.gpu_memory)._require()
+
+    def _require(self) -> None:
+        least = min(memory_limits(), key=lambda limit: limit.bytes, default=None)
+        needed = sum(self.ram.values())
+        if least is not None and least.bytes < CERTAINLY_NEEDED * needed:
+            raise QuantkitError(
+                f"the run takes about {_gb(needed)} of memory, and {least.cause} allows "
+                f"{_gb(max(0, least.bytes))}",
+                Words(_smaller(self.ram), "or", least.remedy)
+                if _smaller(self.ram)
+                else least.remedy,
+            )
+        there = self._gpu_memory()
+        if there is not None and there < self.least_vram:
+            on_cpu = Words("use", Option("device", "cpu"))
+            what, ways = "the weights of the largest block take", (on_cpu, "a GPU with more memory")
+            if AUTHOR in self.vram:
+                what, ways = (
+                    "the whole model, which writes its calibration text, takes",
+                    (INSTEAD, on_cpu),
+                )
+            raise QuantkitError(
+                Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there)), *ways
+            )
+
+    def _gpu_memory(self) -> int | None:
+        """Return the bytes of the GPU; None if no GPU matters."""
+        if self.gpu_memory is not None:
+            return self.gpu_memory
+        return torch.cuda.mem_get_info()[0] if self.vram and torch.cuda.is_available() else None
+
+    def _there(self, there: int) -> str:
+        return (
+            f"{_gb(there)} are free here"
+            if self.gpu_memory is None
+            else Words(Option("gpu_memory"), f"is {_gb(there)}")
+        )
+
+
+def _smaller(parts: Mapping[str, int]) -> Words | None:
+    """Name the option that reduces the largest part, if there is one."""
+    return SMALLER.get(max(parts, key=lambda part: parts[part]))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run takes: its peak memory, its peak on the disk by part, and the free bytes there.
+
+    `duration` are the least and the most seconds by a measured probe; the most is None if they are
+    only known to be more.
+    """
+
+    memory: Memory
+    disk: Mapping[str, int] = field(default_factory=dict)
+    disk_free: int | None = None
+    duration: tuple[float, float | None] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the needs as `plan --json` prints them."""
+        low, high = self.duration or (0.0, None)
+        return {
+            "peak_memory": self.memory.to_dict(),
+            "disk_free": self.disk_free,
+            "duration": None if self.duration is None else {"low": low, "high": high},
+        }
+
+    def disk_problem(self, out: Path | None, there: int = 0) -> str | None:
+        """Say that the disk of `out` is too small, where `there` bytes of the run are already; None
+        if it is not.
+        """
+        needed = sum(self.disk.values()) - there
+        if self.disk_free is None or needed <= self.disk_free:
+            return None
+        ways = [Words("free some or use another", Option("out"))]
+        gradients = self.disk.get(GRADIENTS, 0)
+        if gradients and gradients == max(self.disk.values()):
+            large = f": {format_bytes(gradients)} are for gradients"
+            ways.append(Words("use", Setting("output_aware", False), large))
+        free = f"{format_bytes(self.disk_free)} are free"
+        rule = f"the run takes {format_bytes(needed)} of disk and {free}"
+        return CheckpointError(rule, *ways, subject=out).typed
+
+
+def free_disk(out: Path | None) -> int | None:
+    """Count the free bytes of the disk of `out`; None if it is not known."""
+    if out is None:
+        return None
+    existing = next((folder for folder in out.absolute().parents if folder.is_dir()), None)
+    return shutil.disk_usage(existing).free if existing else None
+
+
+def disk_peak(
+    files: Files,
+    memory: Memory,
+    recipe: Recipe,
+    lengths: Sequence[int],
+    blocks: int,
+    act_budget: int | None,
+) -> dict[str, int]:
+    """Add up the peak bytes of a run on the disk, by part; `lengths` are the tokens of all
+    documents.
+
+    Two snapshots of activations stay until the end, and a third exists while the older one is
+    replaced. The gradients of each block give way to their sum, which stays to the end. Stores
+    beyond the budget are files.
+    """
+    count = ranks().count
+    graded = gradient_documents(lengths, ranks=count) if recipe.output_aware else 0
+    activations, gradients = (
+        memory.token_bytes * sum(each) for each in (lengths, lengths[:graded])
+    )
+    stores = (activations, activations if recipe.tune else 0, gradients)
+    in_files = [size for size in stores if act_budget is not None and size > count * act_budget]
+    saved = max(0, blocks - 1)
+    written, kept = max(
+        (files.before_last, min(saved, 3) * activations),  # at the last snapshot
+        (files.total + files.joined, min(saved, 2) * activations),  # at the end
+        key=sum,
+    )
+    sums = count * memory.sum_bytes if graded else 0
+    before, later = blocks * max(gradients, sums), blocks * sums
+    if before > written + kept + later:
+        return {ACTIVATIONS: sum(in_files), GRADIENTS: before}
+    return {"output": written, ACTIVATIONS: kept + sum(in_files), GRADIENTS: later}
+
+
+def streamed_memory(src: Checkpoint, linears: Iterable[tuple[int, int]]) -> Memory:
+    """Estimate the peak of rounding to nearest or repacking `linears` `(n, k)`, one tensor at a
+    time.
+    """
+    copied = max(
+        (prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0
+    )
+    largest = max((n * k for n, k in linears), default=0)
+    return Memory(
+        {
+            "program": program_bytes(cuda=False),
+            "largest weight": max(ROUNDING_BYTES * largest, 2 * copied),
+        }
+    )
+
+
+def calibrated_memory(
+    src: Checkpoint,
+    linears: Mapping[str, tuple[int, int]],
+    recipe: Recipe,
+    device: str | None = None,
+    act_budget: int | None = None,
+    gpu_memory: int | None = None,
+    *,
+    sensitivities: bool = False,
+) -> Memory:
+    """Estimate the peak of a run with activations, on `device` (None: as `auto` chooses).
+
+    `gpu_memory` are the bytes of a GPU that is not here. With `sensitivities` their pass is one
+    more stage.
+    """
+    sizes = Sizes.of(src, linears, recipe, device)
+    if sizes.on_gpu and gpu_memory is None and torch.cuda.is_available():
+        gpu_memory = torch.cuda.mem_get_info()[0]
+    peaks = [stage.bytes(sizes) for stage in stages_of(recipe)]
+    passes = [each for peak in peaks for each in peak.before]
+    passes += sensitivity.pass_bytes(sizes) if sensitivities else []
+    program = program_bytes(sizes.on_gpu, training=bool(passes))
+
+    def placed(parts: Mapping[str, int]) -> Memory:
+        """Divide parts between the host and a GPU, which holds the stores that fit."""
+        stores = {part: size for part, size in parts.items() if part in STORES}
+        host = {
+            part: size if act_budget is None else min(size, act_budget)
+            for part, size in stores.items()
+        }
+        if not sizes.on_gpu:
+            return Memory({"program": program, **parts, **host}, token_bytes=sizes.token)
+        fit = [
+            part
+            for part, size in stores.items()
+            if host[part] == size and stays_on_gpu(size, gpu_memory)
+        ]
+        vram = {part: size for part, size in parts.items() if part not in stores or part in fit}
+        host |= dict.fromkeys(fit, 0) | ({READ: parts[READ]} if READ in parts else {})
+        cuda = {"CUDA": CUDA_DEVICE, **vram}
+        return Memory({"program": program, **host}, cuda, token_bytes=sizes.token)
+
+    others = [placed(each) for each in passes]
+    if recipe.calibration.is_written:
+        writing = placed(self_generated.text_bytes(sizes))
+        others.append(replace(writing, least_vram=sum(writing.vram.values())))
+    activations = sizes.tokens * sizes.token
+    found = placed({ACTIVATIONS: activations, **_of_block(sizes, peaks)})
+    passing = sizes.width * (PASS_STATES * sizes.hidden + sizes.channels)
+    found = replace(
+        found,
+        others=tuple(others),
+        pass_bytes=passing if recipe.true_sequential else 0,
+        sum_bytes=Hessian.bytes(sizes.hidden),
+    )
+    waiting = found.pass_bytes * sizes.tokens
+    if sizes.on_gpu:
+        return _beside(sizes, found, waiting, gpu_memory)
+    left = PASSES_BYTES if act_budget is None else max(0, act_budget - activations)
+    return replace(found, ram={**found.ram, PASSES: min(PASSES_BYTES, left, waiting)})
+
+
+def _of_block(sizes: Sizes, peaks: Sequence[Peaks]) -> dict[str, int]:
+    """Add up the parts while the largest block is solved and tuned, and the stores."""
+    parts = Counter({LOADED: sizes.block})
+    for peak in peaks:
+        parts.update(peak.at)
+    work = {part: size for part, size in parts.items() if part not in STORES}
+    document = Stream.bytes(sizes.outputs, sizes.longest, sizes.width, sizes.device)
+    # The allocator of a GPU gives a document's memory to the solver.
+    solver = work[SQUARES] + work[ROWS] if sizes.on_gpu else 0
+    work[DOCUMENT] = max(0, document - solver)
+    for part, size in (item for peak in peaks for item in peak.behind.items()):
+        work[part] = max(0, size - (sum(work.values()) - sizes.block))  # solving has ended by then
+    # The embeddings are in memory only before the first block is solved.
+    before = sizes.width * max(sizes.outside, default=0) - sum(work.values())
+    return {**parts, **work, "embeddings, before the blocks": max(0, before)}
+
+
+def _beside(sizes: Sizes, found: Memory, waiting: int, gpu_memory: int | None) -> Memory:
+    """Add to the estimate of a run on a GPU its work in the background, and passes of `waiting`
+    bytes.
+    """
+    vram = dict(found.vram)
+    if ACTIVATIONS in vram and len(sizes.blocks) > SAVED_BLOCKS["cuda"]:
+        vram[SAVING] = vram[ACTIVATIONS]
+    # Behind a snapshot, or while the source is hashed, solved blocks wait for the writer on the
+    # GPU: as many units as its queue takes, beside the block that is being solved.
+    block = WAITING_BYTES * max(sizes.blocks.values(), default=0)
+    vram[WAITING] = block + min(MOST_BYTES, min(MOST_UNITS, len(sizes.blocks)) * block)
+    if gpu_memory is not None:
+        left = gpu_memory - sum(vram.values())
+        vram[PASSES] = max(0, min(waiting, round(PART_OF_GPU * gpu_memory), left))
+    # The next block is read ahead. The tensors outside the blocks wait behind the last one.
+    loading = round(PINNED * sizes.block)
+    host = {
+        **found.ram,
+        "loading": loading,
+        WAITING: min(MOST_BYTES, sizes.width * sum(sizes.outside)),
+    }
+    blocks = [size for block, size in sizes.blocks.items() if not TOWER.search(block)]
+    least = sizes.width * max(blocks, default=0)
+    return replace(found, ram=host, vram=vram, least_vram=least)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

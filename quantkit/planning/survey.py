@@ -1,0 +1,430 @@
+"""Match a source with its model, plan its output, and find the first error that needs no
+computation.
+
+`plan` and `quantize` both call this, so that they refuse the same, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import Unpack
+
+from quantkit.calibration.budget import split_documents
+from quantkit.calibration.preflight import check_sequences
+from quantkit.calibration.probe import Duration, is_worth_a_probe, probe as probe_run
+from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
+from quantkit.calibration.uncalibrated import units_of
+from quantkit.checkpoint.origin import resolve
+from quantkit.checkpoint.reader import CONFIG, Checkpoint
+from quantkit.checkpoint.report import heading
+from quantkit.checkpoint.writer import require_same
+from quantkit.core.ranks import ranks
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
+from quantkit.engines.tables import TARGETS
+from quantkit.errors import (
+    CheckpointError,
+    Command,
+    Option,
+    QuantkitError,
+    RecipeError,
+    Setting,
+    Words,
+)
+from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
+from quantkit.io.staging import WRITTEN, check_staging, is_complete
+from quantkit.layouts.recast import GROUP_SIZES, fitting
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.state_names import kept_in_float32, require_tied
+from quantkit.planning.needs import disk_peak
+from quantkit.planning.output import schemes_of
+from quantkit.planning.plan import Plan, plan_quantize
+from quantkit.planning.serving import find_gpu, serving
+from quantkit.planning.verdict import model_remarks
+from quantkit.progress import Progress
+from quantkit.recipes.goals import Goal, changes, label
+from quantkit.recipes.identity import difference, identity
+from quantkit.recipes.options import Calib, RunKeywords, RunOptions
+from quantkit.recipes.patterns import require_effect, skip_pattern
+from quantkit.recipes.recipe import Recipe, goals_of, without_paths
+from quantkit.text.sequences import Calibration, draw_calibration
+from quantkit.text.tokenizer import load_tokenizer
+
+
+class Job(NamedTuple):
+    """Hold a source, its model, the recipe as it fits them, the goal of each linear (None: left
+    dense), the plan, and the calibration text, once it is drawn.
+    """
+
+    src: Checkpoint
+    model: BlockRunner
+    recipe: Recipe
+    goals: dict[str, Goal | None]
+    plan: Plan
+    text: Calibration = Calibration([], {})
+
+    def report(self) -> dict[str, Any]:
+        """Collect the report's entries that are known before the work."""
+        recipe, outside = without_paths(self.recipe), self.model.outside
+        dense = (module for module, goal in self.goals.items() if goal is None)
+        return {
+            "recipe": recipe.to_mapping(),
+            "recipe_sha256": recipe.sha256(),
+            "device": self.model.device_name,
+            "compute_dtype": dtype_name(self.model.dtype),
+            "layout": self.plan.layout,
+            "scheme": self.plan.scheme,
+            "dense": [*dense, *outside.modules],
+            **outside.counted(),
+            "notices": list(self.plan.verdict.remarks),
+            "layout_notices": list(self.plan.verdict.layout_remarks),
+            "readers": list(self.plan.output.readers),
+            "calibration": self.text.facts,
+        }
+
+    def save_text(self, work: Path) -> None:
+        """Save text that the model has written, for the run to be resumed with."""
+        if self.recipe.calibrated and self.recipe.calibration.is_written:
+            save_text(work / WRITTEN, self.text)
+
+    def require_tied(self) -> None:
+        """Raise CheckpointError if a head and embeddings that are tied are both stored, and
+        differ; their values are read.
+        """
+        require_tied(self.model.module, self.src, self.model.states.stored)
+
+
+def plan(
+    model: str | Path,
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    gpu_memory: int | None = None,
+    target: str | None = None,
+    gpu: str | None = None,
+    probe: bool = False,
+    **options: Unpack[RunKeywords],
+) -> Plan:
+    """Plan the output of `quantize` from config, headers and calibration text.
+
+    If `quantize` would refuse the run, the plan has its error. The error is raised only if no plan
+    can be made. Values of weights and hashes of files are not checked. `gpu_memory` are the bytes
+    of a GPU that is not here. `target` and `gpu` name a program and a GPU; the plan then lists
+    their kernels. With `probe`, a part of a long run is measured to estimate its duration.
+    """
+    run = RunOptions(**options)
+    served_on = find_gpu(target, gpu)
+    job = survey(dense_source(model, run, recipe), recipe, out, run, gpu_memory)
+    made, folder = job.plan, job.plan.output.folder
+    if target is not None and served_on is not None and folder is not None:
+        found = serving(made.output.rows, folder, target, *served_on)
+        limit = TARGETS[target].signed.get(made.layout) if job.recipe.signed else None
+        told = [Words(f"{target}:", limit)] if limit else []
+        made = replace(made, serving=found, verdict=made.verdict.with_remarks(*told))
+        job = job._replace(plan=made)
+    try:
+        job = require_runnable(job, None if out is None else Path(out), run, is_plan=True)
+    except QuantkitError as error:
+        return replace(made, verdict=replace(made.verdict, refusal=error))
+    made, facts, remarks = job.plan, job.text.facts, list(job.text.notices)
+    if job.recipe.calibrated and job.recipe.calibration.is_written:
+        remarks.append(
+            "the model writes its calibration text in the run: its tokens are counted as if all "
+            "were the longest, and no duration is known"
+        )
+        facts = {key: value for key, value in facts.items() if key not in ("sha256", "sources")}
+    elif probe and gpu_memory is None:
+        duration, why = estimate_duration(job, run)
+        remarks += why
+        if duration is not None:
+            needs = replace(made.needs, duration=(duration.low, duration.high))
+            made = replace(made, needs=needs)
+    return replace(made, calibration=facts, verdict=made.verdict.with_remarks(*remarks))
+
+
+def estimate_duration(job: Job, run: RunOptions) -> tuple[Duration | None, list[str]]:
+    """Estimate the duration of a run by a probe, if it is long; else, or if the probe fails, None
+    and the reason.
+    """
+    sequences, device = job.text.sequences, job.model.device.type
+    if job.recipe.calibrated and not sequences:  # only the last step is left
+        return None, []
+    if not is_worth_a_probe(job.recipe, job.plan.output.weights, sequences, device):
+        return None, []
+    progress = run.progress or Progress(quiet=True)
+    try:
+        found = probe_run(job.model, job.recipe, job.goals, sequences, progress=progress)
+    except QuantkitError as error:
+        return None, [Words("the duration is not known, a probe of one block failed:", error.typed)]
+    return found, []
+
+
+def dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = None) -> Checkpoint:
+    """Open a model that is not quantized, or whose weights are dequantized on reading."""
+    src = Checkpoint(resolve(str(model), run.revision), run.trust_remote_code, dequantize=True)
+    if recipe is not None and recipe.dense_dtype is not None:
+        src.written_dtype = getattr(torch, recipe.dense_dtype)
+    if src.layout is not None:
+        src.require_quantized(src.layout.NAME, CONFIG)
+        raise CheckpointError(
+            f"is quantized already ({src.layout.NAME})",
+            Words("for another layout use", Command("pack"), "or convert"),
+            "give the unquantized model",
+            subject=model,
+        )
+    return src
+
+
+def runner_of(src: Checkpoint, run: RunOptions) -> BlockRunner:
+    """Build the model of a dense source on the device of a run."""
+    return BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
+
+
+def survey(
+    src: Checkpoint,
+    recipe: Recipe,
+    out: str | Path | None,
+    run: RunOptions,
+    gpu_memory: int | None = None,
+) -> Job:
+    """Match a dense source with its model, and plan its output; raises if no plan can be made."""
+    if gpu_memory is not None and run.device == "cpu":
+        about, cpu = Words(Option("gpu_memory"), "is about a GPU, and"), Option("device", "cpu")
+        raise RecipeError(Words(about, cpu, "uses none"), "drop one of them")
+    # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
+    model = runner_of(src, run if gpu_memory is None else replace(run, device="cpu"))
+    model.require_complete()
+    if src.written_dtype is not None:
+        src.never_cast = kept_in_float32(model.module, model.states.stored, src.written_dtype)
+    if recipe.layout is None and model.sliced:
+        way = Words("use", Command("quantize", Setting("prune", "2:4")))
+        raise CheckpointError(
+            f"{model.sliced[0]} holds all experts of a layer, and prune would write one tensor "
+            "for each, which no reader of dense models takes"
+            if recipe.only_prunes
+            else f"{model.sliced[0]} holds all experts of a layer, "
+            f"and no layout stores {label(recipe.scheme)}",
+            way if recipe.only_prunes else "compare other schemes",
+            subject=src.path,
+        )
+    return job_of(src, model, recipe, out, run, gpu_memory)
+
+
+def job_of(
+    src: Checkpoint,
+    model: BlockRunner,
+    recipe: Recipe,
+    out: str | Path | None,
+    run: RunOptions,
+    gpu_memory: int | None = None,
+) -> Job:
+    """Plan the output of a source whose model is known already."""
+    recipe, sized = with_group_size(recipe, model.linears, model.paths, model.kept_dense)
+    goals = goals_of(recipe, model.paths, model.kept_dense)
+    names = {name for linear, path in model.paths.items() for name in (linear, path)}
+    unused = require_effect(recipe, sorted(names), model.kept_dense)
+    made = plan_quantize(
+        src,
+        model.linears,
+        recipe,
+        goals=goals,
+        tied=model.tied,
+        inside={name for block in range(len(model.blocks)) for name in model.stored(block)},
+        out=None if out is None else Path(out),
+        device=model.device.type if gpu_memory is None else "cuda",
+        act_budget=run.act_budget,
+        gpu_memory=gpu_memory,
+    )
+    more = [*model_remarks(recipe, model, goals), *unused]
+    if recipe.fused_alike:
+        asked = goals_of(replace(recipe, fused_alike=False), model.paths, model.kept_dense)
+        more += changes(asked, goals)
+    remarks = (*sized, *made.verdict.remarks, *more)
+    made = replace(made, verdict=replace(made.verdict, remarks=remarks))
+    if not made.verdict.misfits:  # else a config cannot be made
+        schemes = schemes_of(recipe, goals, model.paths, model.outside.dense_entries(src))
+        units = _units(src, model, recipe)
+        output = made.output.with_files(src, schemes, recipe, units, made.notices)
+        made = replace(made, output=output)
+    return Job(src, model, recipe, goals, made)
+
+
+def _units(src: Checkpoint, model: BlockRunner, recipe: Recipe) -> Iterator[list[str]]:
+    """Yield the tensors of the source in the units that the run commits."""
+    if recipe.calibrated:
+        yield from map(model.stored, (*range(len(model.blocks)), None))
+    else:
+        yield from units_of(src, src.names())
+
+
+def with_group_size(
+    recipe: Recipe,
+    linears: Mapping[str, tuple[int, int]],
+    paths: Mapping[str, str],
+    kept_dense: Mapping[str, str],
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the widest of 128, 64 and 32 that fits every linear, and a notice if
+    it is not the usual.
+
+    A linear that none of them fits gets one scale a row by an override. A recipe that states a size
+    stays as it is. `linears` are name -> `(n, k)`; `paths` and `kept_dense` are those of the model.
+    """
+    layout, scheme = recipe.output_layout, recipe.scheme
+    if (
+        recipe.size_stated
+        or layout is None
+        or not isinstance(scheme, Scheme)
+        or scheme.group_size is None
+    ):
+        return recipe, []
+    goals = goals_of(recipe, paths, kept_dense)
+    mine = {module: shape for module, shape in linears.items() if goals.get(module) == scheme}
+    sizes = {
+        module: [
+            size
+            for size in (*GROUP_SIZES, None)
+            if fitting(layout, replace(scheme, group_size=size), *shape, pad=recipe.pad)
+        ]
+        for module, shape in mine.items()
+    }
+    grouped = [found for found in sizes.values() if any(found)]
+    size = next(
+        (each for each in GROUP_SIZES if all(each in found for found in grouped)), scheme.group_size
+    )
+    by_row = [module for module, found in sizes.items() if found == [None]]
+    now = replace(recipe, size_stated=True, scheme=replace(scheme, group_size=size))
+    notices: list[str] = []
+    if size != scheme.group_size:
+        first = next(
+            module
+            for module, found in sizes.items()
+            if any(found) and scheme.group_size not in found
+        )
+        widths = f"{scheme.group_size} does not divide the {mine[first][1]} inputs of {first}"
+        notices.append(
+            Words(
+                Setting("group_size", size), f"is the widest of 128, 64 and 32 that fits: {widths}"
+            )
+        )
+    if by_row:
+        rows = replace(scheme, group_size=None)
+        now = replace(now, overrides=((skip_pattern(by_row, goals), rows), *now.overrides))
+        widths = f"neither 128 nor 64 nor 32 divides the {mine[by_row[0]][1]} inputs of {by_row[0]}"
+        notices.append(f"{len(by_row)} linears have one scale a row: {widths}")
+    return now, notices
+
+
+def require_runnable(
+    job: Job,
+    out: Path | None,
+    run: RunOptions,
+    is_plan: bool = False,
+    text: Calibration | None = None,
+    more: int = 0,
+) -> Job:
+    """Raise the first error that needs no computation; return the job with the calibration text.
+
+    It writes nothing. Text that the model writes itself is only bounded in a plan. Without `text`
+    it is drawn, with up to `more` sequences that do not calibrate.
+    """
+    recipe, made, count = job.recipe, job.plan, ranks().count
+    made.verdict.require()
+    if run.progress is not None:
+        run.progress.note(*made.notices)
+    if not any(job.goals.values()):
+        what = "prune" if recipe.only_prunes else "quantize"
+        raise RecipeError(
+            "every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip"))
+        )
+    made.require_share(run.min_share)
+    if recipe.calibrated:
+        job.model.require_runnable()
+    if count > 1 and not recipe.calibrated:
+        raise RecipeError(
+            f"{count} processes were started, and this recipe uses no activations",
+            "start one, without torchrun or accelerate launch",
+        )
+    # This comes before anything that takes memory, and before a text is downloaded.
+    made.needs.memory.of_sequences(0, run.act_budget).require()
+    if made.output.schemes is not None:
+        # transformers would fill weights of some outputs by itself
+        stated, forms = made.output.config["quantization_config"], dict(made.output.forms)
+        with suppress(NotTried):
+            refusal_by_transformers(job.model, job.src, stated, forms, run.trust_remote_code)
+    before = None
+    if out is not None:
+        before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
+    resumed = before if run.resume else None
+    if resumed is not None and is_complete(resumed):
+        return job  # only the last step is left
+    if text is None and (recipe.calibrated or more):
+        saved = None if resumed is None else resumed / WRITTEN
+        text = calibration_text(job, recipe.calibration, run, saved, is_plan, more)
+    job = job._replace(text=text or job.text)
+    if recipe.calibrated:
+        check_sequences(recipe, job.model, job.text.sequences)
+    lengths = [len(sequence) for sequence in job.text.sequences]
+    of_rank = max(sum(lengths[part.start : part.stop]) for part in split_documents(lengths, count))
+    memory = made.needs.memory.of_sequences(of_rank, run.act_budget).of_processes(ranks().local)
+    memory.require()
+    needs = replace(made.needs, memory=memory)
+    if resumed is not None:
+        known = identity({**heading("", "", None, {}), **job.report()})
+        known.pop("source")
+        require_same(resumed, known, difference)
+    if out is not None and made.output.files is not None:
+        blocks, files = len(job.model.blocks), made.output.files
+        disk = disk_peak(files, memory, recipe, lengths, blocks, run.act_budget)
+        needs = replace(needs, disk=disk)
+        there = 0 if before is None else sum(path.stat().st_size for path in before.iterdir())
+        if (problem := needs.disk_problem(out, there)) is not None:
+            raise CheckpointError(problem)
+    return job._replace(plan=replace(made, needs=needs))
+
+
+def calibration_text(
+    job: Job,
+    calib: Calib,
+    run: RunOptions,
+    saved: Path | None = None,
+    is_plan: bool = False,
+    more: int = 0,
+) -> Calibration:
+    """Draw the calibration sequences for a model by the tokenizer of its source, with notes for the
+    user.
+
+    Text of the model's own is read from `saved`, if that is there. Otherwise the model writes it,
+    except for a plan.
+    """
+    model, progress = job.model, run.progress or Progress(quiet=True)
+
+    def write(count: int) -> Text:
+        if saved is not None and saved.exists():
+            return load_text(saved)
+        if is_plan:
+            return expected_text(model, calib, count)
+        return draw_text(model, calib, count, progress, run.trust_remote_code)
+
+    text = draw_calibration(
+        calib.data,
+        load_tokenizer(job.src.path),
+        samples=calib.samples,
+        max_length=min(calib.max_length, model.max_length),
+        seed=calib.seed,
+        lengths=calib.lengths,
+        text_column=calib.text_column,
+        split=calib.split,
+        template_args=calib.template_args,
+        skip_bad_records=calib.skip_bad_records,
+        write=write,
+        more=more,
+    )
+    if run.progress is not None:  # else a plan lists them
+        run.progress.note(*text.notices)
+    return text

@@ -1,0 +1,129 @@
+"""Recipes as files and options: YAML, those that come with quantkit, and `--set KEY=VALUE`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from quantkit.core.formats import FORMATS
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RecipeError, reason
+from quantkit.keys import Key, section_at
+from quantkit.names import Method
+from quantkit.recipes.recipe import written
+
+PACKAGE = Path(__file__).parents[1]
+_COMPARE = "compare with the quantkit_recipe.yaml of an output folder"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Find the recipes that come with quantkit, as name -> file."""
+    packaged = PACKAGE / "configs"
+    folder = packaged if packaged.is_dir() else PACKAGE.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_named(recipe: str | Path) -> Mapping[str, Any]:
+    """Read the mapping of a YAML file or of a recipe that comes with quantkit; RecipeError if it is
+    neither.
+    """
+    shipped = shipped_recipes()
+    if not Path(recipe).is_file() and str(recipe) not in shipped:
+        raise RecipeError(
+            "no such recipe", f"give a YAML file or one of {', '.join(shipped)}", subject=recipe
+        )
+    return load(Path(recipe) if Path(recipe).is_file() else shipped[str(recipe)])
+
+
+def load_named_or_scheme(recipe: str) -> Mapping[str, Any]:
+    """Read a recipe as `load_named`, or make one of a scheme and a method, such as `fp6:g64:gptq`.
+
+    RecipeError with the nearest names for anything else.
+    """
+    shipped = shipped_recipes()
+    if Path(recipe).is_file() or recipe in shipped:
+        return load_named(recipe)
+    scheme, _, method = recipe.rpartition(":")
+    if method in get_args(Method) and scheme.partition(":")[0] in FORMATS:
+        return {"scheme": written(Scheme.parse(scheme)), "method": method}
+    near = [*get_close_matches(recipe, shipped, 2, 0.5), "a YAML file"]
+    raise RecipeError(
+        f"unknown recipe {recipe!r}",
+        f"use {', '.join(near)}, or a scheme with a method like int4:g64:gptq",
+    )
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read the mapping of a recipe file; RecipeError if it is no YAML mapping or repeats a key."""
+    try:
+        with path.open(encoding="utf-8") as file:  # yaml names the file in its messages
+            mapping = yaml.load(file, Loader=_StrictLoader)
+    except OSError as error:
+        raise RecipeError(
+            f"cannot read the recipe ({error.strerror})",
+            "give the path of a YAML file",
+            subject=path,
+        ) from error
+    except Exception as error:  # yaml also raises errors of int(), date() and recursion
+        raise RecipeError(f"not a YAML recipe ({reason(error)})", _COMPARE, subject=path) from error
+    if not isinstance(mapping, dict):
+        raise RecipeError("a recipe is a mapping of keys", _COMPARE, subject=path)
+    return mapping
+
+
+def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
+    """Read the mapping that `--set KEY=VALUE` gives; RecipeError names an unknown key or a wrong
+    value.
+    """
+    known = {key.name: key for key in keys}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise RecipeError(f"--set {pair} has no value", "write it like --set gptq.damp=0.02")
+        if name not in known:
+            meant = [key.name for key in known.values() if name in (key.keyword, key.path[-1])]
+            near = [*meant, *get_close_matches(name, known, 1)][:1]
+            raise RecipeError(
+                f"unknown key {name!r}", f"use {near[0]}" if near else "--help-all lists all keys"
+            )
+        key = known[name]
+        value = yaml.safe_load(text) if text[:1] in ("[", "{") else text
+        value = {"on": True, "off": False}.get(text, value) if key.is_switch else value
+        found = merge(found, _nested(key.path, key.read(value, strict=False)))
+    return found
+
+
+def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
+
+
+def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `flags` merged over it, section by section; flags that are None change
+    nothing.
+    """
+    merged = dict(base)
+    for key, value in flags.items():
+        if isinstance(value, Mapping):
+            inner = merge(section_at(merged, key), value)
+            if inner:
+                merged[key] = inner
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuse repeated keys, which the standard loader resolves silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) != len(node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key is repeated", node.start_mark
+            )
+        return mapping
