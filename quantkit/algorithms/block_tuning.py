@@ -46,8 +46,8 @@ def is_moved_in_place(weight: Tensor, start: QuantizedTensor) -> bool:
 
 
 class TunedWeight:
-    """Learn the codes and scales of one weight `[n, k]`, beginning with `start`, which may be
-    padded.
+    """Learn the codes and scales of one weight `[n, k]`, from the start values `start`, which may
+    be padded.
 
     Zero points stay, and so do the zero codes of a 2:4 scheme. All arithmetic is float32.
     """

@@ -163,7 +163,7 @@ def descend_block(
 
 
 def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
-    """Return the tensor with the scales of least loss for its codes, rounded as they are stored.
+    """Return the tensor with the scales of least loss for its codes, rounded to their stored dtype.
 
     A row's scales stay if a new one would be zero, of the other sign, or too large. A group's scale
     stays if nothing depends on it: all its weights are zero, or all its channels are dead.

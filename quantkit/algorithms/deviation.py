@@ -35,7 +35,7 @@ def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
     there are none.
 
     Weights below 2^-20 of the largest are counted, in groups where they are at least an eighth of
-    the nonzero weights. Single small weights among normal ones are no event.
+    the nonzero weights. Single small weights among normal weights are not counted.
     """
     columns = tensor.codes.shape[1]  # padded, so that the last group is whole
     count = 0

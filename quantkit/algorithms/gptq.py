@@ -34,8 +34,8 @@ TALLEST = 60000.0
 #: A scale 16 times as large leaves FP6 31 of its 63 values, and FP5 15 of 31.
 MOST_BINADES = 4
 
-#: float32 matrices `[k, k]` while rows are solved, by the dtype of factors: the sum, H, its factor,
-#: that of the sweep, and H for the losses.
+#: float32 matrices `[k, k]` while rows are solved, by the dtype of factors: the sum, H, the factors
+#: of H and of the sweep, and H for the losses.
 SQUARES = {torch.float32: 4, torch.float64: 7}
 #: float32 matrices `[rows, k]` meanwhile, by device: weights, targets, errors, both results, the
 #: search's scratch. The kernels of a GPU need no more than 4
@@ -48,9 +48,10 @@ class Solution:
     """Hold a quantized weight and its losses by row: `d H d^T` with the undamped H, float64 `[n]`.
 
     `loss` is the loss of `tensor`, `rtn_loss` the loss of plain rounding with scales by the same
-    rule, and `norm` the loss of a zero weight. `guard_rows` bool `[n]` marks rows for which plain
-    rounding was better and was taken. `solver` describes the factorisation. `changes` counts the
-    changes of `coordinate_descent.refine` in the other rows, by row `[n]`, and marks raised scales.
+    rule, and `norm` the loss of a zero weight. `guard_rows` bool `[n]` marks rows that were
+    rounded, because rounding had less loss. `solver` describes the factorisation. `changes` counts
+    the changes of `coordinate_descent.refine` in the other rows, by row `[n]`, and marks raised
+    scales.
     """
 
     tensor: QuantizedTensor
@@ -63,7 +64,7 @@ class Solution:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The facts for the report: those of the solver, counts of scales, and sums over rows."""
+        """The facts for the report: facts of the solver, counts of scales, and sums over rows."""
         sums = {
             name: int(rows.sum())
             for name, rows in {"guard_rows": self.guard_rows, **self.changes}.items()
@@ -116,8 +117,8 @@ def quantize(
     refined = coordinate_descent.refine(
         weight, swept, h, descent=options.descent, refit=options.refit
     )
-    # Last, because a record is checked: a GPU would wait, while the launches of the sweep can hide
-    # behind the search.
+    # Last, because the check of a record waits for the GPU, and before it the launches of the sweep
+    # hide behind the search.
     if scheme.format.is_float and options.clip == "none":
         plain, _ = rtn.quantize(weight, scheme)
     else:
@@ -142,7 +143,7 @@ def step_bytes(
 
 
 def join(parts: Sequence[Solution]) -> Solution:
-    """Join solutions of several row blocks, of one weight or more, into one."""
+    """Join the solutions of several row blocks, of one or more weights."""
     if len(parts) == 1:
         return parts[0]
     loss, rtn_loss, norm, guard = (

@@ -63,8 +63,9 @@ class Hessian:
         entry is not finite.
 
         NumericError, too, if `k` differs from the linear's. Without checks this is the only one.
-        `weights`, float32, one for each token, multiply its part of the sum. Half-precision inputs
-        on a GPU are multiplied as they are with a float32 result, all others as float32.
+        `weights`, float32, one for each token, multiply its part of the sum. On a GPU,
+        half-precision inputs are multiplied with a float32 result. All other inputs are multiplied
+        in float32.
         """
         if x.shape[-1] != len(self._sum):
             raise NumericError(

@@ -38,7 +38,7 @@ def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
 
 
 def check_fixed(rule: Rule) -> None:
-    """Raise RecipeError if rounding alone cannot follow a rule."""
+    """Raise RecipeError if a rule needs more than rounding."""
     if rule == "sparsegpt":
         sparsegpt = Setting("method", "sparsegpt")
         raise RecipeError(

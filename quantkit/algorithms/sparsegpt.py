@@ -19,8 +19,8 @@ from quantkit.errors import NumericError, Setting, Words
 
 
 def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = None) -> Tensor:
-    """Return `weight` `[n, k]` with at most two non-zero values per quad, by the rule of `options`,
-    in its dtype.
+    """Return `weight` `[n, k]` with at most two non-zero values per group of four, by the rule of
+    `options`, in its dtype.
 
     sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h`
     `[k, k]`. `factor` is the result of `factorize` with `sparse`, if it is known already.

@@ -3,9 +3,9 @@ errors so far.
 
 `R` is upper triangular with `R R^T = H + damping`, and `V = R / diag(R)`. The target of column j is
 `t_j = w_j + sum_{i<j} D_i V_ij` for the errors `D` so far. The column is rounded to its target, and
-its own error joins `D`. The codes equal those of the published loop, from one factorisation and
-without updating the weights (ALGORITHMS 5.2). Everything is transposed, `[k, n]`, so that a column
-of the weight is contiguous.
+its own error joins `D`. The codes equal the published loop's, from one factorisation and without
+updating the weights (ALGORITHMS 5.2). Everything is transposed, `[k, n]`, so that a column of the
+weight is contiguous.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _STEP = 32  # columns corrected one by one before one product corrects the rest 
 
 class Pattern(NamedTuple):
     """Mark the entries of a 2:4 weight that stay: `mask` bool `[k, n]`, in processing order,
-    columns in quads.
+    columns in groups of four.
 
-    With `r` and `ahead` the sweep fills in `mask` as each quad begins. `r` `[k, 1]` is the diagonal
-    of R. `ahead` `[k, 4]` says how `t - w` of a quad's columns, times R's diagonal, affects its
-    later columns. A target assumes that the earlier columns of its quad are done without error; a
-    score assumes that they are not done yet.
+    With `r` and `ahead` the sweep fills in `mask` as each group of four begins. `r` `[k, 1]` is the
+    diagonal of R. `ahead` `[k, 4]` is the effect of `t - w` of a column, times R's diagonal, on the
+    later columns of its group. A target assumes that the earlier columns of its group are done
+    without error; a score assumes that they are not done yet.
     """
 
     mask: Tensor
@@ -64,7 +64,9 @@ class Pattern(NamedTuple):
         )
 
     def begin(self, q: int, t: Tensor, w: Tensor) -> None:
-        """Choose the two entries to keep in the quad at `q`, from targets and weights `[4, n]`."""
+        """Choose the two entries to keep in the group of four at `q`, from targets and weights `[4,
+        n]`.
+        """
         if self.r is not None and self.ahead is not None:
             quad = slice(q, q + QUAD)
             self.mask[quad] = best_two(
@@ -167,7 +169,7 @@ def round_block(
 
     `w` `[b, n]` are the weights, `v` `[b, b]` the block of V, `columns` their scales and zeros.
     Without `columns` and `fmt` nothing is rounded. Entries that `pattern` removes become zero; it
-    sees a quad's targets before the first column of the quad is processed. On a GPU a kernel does
+    sees the targets of four columns before the first of them is processed. On a GPU a kernel does
     this, where it can be compiled.
     """
     if t.dtype == torch.float32 and kernels.runs_on(t.device):

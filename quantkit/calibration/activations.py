@@ -79,7 +79,7 @@ class Activations:
 
     @property
     def hidden_only(self) -> bool:
-        """Whether no document has tensors beside its hidden state."""
+        """Whether every document is a hidden state and nothing else."""
         return not any(self._passed)
 
     def get_batch(self, numbers: Sequence[int]) -> State:
@@ -97,8 +97,8 @@ class Activations:
         self._put_passed(number, state.passed)
 
     def put_batch(self, numbers: Sequence[int], state: State) -> None:
-        """Replace the hidden states of documents as `get_batch` returns them; nothing is passed on
-        beside them.
+        """Replace the hidden states of documents, in the form of `get_batch`, when blocks pass on
+        nothing else.
         """
         self.get_batch(numbers).hidden.copy_(state.hidden)
         for number in numbers:

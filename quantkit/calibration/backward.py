@@ -43,9 +43,9 @@ def parts(
     """Divide documents, all without `numbers`, into batches for one pass with gradients, shortest
     first.
 
-    With `padded` a batch may have documents of several lengths, which `stacked` pads behind their
-    ends: no token of a decoder depends on later ones, and a pass of one short document takes a GPU
-    as long as one of many.
+    With `padded`, a batch may have documents of several lengths, which `stacked` pads at their
+    ends: no token of a decoder depends on later tokens. One short document takes a GPU as long as
+    many.
     """
     chosen = range(len(stream.sequences)) if numbers is None else numbers
     by_length = sorted(chosen, key=lambda number: len(stream.sequences[number]))

@@ -37,13 +37,13 @@ HESSIAN_BYTES = 4 * 2**30
 SOLVED_WEIGHTS = 2**28
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
-#: The most bytes of RAM that passes take which wait in a block. On a GPU it is `PART_OF_GPU`.
+#: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
 PASSES_BYTES = 2**31
-#: Hidden states that such a pass holds beside a linear's input: its own input, the residual and
-#: what a norm returned.
+#: Hidden states that such a pass holds beside a linear's input: its own input, the residual and a
+#: norm's output.
 PASS_STATES = 3
-#: Activations are saved after every so many blocks. On a GPU, repeating a few blocks is faster than
-#: writing them to disk.
+#: Blocks from one snapshot of the activations to the next. On a GPU, repeating a few blocks is
+#: faster than writing them to disk.
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 #: Whether finished blocks are written, and the source is hashed, in a background thread.
 BESIDE = {"cpu": False, "cuda": True}
@@ -90,8 +90,8 @@ def stays_on_gpu(size: int, free: int | None) -> bool:
 
 
 def fits_beside(size: int, stored: int, budget: int | None, free: int | None) -> bool:
-    """Decide whether passes of `size` bytes wait beside `stored` activations with their `budget`;
-    `free` as above.
+    """Decide whether passes of `size` bytes may wait, given `stored` activations and their
+    `budget`; `free` as above.
     """
     if budget is not None and size + stored > budget:
         return False

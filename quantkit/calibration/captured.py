@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.models.passing import tensors_in
 
-#: The call with inputs of one shape that is captured. A model's arguments for a block are kept by
+#: The call with inputs of one shape that is captured. A model's arguments for a block are stored by
 #: then.
 CAPTURED = 7
 #: Tags of operations whose results the CPU reads.
@@ -27,9 +27,9 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 class Captured:
     """Calls of a function of GPU tensors, which returns tensors, or None in their place.
 
-    The calls may differ in nothing but these inputs. One shape of them is captured. The function
-    itself runs for other shapes, and if it waits for the GPU. The next call overwrites the tensors
-    that a graph returned.
+    The calls may differ only in these inputs. One shape of them is captured. The function itself
+    runs for other shapes, and if it waits for the GPU. The next call overwrites the tensors that a
+    graph returned.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class Captured:
     ) -> list[Tensor | None]:
         """Call `function(*inputs)`; the shape of the last input counts.
 
-        `may(input)` tells whether the call that has just run may be captured, whose memory stays
-        taken then.
+        `may(input)` tells whether to capture the call that has just run. Its memory stays reserved
+        then.
         """
         shape = inputs[-1].shape
         self._calls[shape] += 1

@@ -72,7 +72,7 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     """
     model = run.model
     if model.device.type == "cpu":
-        # what the last block has freed lies in pieces, and would be added to this one's peak
+        # memory freed by the last block is fragmented, and would add to this block's peak
         release_heap()
     with run.clock.phase("load"):
         model.load_block(index)

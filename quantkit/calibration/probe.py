@@ -2,7 +2,7 @@
 some of its documents.
 
 Solving a block does not depend on the number of documents, all else grows with their tokens. The
-truth depends on what else the machine does, so a range is stated.
+true time depends on the machine's other work, so a range is stated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Duration:
 def is_worth_a_probe(
     recipe: Recipe, weights: int, sequences: Sequence[Tensor], device: str
 ) -> bool:
-    """Return True for a run on so many `weights` that takes more than some seconds."""
+    """Return True if a run on `weights` takes more than some seconds."""
     if not recipe.calibrated:
         return weights >= FEW_WEIGHTS
     lengths = [len(tokens) for tokens in sequences]
@@ -157,8 +157,8 @@ def _gradients(blocks: int, first: Mapping[str, float], watch: _Watch) -> float:
 
 
 def _passes(lengths: Sequence[int], steps: int) -> float:
-    """Count the tokens of forward passes, three for one with gradients, that tune a block in so
-    many steps.
+    """Count the tokens of the forward passes that tune a block. A pass with gradients counts three
+    times.
     """
     held_out = sum(lengths[HELD_OUT - 1 :: HELD_OUT])
     trained = len(lengths) - len(lengths) // HELD_OUT
@@ -174,8 +174,8 @@ def _typical(sequences: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 class _Enlarge(Stage):
-    """Let Hessians count the tokens of the whole run, so that no step is skipped that the run will
-    take.
+    """Let Hessians count the tokens of the whole run, so that the probe skips no step
+    of the run.
     """
 
     def __init__(self, times: float) -> None:

@@ -1,9 +1,9 @@
-"""Save activations after blocks, and continue a stopped run behind its last finished block with the
+"""Save activations after blocks, and continue a stopped run after its last finished block, with the
 same bits.
 
 Activations are saved before the commit of a block, on a GPU after every eighth block (RELIABILITY
-1.2, 1.3). Blocks that were committed later are run again with their solved weights, which are in
-the files of the journal.
+1.2, 1.3). Later committed blocks are run again with their solved weights, read from the journal's
+files.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def save(
 def resume(
     run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]
 ) -> Stream:
-    """Make the stream that enters the first unfinished block; `finished` has the facts of all
-    finished ones.
+    """Make the stream that enters the first unfinished block. `finished` has the facts of the
+    finished blocks.
 
     It comes from the last saved activations, through the blocks that finished after them. Without
     any, it comes from the text.
@@ -109,7 +109,7 @@ def _parity(run: Run, block: int) -> int:
 def committed(
     run: Run, linears: Iterable[str], done: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
-    """Yield the solved ones among `linears`, read back from the files in the journal."""
+    """Yield those of `linears` that were solved, read back from the journal's files."""
     layout = run.recipe.output_layout
     paths = [run.work / name for name in committed_files(done)]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}

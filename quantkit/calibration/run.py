@@ -28,7 +28,7 @@ from quantkit.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what a calibrated run has for all blocks: source, model, goals and the documents of this
+    """The state of a calibrated run for all blocks: source, model, goals and the documents of this
     rank.
 
     `sequences` are token ids, int64 `[t]`; the first one has the number `first` among `every`
@@ -155,7 +155,7 @@ class Stream:
                 self.run_fewer(block)
 
     def _forward(self, block: int, done: int, keep: bool) -> int:
-        """Run the documents behind the first `done` until a GPU has no memory left; return the new
+        """Run documents from number `done` on, until the GPU's memory is full. Returns the new
         count.
         """
         try:

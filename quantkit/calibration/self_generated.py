@@ -3,8 +3,8 @@ plain text.
 
 A conversation begins with the chat template's text before the user's words. The model writes the
 user's message too (Magpie, arXiv 2406.08464). Plain text begins with the tokenizer's first token
-(LLM-QAT, arXiv 2305.17888). All rows of a batch gain one token at each step: the template's next
-one, or one that is drawn.
+(LLM-QAT, arXiv 2305.17888). At each step every row of a batch gains a token: the template's next
+token, or a drawn token.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ TEMPERATURE = 1.0
 LONGEST = 1024
 #: The most tokens of a user's message and of an answer.
 MESSAGES = (256, 512)
-#: A text is dropped if at least so many tokens repeat what stands at most `PERIOD` tokens before
-#: them.
+#: A text is a loop if at least this many tokens equal a token at most `PERIOD` places before.
 LOOP, PERIOD = 64, 16
-#: One of so many rows is a spare one, for those that are dropped. Rounds are repeated at most so
-#: often.
+#: Rows of a batch for each spare row. Spare rows replace dropped texts. Rounds are repeated at most
+#: so often.
 SPARE, ROUNDS = 16, 4
 #: Bytes of keys and values of a batch.
 CACHE_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}
@@ -208,9 +207,9 @@ def draw_text(
     """Let the unquantized model write `count` sequences, int64 `[t]`; return them and their facts.
 
     Equal seeds give equal tokens, on another device other ones. torch's own generators are left
-    alone. Loops are dropped and drawn again. CheckpointError for a model or a chat template that
-    does not allow it, QuantkitError if nearly all texts are loops, NumericError for logits that are
-    not finite.
+    untouched. Loops are dropped and drawn again. CheckpointError for an unsuitable model or chat
+    template, QuantkitError if nearly all texts are loops, NumericError for logits that are not
+    finite.
     """
     require_generation(model)
     tokenizer, device = load_tokenizer(model.src.path), model.device
@@ -344,8 +343,8 @@ def turns_of(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Turn
 
 
 def first_token(tokenizer: Any, turns: Turns | None) -> int | None:
-    """Return the token that begins a text, None if any may: one that only opens turns of a
-    conversation does not.
+    """Return the token that begins a text, None if any token may. A token that only opens turns of
+    a conversation does not count.
     """
     added: list[int] = token_ids(tokenizer, "", special=True).tolist()
     if added:
@@ -355,7 +354,7 @@ def first_token(tokenizer: Any, turns: Turns | None) -> int | None:
 
 
 def alphabet_of(tokenizer: Any, module: PreTrainedModel, turns: Turns | None) -> Alphabet:
-    """Return the tokens that may be drawn: no special ones besides those that end a text or a
+    """Return the tokens that may be drawn: all ordinary tokens, and those that end a text or a
     message.
     """
     eos = getattr(module.config.get_text_config(), "eos_token_id", None)
@@ -376,8 +375,8 @@ def alphabet_of(tokenizer: Any, module: PreTrainedModel, turns: Turns | None) ->
 
 
 def token_bytes(module: PreTrainedModel, layers: int) -> int:
-    """Compute the bytes of keys and values of one token; those of a hidden state's width where
-    heads are not stated.
+    """Compute the bytes of a token's keys and values. Where a config states no heads, they have the
+    hidden state's width.
     """
     config: Any = module.config.get_text_config()
     stated = (getattr(config, name, None) for name in ("num_key_value_heads", "head_dim"))

@@ -2,8 +2,8 @@
 17).
 
 The unquantized model runs forward and back once, on documents that did not calibrate
-(`stages.gradients`). A linear's harm is the squared change of the likelihood to first order, token
-by token. One block is in memory at a time.
+(`stages.gradients`). A linear's loss increase is the squared change of the likelihood to first
+order, token by token. One block is in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantkit.calibration.run import Run, embedded
 from quantkit.calibration.stages import gradients
 from quantkit.checkpoint.reader import Checkpoint
 
-#: The documents that are run have at least this many tokens together, if there are so many.
+#: The measured documents have at least this many tokens together, as far as there are.
 TOKENS = 2**12
 
 
@@ -34,8 +34,8 @@ def pass_bytes(sizes: Sizes) -> list[dict[str, int]]:
 
 
 def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
-    """Measure the harm of each packed linear of a folder made from the run's source, in nats for
-    each token.
+    """Measure the loss increase by each packed linear of a folder made from the run's source, in
+    nats for each token.
 
     A linear that no token reaches has no entry. Raises as `gradients.measure`.
     """
@@ -43,8 +43,8 @@ def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
     count = gradient_documents(lengths, TOKENS)
     total = sum(lengths[:count])
     packed = set(folder.modules())
-    #: Of the block's linears: the error of the weight, float32 `[n, k]`, and the sum of squares, a
-    #: float64 scalar.
+    #: For each linear of the block: the error of the weight, float32 `[n, k]`, and the sum of
+    #: squares, a float64 scalar.
     errors, sums = dict[str, Tensor](), dict[str, Tensor]()
 
     def error(linear: str) -> Tensor:

@@ -111,8 +111,8 @@ def _pruned(linear: str, weight: Tensor) -> Item:
 
 
 def solved_width(goal: Goal, k: int, recipe: Recipe) -> int:
-    """Count the columns of a weight `[n, k]` while it is solved: padded to whole groups
-    and quads.
+    """Count the columns of a weight `[n, k]` while it is solved: padded to whole groups and groups
+    of four.
     """
     return goal.padded_k(k) if recipe.pad and isinstance(goal, Scheme) else k
 

@@ -1,5 +1,5 @@
-"""Passes of documents through a block that wait where it calls a linear, until that linear is
-solved.
+"""Passes of documents through a block. Each waits where the block calls a linear, until that linear
+is solved.
 
 Otherwise each group of linears needs a pass from the start of the block. A pass that goes on gives
 the same bits.

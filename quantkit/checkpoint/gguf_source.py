@@ -1,10 +1,10 @@
 """GGUF files as sources: opened as a folder of their config and tokenizer, their weights
 dequantized on reading.
 
-transformers says how a file is read: which config and tokenizer its metadata are, which state of
-the model each tensor is, and what llama.cpp's converter did to its values. The package gguf
-dequantizes. Both see only files whose header was checked. Nothing in a file is run; a chat template
-is carried along, and rendered in the sandbox of transformers.
+transformers knows how to read a file: the config and tokenizer in its metadata, the model's name of
+each tensor, and the changes of llama.cpp's converter to its values. The package gguf dequantizes.
+Both see only files whose header was checked. Nothing in a file is run; a chat template is carried
+along, and rendered in the sandbox of transformers.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
 ENDING, ORIGINAL = ".gguf", "use the model's own folder"
 #: Families whose activations are beyond float16, by the start of the architecture's name.
 BFLOAT16 = ("gemma",)
-#: Tensors that no family's processing changes, so that they are read in pieces: they are the
-#: largest.
+#: The largest tensors. No family's processing changes them, so they are read in pieces.
 PLAIN = ("token_embd.weight", "output.weight")
 #: The tensor that divides the frequencies of rotary positions, which transformers' reader leaves
 #: out.
 FACTORS = "rope_freqs.weight"
-#: A piece of a vocabulary that is a word, with the sign of the space before it; and the most that
-#: are tried.
+#: A vocabulary entry that is a word behind a space mark; and the most entries that are tried.
 WORD, WORDS = re.compile("[▁Ġ]?[A-Za-z]{4,}"), 200
 #: Values that are dequantized at a time.
 PIECE = 2**22
@@ -65,14 +63,14 @@ class GgufSource(NamedTuple):
     notices: tuple[str, ...]
 
 
-#: The temporary folders of this process, removed at its end: the file's path and version, and what
-#: it holds.
+#: Temporary folders of this process, removed at its end: by the file's path and version, with its
+#: contents.
 _opened: dict[tuple[Path, tuple[int, ...]], tuple[TemporaryDirectory[str], Path]] = {}
 _sources: dict[Path, GgufSource] = {}
 
 
 def source_of(folder: Path) -> GgufSource | None:
-    """Return the source for which `open_gguf` made a folder, None for any other folder."""
+    """Return the GGUF source of a folder that `open_gguf` made; None for any other folder."""
     return _sources.get(folder)
 
 
@@ -80,7 +78,7 @@ def open_gguf(path: Path) -> Path:
     """Return a temporary folder with a link to a GGUF file, and the config, tokenizer and facts in
     its metadata.
 
-    CheckpointError for a file that is damaged or hostile, or that transformers cannot read. Nothing
+    CheckpointError for a damaged or hostile file, or a file that transformers cannot read. Nothing
     is left then.
     """
     if find_spec("gguf") is None:
@@ -172,8 +170,8 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
 
 
 class _Named(NamedTuple):
-    """Show a model to transformers' map of names without its inner modules, each of which takes a
-    map of its own.
+    """Hide a model's inner modules from transformers' map of names, which would make a map for each
+    of them.
     """
 
     module: Any
@@ -256,8 +254,8 @@ class _Reading:
         return found[0] if isinstance(index, int) else found
 
     def piece(self, name: str, rows: slice) -> Tensor:
-        """Dequantize some entries of the first dimension, and undo what the converter to GGUF did
-        to them.
+        """Dequantize some entries of the first dimension, and undo the changes of the converter to
+        GGUF.
         """
         whole = self.shapes[name]
         expected = (len(range(whole[0])[rows]), *whole[1:])
@@ -310,8 +308,8 @@ def _refused(path: Path, what: str) -> Iterator[None]:
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:
-    """State in a config the scaling of Llama 3.1 and later that has these factors; CheckpointError
-    for other ones.
+    """Write the rotary scaling of Llama 3.1 that has these factors into a config. CheckpointError
+    for other factors.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -336,8 +334,8 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
 
 
 def _dtype(header: GgufHeader, architecture: str) -> torch.dtype:
-    """Return float32 for weights that are so, bfloat16 for those and for families that need its
-    range, or float16.
+    """Choose the model's dtype: float32 or bfloat16 as the weights are, bfloat16 for families that
+    need its range, else float16.
     """
     kinds = _kinds(header)
     if kinds.keys() <= {"F32"}:

@@ -45,16 +45,15 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.
 EXPONENT = (torch.float8_e8m0fnu, torch.uint8)
 FLOAT = (torch.float32, torch.bfloat16, torch.float16)
-#: Names of scales behind `X.` of a weight `X.weight`, or behind `X_` of a tensor `X` of several
+#: Suffixes of scales: after `X.` of a weight `X.weight`, or after `X_` of a tensor `X` of several
 #: experts.
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale", "qscale_weight")
-#: The last names of tensors beside codes, which may have the dtype of codes.
+#: Last names of tensors that accompany codes, and may have their dtype.
 SCALE, ZERO, ORDER, DIVISOR, SHAPE = (
     *("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_shape"),
 )
 PACKED = "weight_packed"
-#: Names of what belongs to a linear's input and output, and to the cache, which a dense model does
-#: not have.
+#: Names of scales for a linear's input and output and for the cache, which a dense model lacks.
 INPUT_SCALES = (
     *("activation_scale", "input_scale", "input_scale_ub", "qscale_act"),
     *("input_global_scale", "input_zero_point", "input_g_idx"),
@@ -71,8 +70,8 @@ Block = tuple[int, int] | None
 
 
 class Form(NamedTuple):
-    """Tell how codes are stored: the last name of their tensor, its dtypes, those of scales, and
-    the bits of a code.
+    """How codes are stored: the last name of their tensor, the dtypes of codes and scales, and the
+    bits of a code.
     """
 
     title: str
@@ -101,9 +100,7 @@ FORMATS = {
 
 
 class Scheme(NamedTuple):
-    """Hold what a configuration says of some weights: their form, bits, and the block that shares a
-    scale.
-    """
+    """A configuration's entry for some weights: form, bits, and the block that shares a scale."""
 
     form: Form
     bits: int
@@ -141,7 +138,7 @@ class LowBit(NamedTuple):
 
     @property
     def left_out(self) -> str:
-        """Say what of the source is left out of the dense model; empty if nothing is."""
+        """List the parts of the source that the dense model lacks."""
         counted = Counter(name.rpartition(".")[2] for name in self.dropped).items()
         parts = [", ".join(f"{count} {name}" for name, count in counted)] if counted else []
         return " and ".join(parts + ["the rounding of activations"] * self.activations)
@@ -151,8 +148,8 @@ def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> L
     """Find the low-bit weights of a source by its `quantization_config`, `stated`; None for other
     methods.
 
-    CheckpointError for a weight without its scale or a scale without its weight, for wrong shapes
-    and dtypes, and for a configuration that cannot be read. Values are checked when they are read.
+    CheckpointError for a missing weight or scale, a wrong shape or dtype, or an unreadable
+    configuration. Values are checked when they are read.
     """
     method = stated.get("quant_method")
     if method == "mxfp4":
@@ -322,8 +319,8 @@ def _weights(
 def _weight(
     src: StoredTensors, stored: Collection[str], name: str, prefix: str, scheme: Scheme
 ) -> tuple[LowBitWeight, str]:
-    """Collect the tensors of a weight, and say what shares a scale; CheckpointError if one is
-    missing or malformed.
+    """Collect the tensors of a weight, and the block that shares a scale. CheckpointError if a
+    tensor is missing or malformed.
     """
     form = scheme.form
     if src.dtype(name) not in form.codes:

@@ -127,8 +127,8 @@ def _scales(w: LowBitWeight, read: Read, expert: int | None) -> Tensor:
 
 
 def _zeros(w: LowBitWeight, read: Read, expert: int | None) -> Tensor | None:
-    """Read the zero points like the scales, None if there are none; int32 ones are packed along the
-    rows.
+    """Read the zero points like the scales; None if there are none. int32 zero points are packed
+    along the rows.
     """
     if w.zero is None:
         return None
@@ -139,8 +139,8 @@ def _zeros(w: LowBitWeight, read: Read, expert: int | None) -> Tensor | None:
 
 
 def _groups(w: LowBitWeight, read: Read) -> Tensor:
-    """Return the column of the scales for each column of the weight; CheckpointError for one that
-    is not there.
+    """Map each column of the weight to its column of scales. CheckpointError for a column out of
+    range.
     """
     static = torch.arange(w.shape[-1]) // w.block[1]
     if w.order is None:

@@ -75,8 +75,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 
 def _gguf_of(folder: Path) -> Path | None:
-    """Find the only GGUF file of a folder, None beside other weights; CheckpointError
-    for several.
+    """Find the GGUF file of a folder. None if the folder has other weights; CheckpointError for
+    several GGUF files.
     """
     with files.guarded(folder):
         listing = sorted(path.name for path in folder.iterdir())
@@ -95,8 +95,7 @@ def _gguf_of(folder: Path) -> Path | None:
     return folder / found[0]
 
 
-#: Keys of a config or a tokenizer under which transformers has stated the folder that it was read
-#: from.
+#: Keys under which transformers writes the folder that a config or tokenizer was read from.
 PATHS = ("_name_or_path", "name_or_path")
 
 
@@ -117,9 +116,9 @@ def origin(
     """Collect the facts about a source that its outputs hand on: name, revision, hub id, licence,
     language, tags.
 
-    `base_model` is the hub id if it is known. `relation` is "quantized" if the source itself has
-    that id: a folder may also name the model from which it was trained. Facts that the source does
-    not state are absent. An unreadable model card leads to a notice.
+    `base_model` is the hub id if it is known. `relation` is "quantized" if the id is the source's
+    own. A folder may also name the model that it was trained from. Facts that the source does not
+    state are absent. An unreadable model card leads to a notice.
     """
     stated, notice = model_folder.front_matter(src.path)
     found: dict[str, Any] = {"name": name_of(model), "revision": revision}
@@ -165,9 +164,7 @@ def without_paths(value: Any, folder: Path) -> Any:
 
 
 def without_local_paths(folder: Path, name: str) -> bytes | None:
-    """Return the text of a config beside the weights without the local paths in it, None if it has
-    none.
-    """
+    """Return the text of a config without its local paths; None if it has no local path."""
     if not name.endswith(".json") or name in ("tokenizer.json", "vocab.json"):
         return None
     path = model_folder.inside(folder, name)
@@ -196,8 +193,8 @@ class Companions(NamedTuple):
 
 def companions_of(src: Checkpoint) -> Companions:
     """List the files of a source that go along; CheckpointError for a link out of the folder."""
-    # A config that still names code was read with --trust-remote-code, and opens only with that
-    # code.
+    # A config that still names code opens only with that code. It was read with
+    # --trust-remote-code.
     code = any(key == "auto_map" for key, _ in entries(src.config, src.path))
     names, left_out = model_folder.companions(src.path, [path.name for path in src.files()], code)
     return Companions({name: without_local_paths(src.path, name) for name in names}, left_out)

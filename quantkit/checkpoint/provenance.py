@@ -27,7 +27,7 @@ from quantkit.io import files, model_folder
 from quantkit.io.model_folder import SUMS
 from quantkit.io.safetensors_files import damaged_tensors
 
-#: The most bytes of that list that are read.
+#: The most bytes that are read of that list.
 _LIMIT = 2**20
 #: Files that are hashed at a time while a model is loaded.
 READERS = 2
@@ -46,7 +46,7 @@ def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
     """Look up file name -> recorded hash, for the files that have one; the report comes before the
     others.
 
-    Only files that are there, and that quantkit or a library opens, are looked up.
+    Only existing files that quantkit or a library opens are looked up.
     """
     found = {
         name: Recorded(path.name, "its name in the hub's cache says", "download it again")
@@ -103,8 +103,7 @@ def source_hashes(
     CheckpointError.
 
     `readers` files are hashed at a time; `check` is called between pieces, and may raise. With
-    `finite`, the same pass looks for numbers that are not finite: NumericError for the first tensor
-    that has one.
+    `finite`, the same pass raises NumericError at the first tensor with NaN or infinity.
     """
     known = recorded_hashes(src)
     like, unfit = digests(known), set[str]()

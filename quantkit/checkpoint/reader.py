@@ -32,7 +32,7 @@ from quantkit.layouts.schemes import Schemes
 #: The section of config.json that states the quantization, and its name in compressed-tensors'
 #: first releases.
 CONFIG, QUANTIZATION, FORMER = "config.json", "quantization_config", "compression_config"
-#: Dtypes of weights that are not quantized, and of counters and masks beside them.
+#: Dtypes of dense weights, and of counters and masks.
 _DENSE = (*FLOATS, torch.float64, torch.int64, torch.bool)
 #: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
 _PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
@@ -145,10 +145,9 @@ class Checkpoint(StoredTensors):
         return self._packed(module)[1]
 
     def size(self, module: str) -> tuple[int, int]:
-        """Return `(n, k)` of a packed module as it is stored, padding included, from the headers'
-        shapes.
+        """Return the stored `(n, k)` of a packed module, padding included, from the headers.
 
-        CheckpointError if these are not all of one weight in the layout that config.json states.
+        CheckpointError if the shapes do not belong to a weight in the layout of config.json.
         """
         if module in self._sizes:
             return self._sizes[module]
@@ -188,7 +187,7 @@ class Checkpoint(StoredTensors):
         return {suffix: self.get(name) for suffix, name in self.parts(module).items()}
 
     def quantized(self, module: str) -> QuantizedTensor:
-        """Read a packed module as it is stored, padding included; see `record`."""
+        """Read a packed module with its padding; see `record`."""
         return self.record(module, self.stored(module))
 
     def record(
@@ -350,9 +349,7 @@ class Checkpoint(StoredTensors):
             raise CheckpointError(rule, f"remove {what}, which is out of date", subject=self.path)
 
     def _true_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the true shapes that the `quantkit` key states; CheckpointError for one that
-        cannot be.
-        """
+        """Return the true shapes in the `quantkit` key. CheckpointError for an impossible shape."""
         padded = dict(self.schemes.padded) if self.schemes is not None else {}
         for module, (n, k) in padded.items():
             stored = self.size(module) if module in self._modules else None
@@ -380,7 +377,7 @@ class Checkpoint(StoredTensors):
 
 @contextmanager
 def _of_file(folder: Path, module: str) -> Iterator[None]:
-    """Turn a layout's error about stored tensors into one that names the folder and the module."""
+    """Add the folder and the module to a layout's error about stored tensors."""
     try:
         yield
     except LayoutError as error:

@@ -47,8 +47,7 @@ WORDS = (
     "restated_from",
     "requantized_from",
 )
-#: What an entry may hold that a conversion copies as it is, also from other versions: nothing
-#: deeper than a list.
+#: Types of an entry that conversions copy unchanged, also from other versions: at most a list deep.
 _Scalar = str | float | bool | None
 _COPIED = dict[str, _Scalar | list[_Scalar]]
 #: Facts of a layer, and entries of `totals`, that must be numbers.
@@ -229,8 +228,8 @@ def peak_memory() -> dict[str, int]:
 def load(folder: Path) -> dict[str, Any]:
     """Read the report of an output folder, `{}` if it has none.
 
-    CheckpointError if an entry that quantkit reads or copies has a wrong type, the seal is not that
-    of the other entries, or the file is a link out of the folder.
+    CheckpointError if an entry has a wrong type, the seal does not match the other entries, or the
+    file is a link out of the folder.
     """
     path = folder / REPORT
     if not path.exists() and not path.is_symlink():

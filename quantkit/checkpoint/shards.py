@@ -1,9 +1,9 @@
-"""The weight files of a folder: how many tensors each takes, which small ones are joined, and their
+"""The weight files of a folder: the division of tensors into files, the joining of small files, the
 final names.
 
 A run writes at least one file a commit, such as a block. In the end neighbours are joined into
-files of at least LEAST_BYTES, and all are numbered to their end. Each step is a line of the
-journal, whose `replaced` files give way to its `files`.
+files of at least LEAST_BYTES, and files are numbered `1 of N`. Each step is a line of the journal,
+whose `replaced` files give way to its `files`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def join(paths: Sequence[Path], into: Path) -> str:
     """Copy the tensors of several files into a new one, durably, and return its hash; one tensor is
     in memory.
 
-    CheckpointError for a tensor that does not have the digest that its file states.
+    CheckpointError for a tensor whose digest differs from the digest in its file.
     """
     headers = [read_header(path) for path in paths]
     joined = SafetensorsWriter(
@@ -87,7 +87,7 @@ def join(paths: Sequence[Path], into: Path) -> str:
 
 
 def changed(path: Path) -> CheckpointError:
-    """Make the error for a committed file that is not what was written."""
+    """Make the error for a committed file that has changed."""
     return CheckpointError(
         "changed since it was written",
         Words("start over with", Option("overwrite", True)),

@@ -28,12 +28,12 @@ Compute = Callable[[Read, "int | slice | None"], Tensor]
 
 
 class Derived(NamedTuple):
-    """Describe a tensor that is computed from the tensors `inputs`, which it replaces
-    (`Checkpoint.derive`).
+    """A tensor that replaces its `inputs`, from which it is computed (`Checkpoint.derive`).
 
     `compute(read, index)` returns the tensor, or an entry or a range of its first dimension. `read`
-    gives the stored inputs; with an index it reads only the bytes of that part. `restore` undoes it
-    for a tensor that is written dense; without it, a dense tensor is written as it was computed.
+    gives the stored inputs; with an index it reads only the bytes of that part. `restore` inverts
+    the computation when the tensor is written dense. Without `restore`, the computed tensor is
+    written.
     """
 
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class StoredTensors:
         """Replace stored tensors by tensors computed from them, each in the place of its first
         input.
 
-        The inputs have no name any more; a derived tensor may have the name of one. Inputs may be
+        The inputs' names are free again, and a derived tensor may take one of them. Inputs may be
         derived themselves. The tensors `drop` have no name any more either.
         """
         before = self._where
@@ -147,9 +147,7 @@ class StoredTensors:
         return name in self._where and self._where[name].restore is not None
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Give a dense tensor the form in which an output stores it: that of the source, but for
-        `written_dtype`.
-        """
+        """Convert a dense tensor to its stored form: the source's form, in `written_dtype`."""
         restore = self._where[name].restore if name in self._where else None
         tensor = tensor if restore is None else restore(tensor)
         cast = (
@@ -199,8 +197,8 @@ class StoredTensors:
         return self._at(name).read(index)
 
     def plain(self) -> dict[str, dict[str, TensorInfo]]:
-        """Map each file name to the tensors that are read from it as they are stored, in the order
-        of their bytes.
+        """Map each file name to the stored tensors that are read from it, in the order of their
+        bytes.
         """
         found: dict[str, dict[str, TensorInfo]] = {name: {} for name in self.sources()}
         for name, place in self._where.items():
@@ -214,7 +212,7 @@ class StoredTensors:
         return [self.path / shard.name for shard in self._shards]
 
     def sources(self) -> dict[str, Path]:
-        """Map file name to real path: the shards in their order, then the files beside them."""
+        """Map file name to real path: the shards in their order, then all other files."""
         return {file.name: file.path for file in (*self._shards, *self._beside)}
 
     def hashes(self) -> dict[str, str]:

@@ -55,7 +55,7 @@ class Item(NamedTuple):
 class Commit(NamedTuple):
     """Ask the writer to make all items so far durable; `facts` go into the journal.
 
-    `late` returns facts that are known only just before the write, such as those of a snapshot.
+    `late` returns facts that are known only just before the write, such as a snapshot's.
     """
 
     facts: dict[str, Any]
@@ -72,10 +72,10 @@ class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable,
     `finish` does the rest.
 
-    On a folder with a journal it continues after the last commit: `done` has the lines of all
-    commits, the first `resumed` from earlier runs. Files that no commit lists are deleted.
-    `left_out` are the files of the source that do not go along. `expected` are the names of all
-    tensors, if known: space for them is reserved in each file's header. CheckpointError if a
+    On a folder with a journal, writing continues after the last commit. `done` has the lines of all
+    commits; the first `resumed` of them are of earlier runs. Files that no commit lists are
+    deleted. `left_out` are the files of the source that do not go along. `expected` are the names
+    of all tensors, if known: space for them is reserved in each file's header. CheckpointError if a
     committed file differs from the journal.
     """
 
@@ -177,8 +177,8 @@ class CheckpointWriter:
     def arrange(self) -> None:
         """Commit, join small files, and give all files their final names.
 
-        A stopped run does the rest when it is resumed: files go only when the journal has those in
-        their place.
+        Files are deleted only after the journal has their replacements. A resumed run deletes the
+        rest.
         """
         self.commit({})
         names = list(self.hashes())

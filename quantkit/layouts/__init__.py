@@ -68,8 +68,8 @@ def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tup
     """Read the layout and the schemes from the `quantization_config` of the file `path`.
 
     The `quantkit` key has precedence, because public configs cannot state everything.
-    CheckpointError, which names `path`, for a config that no layout knows, that is malformed, or
-    that contradicts itself.
+    CheckpointError, with `path`, for a config that is unknown to all layouts, malformed or
+    contradictory.
     """
     with about(str(path)):
         if not isinstance(quantization_config, Mapping):
@@ -132,7 +132,7 @@ def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
         public = LAYOUTS[own.layout].write_config(schemes)
     except LayoutError as error:
         raise CheckpointError("the 'quantkit' key contradicts itself", error.typed) from error
-    # `version` is that of AWQ's words; other methods state a library version there.
+    # `version` is the version of AWQ's words. Other methods write a library version there.
     for key in (*FORMAT_KEYS, *(public.keys() & {"version"})):
         if config.get(key) != public.get(key):
             raise CheckpointError(

@@ -1,12 +1,12 @@
 """The order of a matrix in memory, and its codes packed into 32-bit words: an `Arrangement`, or one
 stream of bits for each row.
 
-`Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")` names the axes of the rows, of
-the columns (slow to fast), and their order in memory. The inverse is derived, so both directions
-come from the one line.
+`Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")` names the axes of rows and
+columns (slow to fast), and their order in memory. The inverse is derived, so this line gives both
+directions.
 
-A stream of bits has no gaps (docs/layouts.md 9 and 9b). Code `j` of a row has the bits from
-`j * bits` on, in little-endian int32 words. The bits behind the last code are 0.
+A stream of bits has no gaps (docs/layouts.md 9 and 9b). Code `j` of a row has the bits from `j *
+bits` on, in little-endian int32 words. The bits after the last code are 0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.nn.functional import pad
 from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
 
-#: Codes that are packed or unpacked at a time on a CPU, so that intermediate tensors stay in its
-#: cache.
+#: Codes that a CPU packs or unpacks at a time, so that intermediate tensors stay in its cache.
 BLOCK = 1 << 20
 #: The most words that are copied as one unit.
 RUN = 8
@@ -360,7 +359,7 @@ def stream_unpacker(words: Tensor, bits: int, k: int, name: str) -> OnRows:
     """Make a function that fills contiguous uint8 rows `[some, k]` from `words`: the inverse of
     `stream_packer`.
 
-    It raises LayoutError for bits behind the last code of the tensor called `name` that are not 0.
+    It raises LayoutError if bits after the last code of the tensor `name` are not 0.
     """
     whole, words = _whole(k, bits), words.contiguous()
 

@@ -1,5 +1,5 @@
-"""`Layout`: the interface of a file layout, what all layouts do by it, and the checks of stored
-tensors.
+"""`Layout`: the interface of a file layout, the code that all layouts share, and the checks of
+stored tensors.
 
 Checkpoints are untrusted input: type, shape and contents are checked before anything is used. A
 failure is one line that names the tensor, and the rule.
@@ -88,8 +88,7 @@ class Layout(ABC):
     """The place of each code, scale and zero point in a checkpoint's tensors, and the form of its
     config.json.
 
-    All that other packages must know of a layout is declared here, so that none asks for a layout
-    by its name.
+    Other packages read all properties of a layout here, and never ask for a layout by its name.
     """
 
     NAME: ClassVar[str]
@@ -97,7 +96,7 @@ class Layout(ABC):
     VARIANT_OF: ClassVar[str | None] = None
     #: Each `quant_method` of the configs that `read_config` reads, the written one first.
     QUANT_METHODS: ClassVar[tuple[str, ...]]
-    #: The other entries of these configs, in the order in which they are written.
+    #: The other entries of these configs, in their order in the file.
     CONFIG: ClassVar[type[msgspec.Struct]]
     #: The formats that `holds` accepts, in words.
     HOLDS: ClassVar[str] = "int4"
@@ -107,7 +106,7 @@ class Layout(ABC):
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
     #: A tensor with this suffix marks a module as packed in this layout.
     MARKER: ClassVar[str]
-    #: The file beside config.json, or None where no reader looks for one.
+    #: The additional config file, or None if no reader looks for it.
     SIDE_FILE: ClassVar[SideFile | None] = None
     #: The layout's name in messages, the multiples that `n` and `k` must be, and the way out if
     #: they are not.
@@ -121,9 +120,9 @@ class Layout(ABC):
     #: floats.
     INTEGERS_IF: ClassVar[str | None] = None
     FLOATS_IF: ClassVar[str | None] = None
-    #: The condition under which this layout holds the zero points of another one.
+    #: The condition under which this layout holds another layout's zero points.
     ZEROS_IF: ClassVar[str | None] = None
-    #: What to say before asymmetric weights are stored, or None.
+    #: The warning before asymmetric weights are stored, or None.
     ZEROS_NOTICE: ClassVar[str | None] = None
     #: A doubt that remains about the zero points of a file, or None.
     ZEROS_IN_DOUBT: ClassVar[str | None] = None
@@ -174,7 +173,7 @@ class Layout(ABC):
 
     @abstractmethod
     def schemes(self, config: Any) -> Schemes:
-        """Read the schemes from a CONFIG; CheckpointError for what cannot be read."""
+        """Read the schemes from a CONFIG. CheckpointError for an entry that cannot be read."""
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         """Return True if a config with one of QUANT_METHODS is of this layout."""
@@ -320,7 +319,7 @@ def check_multiples(
 
 
 def half(scales: Tensor) -> Tensor:
-    """Copy scales `[n, g]` to contiguous float16; zero and negative ones are legal.
+    """Copy scales `[n, g]` to contiguous float16. Zero and negative scales are legal.
 
     LayoutError for NaN, infinity, and values that float16 would change (docs/layouts.md 11).
     """

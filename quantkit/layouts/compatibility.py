@@ -1,7 +1,7 @@
 """The table of conversions between layouts, with their conditions: `convert --list` and
 docs/conversions.md.
 
-It is derived from the layouts: each scheme of one is tried on the other with `recast.target`, and
+The table is derived: each scheme of a source is tried on the target with `recast.target`, and
 shapes with `check`. Only conditions on the contents of a file are stated here (docs/layouts.md 11).
 """
 
@@ -34,10 +34,10 @@ SIZE = 1024
 
 @dataclass(frozen=True)
 class Conversion:
-    """The conversion of one layout to another.
+    """The conversion from a layout to another.
 
     `lossless` is True, None under `condition`, or False because of `condition`. `restated` lists
-    the schemes that are recast, and to which ones.
+    the schemes that are recast, with their new schemes.
     """
 
     source: str

@@ -210,9 +210,9 @@ class CompressedTensors(Layout):
     def config(self, schemes: Schemes) -> CompressedTensorsConfig:
         """Make the config of docs/layouts.md 9, with one config group for each scheme.
 
-        The library takes the target that is a name before one that is a pattern, the first pattern
-        in text order, and a class last. `overrides` has its own order. So each name has the same
-        scheme as in `schemes`: every pattern excludes the patterns before it.
+        The library prefers a target that is a name, then the first pattern in text order, then a
+        class. `overrides` has its own order. So each name has the same scheme as in `schemes`:
+        every pattern excludes the patterns before it.
         """
         targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
         before = ""

@@ -133,8 +133,8 @@ class Patterns:
         self._left = SECONDS_IN_ALL
 
     def first(self, name: str) -> int | None:
-        """Return the index of the first pattern that matches a whole name; CheckpointError if that
-        takes too long.
+        """Return the index of the first pattern that matches a whole name. CheckpointError if
+        matching takes too long.
         """
         if name not in self._found:
             self._found[name] = self._search(name)

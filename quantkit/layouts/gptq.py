@@ -1,7 +1,7 @@
 """GPTQ checkpoints: plain words without interleaving, eight rows of the transposed weight a word
 (docs/layouts.md 1).
 
-The two variants differ in zero points: v1, of AutoGPTQ, stores them less one, v2 as they are.
+The two variants differ in zero points: v1, of AutoGPTQ, stores them minus one, v2 unchanged.
 Act-order is read only where it is static (`g_idx` is `k // g`), because no other layout can hold a
 shuffled one.
 """
@@ -137,8 +137,8 @@ class Gptq(Layout):
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Make a row-wise unpacker; a missing `g_idx` counts as `k // g`.
 
-        Symmetric files are read by their data, whatever the label: all zero points 7 is v1 and all
-        8 is v2 (docs/layouts.md 1.4).
+        Symmetric files are read by their data, and the label is ignored: zero points of 7 are v1,
+        of 8 v2 (docs/layouts.md 1.4).
         """
         check_static(tensors, "g_idx", scheme, shape[1])
         stored = ZEROS.unpack(tensors["qzeros"], 4, (shape[0], scheme.groups(shape[1])))
@@ -197,7 +197,7 @@ class Gptq(Layout):
 
 
 class GptqV2(Gptq):
-    """GPTQ v2: zero points are stored as they are, 0 included."""
+    """GPTQ v2: zero points are stored unchanged, 0 included."""
 
     NAME = "gptq-v2"
     VARIANT_OF = Gptq.NAME

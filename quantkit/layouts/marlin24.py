@@ -1,9 +1,9 @@
-"""Sparse-MARLIN: 2:4-sparse symmetric INT4, the two kept codes of each four as MARLIN fragments
+"""Sparse-MARLIN: 2:4-sparse symmetric INT4, two codes of each four as MARLIN fragments
 (docs/layouts.md 5).
 
-The metadata, which say where the kept codes belong, are computed from the codes and stored beside
-them. Files whose metadata came from a pruning mask are read too, with the same values. Written
-again, they get the metadata of docs/layouts.md 4.1, and `verify` reports it.
+Metadata give the positions of the stored codes. They are computed from the codes. Files whose
+metadata came from a pruning mask are read too, with the same values. Written again, they get the
+metadata of docs/layouts.md 4.1, and `verify` reports it.
 
 The variant of compressed-tensors holds the same bytes under other names.
 """
@@ -44,8 +44,8 @@ KEPT = Arrangement("N a:8 b:2 j:4", "K h:2 q:4 e:2", "K N a q j e b h")
 GROUPED_SCALES = Arrangement("G", "N b:2 c:4", "G N c b")
 #: The order of metadata (docs/layouts.md 4.4).
 METADATA_ORDER = Arrangement("N e:8 n2:2 n1:2 n0:2", "C d:2 q:4", "C N n1 e n0 d n2 q")
-#: Index: bit i is set if code i of the quad is not zero. Entry: `i0 | i1 << 2` for the kept places,
-#: or REFUSED for three and four nonzero codes (docs/layouts.md 4.1).
+#: Index: bit i is set if code i of the four is not zero. Entry: `i0 | i1 << 2` for the stored
+#: positions, or REFUSED for three and four nonzero codes (docs/layouts.md 4.1).
 REFUSED = 0
 METADATA = (0xE, 0x8, 0x9, 0x4, 0xE, 0x8, 0x9, 0x0, 0xE, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
 
@@ -56,7 +56,7 @@ class Marlin24(Layout):
     NAME = "marlin24"
     QUANT_METHODS: ClassVar[tuple[str, ...]] = ("gptq", METHOD)
     CONFIG: ClassVar[type[msgspec.Struct]] = GptqConfig
-    #: Kept codes, metadata and scales, in this order.
+    #: Stored codes, metadata and scales, in this order.
     TENSORS = ("B_24", "B_meta", "s")
     MARKER = "B_24"
     SIDE_FILE: ClassVar[SideFile | None] = SideFile("quantize_config.json")
@@ -111,8 +111,8 @@ class Marlin24(Layout):
     def unpacker(
         self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
     ) -> tuple[Tensor, Tensor | None, OnRows]:
-        """Make a row-wise unpacker, which raises LayoutError for metadata that does not describe
-        two of four.
+        """Make a row-wise unpacker. It raises LayoutError for metadata that do not describe two of
+        four.
 
         The library of compressed-tensors left the scales of k = 256 in groups of 128 unpermuted,
         which nothing in the file shows. They are read as the kernel reads them, permuted
@@ -201,11 +201,11 @@ class Marlin24CompressedTensors(Marlin24):
 
 
 def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
-    """Compress 2:4-sparse codes uint8 `[n, k]` below 16 to the kept codes `[n, k/2]` and metadata
+    """Compress 2:4-sparse codes uint8 `[n, k]` below 16 to the stored codes `[n, k/2]` and metadata
     `[n, k/4]`.
 
-    LayoutError for a quad with more than two codes other than `zero`, and unless `k` is a multiple
-    of 4.
+    LayoutError if more than two codes of a group of four differ from `zero`, and unless `k` is a
+    multiple of 4.
     """
     n, k = codes.shape
     kept = torch.empty((n, k // 2), dtype=torch.uint8, device=codes.device)
@@ -222,8 +222,8 @@ def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
 
 
 def expand(kept: Tensor, metadata: Tensor, zero: int, out: Tensor) -> None:
-    """Fill uint8 `out` `[n, k]` from kept codes `[n, k/2]` and metadata `[n, k/4]`; all other codes
-    are `zero`.
+    """Fill uint8 `out` `[n, k]` from stored codes `[n, k/2]` and metadata `[n, k/4]`; all other
+    codes are `zero`.
 
     The metadata of a file may differ from `compress` where a stored code is zero. LayoutError for
     metadata that do not name two places in rising order.
@@ -245,8 +245,8 @@ def expand(kept: Tensor, metadata: Tensor, zero: int, out: Tensor) -> None:
 
 @lru_cache(maxsize=4)
 def _compressed(zero: int, device: torch.device) -> Tensor:
-    """Tabulate kept codes, in the low two bytes, and metadata above. Index: the nibbles 0, 2, 1, 3
-    of a quad.
+    """Tabulate stored codes, in the low two bytes, and metadata above. Index: the nibbles 0, 2, 1,
+    3 of a group of four.
     """
     number = torch.arange(1 << 16)
     quads = torch.stack([number >> shift & 15 for shift in (0, 8, 4, 12)], 1)
@@ -260,8 +260,8 @@ def _compressed(zero: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _expanded(zero: int, device: torch.device) -> Tensor:
-    """Tabulate quads, a byte each. Index: the kept codes in the low two bytes, with metadata
-    between them.
+    """Tabulate groups of four, a byte each. Index: the stored codes in the low two bytes, with
+    metadata between them.
     """
     number = torch.arange(1 << 12)
     first, metadata, second = (number >> shift & 15 for shift in (0, 4, 8))

@@ -116,8 +116,8 @@ def recast(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> Quanti
     them.
 
     A smaller shape drops rows and columns, which must be zeros. LayoutError, with a count and the
-    first place, for codes that do not fit around a zero point of 8, or quads of more than two
-    values.
+    first place, for codes that do not fit around a zero point of 8, or groups of four with more
+    than two values.
     """
     if scheme == q.scheme and shape == q.shape:
         return q

@@ -12,8 +12,8 @@ from quantkit.recipes.recipe import Recipe
 
 
 def stages_of(recipe: Recipe, before_solving: Stage | None = None) -> list[Stage]:
-    """Compose the stages of a recipe, in the order in which they work, and one more between
-    Hessians and solving.
+    """Compose the stages of a recipe in their order. `between` comes between Hessians
+    and solving.
     """
     solving = [RowSums(), Hessians(), *([before_solving] if before_solving else []), Solve()]
     if not recipe.tune:

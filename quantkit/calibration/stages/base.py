@@ -20,8 +20,8 @@ from quantkit.recipes.goals import Goal
 class Group:
     """List linears that receive the same tensor, in order of first call.
 
-    `once`: a document calls them once. `normalised`: their input is what a norm returned, with a
-    row for each token.
+    `once`: a document calls them once. `normalised`: their input is a norm's output, with a row for
+    each token.
     """
 
     linears: tuple[str, ...]
@@ -31,8 +31,7 @@ class Group:
 
 @dataclass
 class Task:
-    """Hold a group that is to be solved, its Hessian, facts for the report, and the rank that
-    solves it.
+    """A group to solve, its Hessian, facts for the report, and the rank that solves it.
 
     Once summed, the Hessian covers all documents. It is None on a rank that does not solve the
     group. With `owner` None, each rank solves some of the rows.

@@ -1,8 +1,8 @@
 """How strongly the model's likelihood depends on each block's hidden states (ALGORITHMS 8.2).
 
-One block is in memory at a time. The hidden states that enter each block are saved on the way
-forward, and on the way back the sums of gradients that tuning needs take their place. A run that is
-resumed reads these sums, or computes them again to the same bits.
+One block is in memory at a time. The forward pass saves the hidden states that enter each block.
+The backward pass replaces them by the sums of gradients that tuning needs. A run that is resumed
+reads these sums, or computes them again to the same bits.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ DAMP = 1.0
 #: float32 copies.
 DRAWING_BYTES = 16
 INSTEAD = Words("use", Setting("output_aware", False))
-#: Makes the context of one pass of a block forward and back. A pass that fails there may run again
-#: in a new one.
+#: Makes the context of one forward and backward pass of a block. A pass that fails there may run
+#: again in a new one.
 Watch = Callable[[int], AbstractContextManager[None]]
 
 
@@ -73,7 +73,7 @@ class Gradients(Stage):
     def start(self, run: Run, finished: int) -> None:
         """Run the unquantized model forward and back, or read the gradients of a stopped run.
 
-        The documents are those of a single process, and are divided over the ranks anew.
+        All ranks together have the documents of a single process, divided anew.
         """
         lengths, ranks = [len(tokens) for tokens in run.every], run.ranks
         count = gradient_documents(lengths, ranks=ranks.count)
@@ -153,10 +153,10 @@ def pass_bytes(sizes: Sizes, gradients: int) -> list[dict[str, int]]:
 
 
 def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:
-    """Compute the gradients and save their sums, or read those of a stopped run.
+    """Compute the gradients and save their sums, or read the sums of a stopped run.
 
     `stream` has the documents of the gradients, with the hidden states that enter the first block.
-    A run that is `resumed` behind finished blocks has saved them. RecipeError for a model whose
+    A run that is `resumed` after finished blocks has saved these. RecipeError for a model whose
     blocks pass on more than one hidden state. CheckpointError if its code has no gradient.
     NumericError for a gradient that is not finite.
     """
@@ -181,8 +181,8 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:
 def carried_back(
     run: Run, stream: Stream, watch: Watch | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Run the model forward and back; yield the gradients by the inputs of each block behind the
-    first, the last first.
+    """Run the model forward and back. Yields the gradients by the inputs of each block, from the
+    last block to the second.
 
     The first pair is the number of blocks, with the gradients by the last outputs. Each other block
     is still loaded when its pair comes. With `watch`, each pass of a block back is in its context,
@@ -204,8 +204,8 @@ def carried_back(
     blocks = range(len(model.blocks) - 1, first - 1, -1)
 
     def read(block: int) -> Callable[[], Tensor]:
-        """Give the function that reads what entered a block; on a GPU the reading begins here,
-        beside other work.
+        """Return a function that reads a block's inputs. On a GPU the reading begins here, beside
+        other work.
         """
         task = partial(
             files.load_tensor, _file(run, "entered", block), shape, model.dtype, hashes[block]
@@ -249,9 +249,7 @@ def _fisher(run: Run, gradients: Tensor) -> Tensor:
 
 
 def _saved(run: Run, shape: Sequence[int]) -> Fisher | None:
-    """Read what a stopped run has saved; None if a part is missing, changed or of other
-    documents.
-    """
+    """Read the files of a stopped run; None if a file is missing, changed or of other documents."""
     try:
         index: Any = json.loads(_file(run, "gradients").read_text())
         found = Fisher(run, shape[-1], index["hashes"])
@@ -264,7 +262,7 @@ def _saved(run: Run, shape: Sequence[int]) -> Fisher | None:
 
 
 def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
-    """Run all blocks, save the inputs of those from `first` on, and list the hashes of
+    """Run all blocks, save the inputs of blocks from `first` on, and list the hashes of
     the files.
     """
     model, hashes = run.model, [""] * len(run.model.blocks)
@@ -294,14 +292,16 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
 def _save(
     run: Run, queue: WorkQueue, kind: str, block: int, tensor: Tensor, hashes: list[str]
 ) -> None:
-    """Write a tensor to its file, from a GPU a copy beside other work, and note its hash."""
+    """Write a tensor to its file and note its hash. From a GPU, a copy is written beside other
+    work.
+    """
     held = tensor
     if queue.beside and tensor.device == run.model.device:
         with suppress(torch.OutOfMemoryError):
             held = tensor.clone()
 
     def write() -> None:
-        # What a power cut damages is computed again, and waiting for the disk would take longer
+        # A file damaged by a power cut is computed again. Waiting for the disk would take longer
         # than the passes.
         hashes[block] = files.save_tensor(_file(run, kind, block), held, durable=False)
 
@@ -343,7 +343,7 @@ def _sample(stream: Stream, store: Activations, seed: int, first: int) -> None:
 def _drawn(
     model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.Generator, seed: int
 ) -> Tensor:
-    """Draw tokens of a document, and compute the gradient by its hidden states behind the last
+    """Draw tokens of a document, and compute the gradient by its hidden states after the last
     block.
     """
     generator.manual_seed(seed)
@@ -385,7 +385,7 @@ def _carry_back(stream: Stream, block: int, store: Activations, watch: Watch | N
 def _carried(
     stream: Stream, block: int, part: Sequence[int], gradients: Activations, watch: Watch | None
 ) -> Tensor:
-    """Compute the gradients by a loaded block's inputs from those by its outputs, for some
+    """Compute the gradients by a loaded block's inputs from the gradients by its outputs, for some
     documents.
     """
     device = stream.model.device

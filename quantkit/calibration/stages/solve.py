@@ -1,8 +1,8 @@
 """Quantize or prune the linears of a group, given their weights and one Hessian.
 
-Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same
-(ALGORITHMS 2). An unusable Hessian is an error, or leads to RTN with a warning if the recipe allows
-it.
+Weights of one scheme are solved as a single tall weight: rows never interact, and the factor is the
+same (ALGORITHMS 2). An unusable Hessian is an error, or leads to RTN with a warning if the recipe
+allows it.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Solve(Stage):
             yield items
 
     def _of_group(self, block: LoadedBlock, task: Task, progress: Progress) -> list[Item]:
-        """Solve the linears of one group, of at most `SOLVED_WEIGHTS` at a time: `all` joins all
-        experts of a layer.
+        """Solve the linears of a group, at most `SOLVED_WEIGHTS` weights at a time, because `all`
+        joins all experts of a layer.
         """
         run, items = block.run, list[Item]()
         assert task.hessian is not None
@@ -164,7 +164,7 @@ def solve(
     """Quantize or prune linears `[n, k]`, by name, that share an input and its `hessian`.
 
     With several ranks, all call this with the same arguments; each solves some rows, and all return
-    the same. `floors` is that of a LoadedBlock.
+    the same. `floors` as in LoadedBlock.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian,
     ALGORITHMS 1), tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says
@@ -292,7 +292,7 @@ def _factor(
 def _solve_alike(
     weights: ByLinear, goal: Goal, system: _System, recipe: Recipe, ranks: Ranks, *floors: ByLinear
 ) -> Solved:
-    """Solve weights of one dtype with one goal, by the method of the recipe."""
+    """Solve weights that share dtype and goal, by the recipe's method."""
     if not isinstance(goal, Scheme):
         return _prune(weights, system, recipe, ranks)
     if recipe.factored:
@@ -378,7 +378,7 @@ def _as_one(
     """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in
     order.
 
-    `beside` has more arguments by row.
+    `beside` has further arguments by row.
     """
     rows = ranks.rows(sum(map(len, weights.values())))
     mine = [torch.cat([each[name] for name in weights])[rows] for each in (weights, *beside)]

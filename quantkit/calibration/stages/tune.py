@@ -65,8 +65,8 @@ INSTEAD = Words("use", Setting("tune", 0), "and", Setting("output_aware", False)
 
 
 class Tune(Stage):
-    """Tune the solved linears of each block in so many `steps`; `gradients` weigh the errors, if
-    there are any.
+    """Tune the solved linears of each block in `steps` steps. If given, `gradients` weigh the
+    errors.
 
     `_targets` has the activations of the unquantized model: the inputs of a block, and then its
     outputs.
@@ -132,10 +132,9 @@ class Tune(Stage):
     def _tuned(self, block: LoadedBlock) -> list[Item]:
         """Tune the solved linears; list them anew, in the same order.
 
-        Facts: `untuned_error` and `tuned_error` are the held-out squared errors of the block's
-        hidden states before and after `tuned_step` steps, relative to their squares, in the mean of
-        the tokens. `tuned_changed` counts codes. Losses are not recomputed: they are reported as
-        losses of untuned codes (`untuned_loss`).
+        Facts: `untuned_error` and `tuned_error` are the mean relative squared errors of the block's
+        held-out hidden states, before and after `tuned_step` steps. `tuned_changed` counts codes.
+        Losses are not recomputed: they are reported as losses of untuned codes (`untuned_loss`).
         """
         solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
         solved = {name: item for name, item in solved.items() if name not in block.uncalled}
@@ -338,7 +337,7 @@ class BlockTuning:
         size: Tensor | int,
         *states: Tensor,
     ) -> list[Tensor | None]:
-        """Add up the gradients of some parts; `states` are those of the only one."""
+        """Add up the gradients of several parts. `states` is given for a single part."""
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         for part in divided:
             backward(self._model, self.error(part, leaves, *(states or self._states(part))) / size)
@@ -352,8 +351,8 @@ class BlockTuning:
         ]
 
     def _may_be_captured(self, hidden: Tensor) -> bool:
-        """Tell whether a pass reads no tokens, and a GPU has memory for what it holds beside the
-        other passes.
+        """Return True if a pass reads no tokens, and its memory fits on the GPU beside the other
+        passes.
         """
         outputs = sum(start.codes.shape[0] for start in self._starts.values())
         size, _ = backward_bytes(outputs, 0, hidden[..., 0].numel(), 0, "cuda")
