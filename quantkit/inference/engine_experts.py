@@ -86,9 +86,9 @@ def prepare_experts(
 ) -> int:
     """Check the stacked weights of a layer, and return the handle of its products.
 
-    `first` has the rows of gates and then those of up projections, of up projections alone for an
-    `UNGATED` activation. `sizes` are the rows of both weights that are no padding, `dtype` is that
-    of activations. On a GPU the kernels are compiled and loaded. KernelError for weights, an
+    `first` has the rows of gates, then of up projections; for an `UNGATED` activation only of up
+    projections. `sizes` are the rows of both weights without padding, `dtype` is the dtype of
+    activations. On a GPU the kernels are compiled and loaded. KernelError for weights, an
     activation or a dtype that are not taken.
     """
     if activation.removesuffix(UNGATED) not in FUNCTIONS:
@@ -118,9 +118,7 @@ def prepare_experts(
 
 
 def load_experts(layer: PreparedExperts, device: torch.device) -> None:
-    """Compile and load all kernels that a layer's products may need, with a note if that takes
-    time.
-    """
+    """Compile and load all kernels for a layer's products, with a note if that takes time."""
     for kernel in grouped(layer, device):
         for one in kernel.kernels:
             load_kernel(one, layer.first.dtype, device)

@@ -31,8 +31,7 @@ from quantkit.progress import Progress
 
 @dataclass(eq=False)
 class Prepared:
-    """One kind of product: with weights `[n, k]` of a scheme in a layout, for activations of one
-    dtype.
+    """A kind of product: weights `[n, k]` of a scheme in a layout, activations of one dtype.
 
     `names` are the suffixes of the tensors that a call gives; `order` sorts these as
     `weight.tensors`, None if they are sorted. The first `out` of n are returned. `checked` has the
@@ -49,7 +48,7 @@ class Prepared:
     checked: set[tuple[int, ...]] = field(default_factory=set)
 
     def ordered(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Put tensors, which are in the order of calls, in that of the kernel."""
+        """Reorder tensors from the order of calls to the kernel's order."""
         return tensors if self.order is None else [tensors[i] for i in self.order]
 
 
@@ -67,11 +66,11 @@ def prepare(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> int:
-    """Check a packed weight `[n, k]`, of which `out` rows are no padding, and return the handle of
-    its products.
+    """Check a packed weight `[n, k]` with `out` rows before padding, and return the handle of its
+    products.
 
-    `label` is its scheme, `tensors` are by suffix in the order of later calls, `dtype` is that of
-    activations. On a GPU all kernels that its products may need are compiled and loaded, with a
+    `label` is the scheme, `tensors` are by suffix in the order of later calls, `dtype` is the dtype
+    of activations. On a GPU all kernels that its products may need are compiled and loaded, with a
     note if that takes time. Handles count from 0 in order of preparation; weights of one kind share
     one. KernelError for a weight or dtype that the layout's kernels do not take.
     """
@@ -114,8 +113,8 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     """Multiply activations `[..., k]` on a GPU by a kernel, and add `bias` `[out]`: `[..., out]`,
     contiguous.
 
-    `x` may have no padding, no rows, any strides and any address. KernelError for a weight that was
-    not prepared and is of another kind, and for a dtype that was not.
+    `x` may have no padding, no rows, any strides and any address. KernelError for a kind of weight
+    or a dtype that was not prepared.
     """
     weight, shape, device = one.weight, x.shape, x.device
     n, k = weight.n, weight.k

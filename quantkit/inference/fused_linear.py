@@ -100,7 +100,7 @@ class FusedLinear(SharedProduct, nn.Module):
         return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, rows)
 
     def bias_part(self, index: int) -> Tensor | None:
-        """Cut the bias of one part, `[out_features]`, None without a bias."""
+        """Slice the bias `[out_features]` of one part; None without a bias."""
         start = self.starts[index]
         return (
             None if self.bias is None else self.bias.detach()[start : start + self.sizes[index][1]]

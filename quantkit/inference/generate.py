@@ -1,4 +1,4 @@
-"""Text that a checkpoint writes after a prompt, in pieces as it is made."""
+"""Text that a checkpoint writes after a prompt, streamed in pieces."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def generate(
     encoder-decoder reads the prompt and writes a text of its own, in front of which `listener` gets
     a line end. The likeliest token is taken each time, unless `temperature` or `top_p` asks for a
     draw from `seed`. The last piece comes when the text is complete, and may be empty. `check` is
-    as for `load`. RecipeError if the prompt has no tokens and the tokenizer no BOS token, if there
-    is no template for `chat`, or if the model has too few positions.
+    as for `load`. RecipeError for an empty prompt without a BOS token, `chat` without a template,
+    or a model with too few positions.
     """
     sampling = Sampling(temperature, top_p, seed)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)

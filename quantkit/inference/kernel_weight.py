@@ -41,7 +41,9 @@ def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, T
 
 @functools.cache  # a model has thousands of experts
 def places_of_experts(layout: str, scheme: Scheme, n: int, k: int) -> list[tuple[str, Target]]:
-    """List the `places` that hold every weight of a scheme, whatever its data, the best first."""
+    """List the `places` that hold every weight of a scheme, independent of its data, the best
+    first.
+    """
     return [
         (name, place)
         for name, place in places(layout, scheme, n, k)
@@ -53,8 +55,8 @@ def pack_for_kernel(q: QuantizedTensor, layout: str, is_expert: bool = False) ->
     """Pack a record of a weight in `layout` for the first of its `places` that its data allow;
     values stay the same.
 
-    Experts of one scheme and shape get the same place, whatever their data. LayoutError, with the
-    reason, if no kernel takes the weight.
+    Experts of one scheme and shape get the same place, independent of their data. LayoutError, with
+    the reason, if no kernel takes the weight.
     """
     why = f"no kernel takes {q.scheme.label}"
     for name, place in (places_of_experts if is_expert else places)(layout, q.scheme, *q.shape):

@@ -47,12 +47,12 @@ def load(
     `device_map` is the option of transformers and overrides `device`. `dtype` defaults to float32
     on a CPU and to the model's own on a GPU. The call runs `quantkit.register()`.
 
-    With `check`, every file is compared with its recorded hash while the model is loaded, and
-    weight files of quantkit without one with the digests that they state.
+    With `check`, loading compares every file with its recorded hash, or a weight file of quantkit
+    without a hash with its own digests.
 
-    CheckpointError for a file that was changed. Raises a QuantkitError, before any weight is read,
-    for an unknown layout or version, for FP8 and MXFP4 sources, for missing or unexpected tensors,
-    and for a GPU that is too old or too small.
+    CheckpointError for a file that was changed. Before any weight is read, a QuantkitError is
+    raised for an unknown layout or version, FP8 and MXFP4 sources, missing or unexpected tensors,
+    or a GPU that is too old or too small.
 
     Example:
 
@@ -187,9 +187,7 @@ def _from_pretrained(
 
 @contextmanager
 def silent_transformers() -> Iterator[None]:
-    """Run without transformers' progress bars and reports: our own checks find and report what is
-    wrong.
-    """
+    """Run without transformers' progress bars and reports. Our own checks report errors."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

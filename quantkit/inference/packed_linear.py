@@ -3,7 +3,7 @@ call.
 
 Both cases go through one torch operator with a known output shape, so torch.compile sees a single
 node and no Python. The operator also accepts input that kernels refuse: leading dimensions, zero
-tokens, activations that are strided or unaligned, and padded weights.
+tokens, strided or unaligned activations, padded weights.
 
 Packed tensors are frozen parameters, because accelerate does not offload buffers to the CPU or the
 disk.
@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
     """An `nn.Linear` whose packed tensors are frozen parameters under the layout's own names.
 
     `n` and `k` are the stored sizes, padding included; `out_features` and `in_features` are the
-    true ones. Casts such as `.half()` change only the bias; `weight` decodes to `dense_dtype`,
+    true sizes. Casts such as `.half()` change only the bias; `weight` decodes to `dense_dtype`,
     unless a packed tensor has that name and no code of the model `reads_weight`. A move from a CPU
     to a GPU repacks the weight for a kernel. It has no gradient. A layer that is fused with its
     siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors. Then `packed`
@@ -269,8 +269,8 @@ def multiply_packed(layer: Any, x: Tensor, out: int) -> Tensor:
 def without_casts(
     fn: Callable[[Tensor], Tensor], names: Collection[str], module: nn.Module
 ) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn`, which moves or casts tensors, so that it only moves the packed tensors `names` of
-    a module.
+    """Wrap `fn`, which moves or casts tensors, so that a module's packed tensors `names` are moved,
+    but never cast.
     """
     packed = {id(module.get_parameter(name)) for name in names}
 

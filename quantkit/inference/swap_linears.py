@@ -1,9 +1,9 @@
 """Replaces the dense linears of a transformers model by packed ones.
 
 Everything in the headers is checked before any weight is read: each packed tensor has a place, each
-place has a tensor, and the GPUs have enough memory. What depends on the data comes after loading: a
-weight whose layout has no kernel is recast for one (layouts.md 11) on its own device, one weight at
-a time.
+place has a tensor, and the GPUs have enough memory. Recasts depend on the data and follow after
+loading: a weight whose layout has no kernel is recast (layouts.md 11) on its own device, one weight
+at a time.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ Linears = dict[str, PackedLinear]
 def swap(outline: Outline) -> Linears:
     """Replace linears of an outlined model by packed ones on the meta device.
 
-    CheckpointError if a packed weight has no linear of its shape, if one of its tensors is missing,
-    and if model and folder differ in their tensors or shapes.
+    CheckpointError if a packed weight has no linear of its shape or lacks a tensor, or if model and
+    folder differ in tensors or shapes.
     """
     model, src = outline.module, outline.src
     modules, paths = dict(model.named_modules()), dict[str, str]()
@@ -184,8 +184,8 @@ def repack_for_kernels(linears: Linears) -> list[str]:
     """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some
     cannot be repacked.
 
-    CheckpointError or LayoutError names a damaged weight, scales that float16 does not hold, or FP8
-    values that are not of the format. Weights on a CPU are not changed.
+    CheckpointError or LayoutError for a damaged weight, for scales outside float16, or for FP8
+    values outside the format. Weights on a CPU are not changed.
     """
     decoded: dict[str, list[str]] = {}
     for name, linear in linears.items():

@@ -52,7 +52,7 @@ class QuantkitConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Read the dictionary of a folder, or one that `as_ours` made; CheckpointError for an
+        """Read the dictionary of a folder or of `as_ours`. CheckpointError for an
         unknown layout.
         """
         ours = config_dict.get("quant_method") == METHOD
@@ -133,8 +133,8 @@ class QuantkitQuantizer(HfQuantizer):
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
-        """Drop transformers' rules that merge or split what this model has as it is stored, such as
-        unfused experts.
+        """Drop transformers' rules that merge or split tensors which this model has in their stored
+        form, such as unfused experts.
         """
         return [
             rule
@@ -174,9 +174,8 @@ def register() -> None:
 
     `AutoModelForCausalLM.from_pretrained` then opens folders in the layouts `tcfpx` and `humming`,
     and MARLIN folders whose `quant_method` is `marlin` or `gptq_marlin_24`. All other layouts state
-    `gptq`, `awq` or `compressed-tensors`, which have an owner in transformers: there
-    `from_pretrained` does the same as without quantkit, and `quantkit.load` opens the folder
-    packed.
+    `gptq`, `awq` or `compressed-tensors`, which transformers handles: `from_pretrained` works as
+    without quantkit, and `quantkit.load` opens the folder packed.
 
     Example:
 

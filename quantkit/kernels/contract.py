@@ -81,9 +81,7 @@ def check(
 
 
 def check_sizes(weight: Weight) -> None:
-    """Raise KernelError for a weight whose n or k the kernels cannot divide, or with groups that
-    they cannot find.
-    """
+    """Raise KernelError for a weight whose n, k or groups the kernels do not support."""
     for letter, size, unit in (("n", weight.n, weight.n_unit), ("k", weight.k, weight.k_unit)):
         if size < 1 or size % unit:
             raise KernelError(

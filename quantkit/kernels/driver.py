@@ -69,8 +69,8 @@ class Function:
 class StreamState(NamedTuple):
     """torch's current stream on a device, and the CUDA graph that it is captured into (0: none).
 
-    `early`: the next launch may begin before the work in front of it has ended. In a CUDA graph
-    only a kernel allows that, not a copy or the start of the graph.
+    `early`: the next launch may begin before the work in front of it has ended. In a CUDA graph the
+    preceding node must be a kernel for this, not a copy or the start of the graph.
     """
 
     stream: int
@@ -143,8 +143,8 @@ def launch(
 
     `pointers` are those that this thread's last call of `argument_pointers` or `written_arguments`
     returned. `cluster` is the number of blocks of a cluster (0: no clusters). An `early` launch may
-    begin while the kernel before it still runs, and its kernel must itself wait for that one's
-    memory accesses (Hopper and newer).
+    begin while the preceding kernel runs; the launched kernel must itself wait for the memory
+    accesses of that kernel (Hopper and newer).
     """
     config, _ = launch_config(grid, block, shared, state.stream, cluster, early and state.early)
     driver, context, current = library(), _context(device.index), ctypes.c_void_p()

@@ -62,9 +62,9 @@ def gather_rows(
     """Put row r // `choices` of `x` `[rows, k]` to the place of row r in the tiles: returns
     `[max_tiles * tile, k]`.
 
-    If `x` is bfloat16 and `dtype` float16, each row is multiplied by a power of two, and the second
-    tensor has float32 factors that undo this. Places without a row are not written. Rows of `y`
-    whose expert is not here become zeros. Operands are not checked.
+    From bfloat16 to float16, each row is multiplied by a power of two; the second tensor has the
+    float32 factors that invert this. Places without a row are not written. Rows of `y` whose expert
+    is not here become zeros. Operands are not checked.
     """
     k, device = x.shape[1], x.device
     places = routing.max_tiles * routing.tile

@@ -25,8 +25,8 @@ COLUMNS, ROWS, THREADS = 128, 32, 256
 SEARCHED = (32, 64, 128)
 #: Groups of columns that a block of threads of a step of tuning has: one for each of its warps.
 TUNED = 8
-#: Threads of a block of the search, blocks that a multiprocessor holds, by registers and shared
-#: memory, how often each is replaced, and threads that try candidates of a row together.
+#: For the search: threads of a block, resident blocks of a multiprocessor, waves of blocks, and
+#: threads that share the candidates of a row.
 SEARCHERS, RESIDENT, WAVES, TOGETHER = 128, 3, 4, 8
 
 GRIDS = ("Integers", "IntegersWithZero", "Floats")
@@ -142,8 +142,8 @@ def search_errors(
 
     It may be infinite where an earlier candidate has a smaller one. A scale that is not a number is
     no candidate. `zeros` `[c, m]` go with asymmetric scales. `r` `[groups, g, g]` has an upper
-    triangular R for each group of a row: those of `x` take turns. All are float32 on a device that
-    `runs_on` accepts, and `g` is one of `SEARCHED`.
+    triangular R for each group of a row, repeated for each row of `x`. All are float32 on a device
+    that `runs_on` accepts, and `g` is one of `SEARCHED`.
     """
     (m, g), candidates, groups = x.shape, len(scales), len(r)
     name, grid = grid_of(fmt, zeros is not None)

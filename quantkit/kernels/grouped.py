@@ -2,8 +2,8 @@
 kernels/routed.cuh.
 
 `route` sorts the rows of a mixture of experts. Both products of the experts use its list, and the
-launches never wait for the host. Rows of one expert share tiles, so each weight in use is read once
-if its rows fit into one.
+launches never wait for the host. Rows of one expert share tiles, so a weight is read once if the
+expert's rows fit into one tile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quantkit.kernels.routing import (
 )
 from quantkit.kernels.workspace import workspace
 
-#: Mean rows of an expert, from which on all its tiles but the last are full.
+#: Mean rows of an expert from which on nearly all of its tiles are full.
 MANY_ROWS = 256.0
 
 
@@ -133,7 +133,7 @@ class GroupedKernel:
         """Write `[rows, n]` into `y`: row r of `x`, or if `gather` row r // topk of it, times the
         weight of r's expert.
 
-        `tensors` are those of the layout, stacked. Row r is multiplied by `weights[r]` (float32,
+        `tensors` are the layout's tensors, stacked. Row r is multiplied by `weights[r]` (float32,
         one for each row) before it is rounded. Rows without an expert become zeros. Sums are
         float32, in the same order in every run. KernelError for operands that cannot be multiplied;
         `workspace` explains the limits on streams and CUDA graphs.
@@ -204,15 +204,16 @@ class GroupedKernel:
             self.checked.add(addresses)
 
 
-#: Most steps along k of a tile that one block may do alone, because sharing it would take longer.
+#: Most steps along k of a tile that one block may do by itself, because sharing it would take
+#: longer.
 SHORT = 8
 
 
 class _Plan(NamedTuple):
     """The parts of a launch that do not depend on addresses.
 
-    `name` is that of the workspace, and `workspace` counts its sums and counters. `whole` is the
-    least number of tiles that are not shared by blocks.
+    `name` is the name of the workspace, and `workspace` counts its sums and counters. `whole` is
+    the least number of tiles that are not shared by blocks.
     """
 
     function: Function

@@ -29,8 +29,8 @@ from quantkit.kernels.portable import Instances, multiprocessors
 from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
 
-#: Most tokens of one launch: its tiles of tokens run side by side, and would otherwise read the
-#: activations from memory for every row of tiles.
+#: Most tokens of one launch. With more, every row of tiles would read the activations from memory
+#: again.
 MAX_TOKENS = 2048
 #: The number of the weight's tensor maps -> kinds of all arguments: maps, pointers, sizes (see
 #: `driver`).
@@ -127,8 +127,8 @@ class HopperKernel(Instances):
         """Write the product into `out`, for operands that are checked, `packed` in the order of
         `weight.tensors`.
 
-        The launch may fetch weights while the one before it still runs, if they were read before
-        and not written since. Many tokens take several launches, unless a `tile` is given.
+        The launch may fetch weights during the preceding launch, if they were read before and not
+        written since. Many tokens take several launches, unless a `tile` is given.
         """
         (m, k), n, device = x.shape, weight.n, x.device
         if m > MAX_TOKENS and tile is None:
@@ -163,8 +163,8 @@ def token_parts(m: int) -> tuple[tuple[int, int], ...]:
 class _Plan(NamedTuple):
     """The parts of a launch that do not depend on addresses.
 
-    `launch` has function, grid, block, shared bytes and cluster; `maps` makes the weight's tensor
-    maps from addresses; `box` is that of the activations' map; `workspace` counts sums and
+    `launch` has function, grid, block, shared bytes and cluster. `maps` makes the weight's tensor
+    maps from addresses. `box` is the box of the activations' map. `workspace` counts sums and
     counters.
     """
 

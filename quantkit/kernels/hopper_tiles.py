@@ -154,8 +154,8 @@ class HopperTiles:
         """List the tiles that a product `[m, k] x [k, n]` may be launched on, with their clusters
         in a size that fits.
 
-        These are the tiles of the fewest tokens that hold all m, and those of `several_tokens` or
-        more that m fills.
+        These are the smallest tiles that hold all m tokens, and tiles of `several_tokens` or more
+        that m fills.
         """
         tiles = self.tiles_for(dtype)
         least = min(

@@ -1,5 +1,5 @@
-"""The kernels of a layout behind one signature: `naive` is the reference, `matmul` the fastest for
-the device.
+"""The kernels of a layout with one signature: `naive` is the reference, `matmul` the fastest kernel
+for the device.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Launcher:
     """The kernels of one layout.
 
     `weight(scheme, n, k)` describes the packed weight; KernelError for a scheme that the layout's
-    kernels do not take. `kernels(scheme, n, k)` are the kernels for it, and `every` has those for
-    all weights. `bits_read` counts the bits that are read for a weight, with scales in groups of
-    128; `load` prefers the layout with the fewest. If `sparse`, half of the weights are multiplied.
-    `aliases` maps other names of packed tensors to those of `weight`.
+    kernels do not take. `kernels(scheme, n, k)` are the kernels for a weight, and `every` has the
+    kernels for all weights. `bits_read` counts the bits that are read for a weight, with scales in
+    groups of 128; `load` prefers the layout with the fewest. If `sparse`, half of the weights are
+    multiplied. `aliases` maps other names of packed tensors to the names in `weight`.
     """
 
     weight: Callable[[Scheme, int, int], Weight]

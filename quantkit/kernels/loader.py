@@ -79,8 +79,8 @@ def arch_name(major: int, minor: int) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """Name the architecture that kernels for a CUDA device are compiled for; KernelError for one
-    that is too old.
+    """Name the architecture that kernels for a CUDA device are compiled for. KernelError for a
+    device that is too old.
     """
     return arch_name(*torch.cuda.get_device_capability(device))
 
@@ -196,8 +196,8 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
     """Load instances of `name`.cu on a CUDA device, once per process and device.
 
     Each instance is compiled by itself, on all cores. KernelError for a GPU that is too old,
-    without CuPy, for a source that does not compile or load, and while torch's current stream is
-    captured.
+    without CuPy, for a source that does not compile or load, or during a capture of torch's current
+    stream.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:

@@ -161,6 +161,6 @@ LAUNCHER = Launcher(
     every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
     bits_read=3 + 16 / 128,
     sparse=True,
-    # The names of compressed-tensors stand for those of vLLM (docs/layouts.md, 5.1).
+    # Names of compressed-tensors -> names of vLLM (docs/layouts.md, 5.1).
     aliases={"weight_packed": "B_24", "meta": "B_meta", "scale_packed": "s"},
 )

@@ -2,9 +2,8 @@
 among blocks.
 
 A product is cut into tiles of outputs, and each tile along k into units. Every block takes the same
-number of whole tiles, then of consecutive units of the rest, so all multiprocessors finish
-together, whatever the shape. `portable` launches the kernels. Not in here: anything that needs a
-GPU.
+number of whole tiles, then of consecutive units of the rest. So all multiprocessors finish together
+for every shape. `portable` launches the kernels. Not in here: anything that needs a GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ THREADS = 256
 FRAGMENTS_AT_ONCE = 4
 #: Bytes of shared memory that CUDA reserves in each block.
 RESERVED = 1024
-#: Fragments of all blocks of a multiprocessor whose sums leave no registers for those of one group
-#: beside them.
+#: Fragments of all blocks of a multiprocessor whose sums leave no registers for the sums of a
+#: group.
 SCALED_WEIGHTS = 8
 
 
@@ -30,8 +29,8 @@ class PortableTile:
 
     A warp multiplies 64 rows of the weight by `fragments` of 8 tokens each, and 64 of k in each
     stage. `stages` are in shared memory at a time, and a multiprocessor has the registers for
-    `blocks` blocks. Times are fitted to measured ones, in microseconds: of a unit, if all blocks
-    are at work, of the rest of a launch, and of adding the sums of one more block.
+    `blocks` blocks. Times in microseconds, fitted to measurements: of a unit with all blocks at
+    work, of the rest of a launch, and of adding another block's sums.
     """
 
     fragments: int
@@ -114,7 +113,7 @@ class PortableTiles:
         return tuple(tile for tile in self.tiles if not tile.scales_weights)
 
     def of_experts(self) -> PortableTiles:
-        """Select the cheapest tile for each number of rows, of those for all dtypes."""
+        """Select the cheapest tile for each number of rows, among the tiles for all dtypes."""
         by_rows: dict[int, PortableTile] = {}
         for tile in sorted(
             self.tiles_for(torch.bfloat16), key=lambda tile: tile.cost, reverse=True
@@ -148,7 +147,8 @@ def split(tile: PortableTile, m: int, n: int, k: int, resident: int) -> tuple[in
     """Compute the whole tiles of each block, its units of the others, and the number of blocks, at
     most `resident`.
 
-    The others are one to two tiles for each block if any is whole, so few blocks share a tile.
+    The remaining units are one to two tiles for each block, if any tile is whole, so few blocks
+    share a tile.
     """
     depth = -(-k // tile.k)
     tiles = tile.units(m, n, k) // depth

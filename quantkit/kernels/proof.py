@@ -1,5 +1,4 @@
-"""Prove a packed weight on the GPU: compare its products with those of the record that it was
-unpacked to.
+"""Prove a packed weight on the GPU: compare its products with the products of the unpacked record.
 
 Two tests, for the fastest and for the naive kernel. Products of random activations must agree with
 float32, as in a model. Each unit vector must return its column of the weight exactly, which shows
@@ -157,7 +156,7 @@ def _unit_vectors(multiply: Callable[[Tensor], Tensor], weight: Tensor) -> Itera
 
 @contextmanager
 def _float32() -> Iterator[None]:
-    """Multiply in full float32 inside, whatever precision the calling program has set."""
+    """Multiply in full float32 inside the context, against the caller's setting of precision."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

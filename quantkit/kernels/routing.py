@@ -71,8 +71,8 @@ def route(topk_ids: Tensor, experts: int, tile: int) -> Routing:
     """Sort the rows of `topk_ids` `[m, topk]` (int32 or int64, on a GPU) by expert, in tiles of
     `tile` rows.
 
-    Rows of an expert keep their order. Numbers that are not from 0 to `experts` - 1 mean that the
-    expert is not here. KernelError for other tensors, and for more than 512 experts.
+    Rows of an expert keep their order. Numbers outside 0 to `experts` - 1 are experts of other
+    ranks. KernelError for other tensors, and for more than 512 experts.
     """
     _check(topk_ids, experts)
     (m, topk), device = topk_ids.shape, topk_ids.device
@@ -93,8 +93,8 @@ def route(topk_ids: Tensor, experts: int, tile: int) -> Routing:
 
 @functools.cache
 def starts_early(device: torch.device) -> bool:
-    """Return True if a launch may begin while the one before it ends, which its kernel then waits
-    for.
+    """Return True if a launch may begin before the preceding launch ends, for whose end its kernel
+    then waits.
     """
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

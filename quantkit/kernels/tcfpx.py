@@ -314,8 +314,7 @@ def _tensor_maps(
 
 
 def _stride(fmt: Format, n: int, k: int) -> int:
-    # From an expert's low plane to that of the next one, in blocks of 64 rows. The high planes are
-    # between them.
+    # Distance of two experts' low planes, in blocks of 64 rows. The high planes are between them.
     return n * fmt.bits // 256
 
 

@@ -116,7 +116,7 @@ class BlockRunner(LanguageModel):
         """Raise CheckpointError if the checkpoint lacks a tensor of the model, or its blocks cannot
         be run one by one.
 
-        An encoder-decoder is such a model: its decoder's blocks take what its encoder makes of
+        An encoder-decoder is such a model: its decoder's blocks take its encoder's output for
         another text.
         """
         require_decoder_only(
@@ -202,7 +202,7 @@ class BlockRunner(LanguageModel):
         self.weights.unload_block(index)
 
     def logits_of(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits `[t, v]` of a document from its hidden states `[t, h]` behind the last
+        """Return the logits `[t, v]` of a document from its hidden states `[t, h]` after the last
         block.
 
         Gradients reach the hidden states. Products are in bfloat16 where the device is fast at it.
@@ -284,8 +284,8 @@ class BlockRunner(LanguageModel):
         )
 
     def watching_norms(self, index: int) -> AbstractContextManager[Callable[[Tensor], bool]]:
-        """Give a function that tells, while a block runs, whether a tensor is what one of its norms
-        returned.
+        """Return a function that tells, while a block runs, whether a tensor is the output of one
+        of its norms.
         """
         block = self.module.get_submodule(self.blocks[index])
         return telling(module for module in block.modules() if is_norm(module))

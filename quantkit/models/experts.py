@@ -195,7 +195,7 @@ def find_experts(model: nn.Module) -> dict[str, Expert]:
 
 
 def find_routers(model: nn.Module) -> set[str]:
-    """Return the paths of the modules with a matrix that choose experts, beside the experts."""
+    """Return the paths of the routers, the modules with a matrix that choose experts."""
     found: set[str] = set()
     for path, module in model.named_modules():
         listed = (

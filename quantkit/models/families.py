@@ -19,8 +19,7 @@ class ExpertClass:
 
     `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles that
     its rows hold. `transposed`: the parameters with matrices `[k, n]`. `count`: the attribute with
-    the number of experts, if parameters are matrices with the rows of one expert below those of
-    another.
+    the number of experts, if a parameter is a matrix that stacks the experts' rows.
     """
 
     call: Literal["routed", "sorted", "shared", "parallel"] = "routed"
@@ -135,10 +134,10 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 LAYER_START = re.compile(rf".*?{LAYER.pattern}")
 #: Stored tables that are computed today.
 COMPUTED = re.compile(r"inv_freq$|(^|\.)position_ids$")
-#: The method of a module that computes its weight, which checkpoints of Marian and Pegasus lack.
+#: A module's method that computes its weight. Checkpoints of Marian and Pegasus lack this weight.
 COMPUTES = "create_weight"
-#: Draft layers, which guess tokens ahead: keys of config.json, those of them that count layers, and
-#: parts of names.
+#: Draft layers, which guess tokens ahead: their keys in config.json, the keys that count layers,
+#: and parts of names.
 DRAFT_WORDS = re.compile(r"nextn|mtp|n_predict|medusa|eagle|draft")
 DRAFT_COUNTS = re.compile(
     rf"(?=.*({DRAFT_WORDS.pattern})).*(layers|modules|blocks|depth|n_predict)$"

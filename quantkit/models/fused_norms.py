@@ -24,7 +24,7 @@ Norm = tuple[nn.Module, float]
 
 
 def rms_norms(block: nn.Module) -> list[Norm]:
-    """Find the norms of a loaded block whose output is that of an RMS norm, but for rounding."""
+    """Find the norms of a loaded block that compute an RMS norm, up to rounding."""
     norms = [(module, _epsilon(module)) for module in block.modules() if is_norm(module)]
     return [
         (module, epsilon) for module, epsilon in norms if epsilon and _is_rms_norm(module, epsilon)

@@ -1,5 +1,5 @@
 """A model's own forward, taken over block by block: inputs of a block come from outside, and its
-outputs are kept.
+outputs are stored.
 
 The model's code makes masks, rotary tables and per-layer windows, and calls its blocks in order.
 The block before the chosen one returns a stored activation instead of running, and the model's code
@@ -44,8 +44,7 @@ class Given(NamedTuple):
     """The arguments of a block's call. `HIDDEN` stands for its hidden state, whose dimensions are
     `shape`.
 
-    `is_stored`: whether that is the stored activation itself, which no code between the blocks has
-    changed.
+    `is_stored`: whether this is the stored activation, unchanged by code between the blocks.
     """
 
     args: tuple[Any, ...]
@@ -63,9 +62,9 @@ class _Pass:
     """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its
     `output`.
 
-    `stored` is what the block before it handed over, and its version then. With `is_disturbed`,
-    other hidden states go through the blocks before it, and with `is_emptied` into the first block
-    too.
+    `stored` is the previous block's output, and the version of that tensor then. With
+    `is_disturbed`, other hidden states go through the blocks before it, and with `is_emptied` into
+    the first block too.
     """
 
     at: int
@@ -92,9 +91,7 @@ class _Pass:
         return hidden if self.passed.returned is None else (hidden, *self.passed.returned)
 
     def holds(self, entering: Tensor) -> bool:
-        """Tell whether a tensor is what the block before `at` handed over, and no code has changed
-        it since.
-        """
+        """Tell whether a tensor is the unchanged output of the block before `at`."""
         return (
             self.stored is not None
             and self.stored[0] is entering
@@ -103,7 +100,7 @@ class _Pass:
 
 
 class Interception:
-    """Replace the forward of each of a model's `blocks`. Without a pass they run as they are.
+    """Replace the forward of each of a model's `blocks`. Outside a pass, modules run unchanged.
 
     `batch_comes_first`: whether the last document that entered a block did so as `[1, t, h]`.
     """
@@ -168,7 +165,7 @@ class Interception:
         return found.given
 
     def call(self, at: int, given: Given, passed: Passed, in_batch: bool) -> Passed | None:
-        """Call block `at` alone, with the arguments that the model's forward would give; as `run`
+        """Call only block `at`, with the arguments that the model's forward would give; as `run`
         otherwise.
         """
         hidden = _like(passed.hidden, given.shape)
@@ -225,7 +222,7 @@ class Interception:
 
 
 def _outputs(out: Any, in_batch: bool, left: dict[str, dict[Any, Any]]) -> Passed:
-    """Divide what a block returned."""
+    """Split a block's return value into the hidden state and the rest."""
     first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
     return Passed(first if in_batch else _by_token(first), returned, left)
 
@@ -272,8 +269,8 @@ def watching(
 
 @contextmanager
 def telling(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], bool]]:
-    """Give a function that tells whether a tensor is what one of some modules returned, or shares
-    its memory.
+    """Return a function that tells whether a tensor is an output of some modules, or shares memory
+    with an output.
 
     It keeps no tensor in memory, so it is asked while the model runs.
     """
@@ -319,7 +316,7 @@ def _like(hidden: Tensor, shape: torch.Size) -> Tensor:
 #: The pass of a shape before which its arguments are compared, and the number of shapes whose
 #: arguments are kept.
 REPEATED, KEPT = 5, 8
-#: The most bytes of arguments that are kept, as a multiple of the hidden state.
+#: The most bytes of stored arguments, as a multiple of the hidden state.
 LARGEST = 2
 
 
@@ -332,10 +329,10 @@ class Repeated:
         self._kept: dict[Hashable, tuple[Given, list[tuple[Tensor, int]]]] = {}
 
     def get(self, index: int, shape: Hashable, compare: Callable[[], Given | None]) -> Given | None:
-        """Return the arguments of block `index` for batches of a shape, if they are kept.
+        """Return the stored arguments of block `index` for batches of a shape, if any.
 
-        `compare` is called once, in the last of the first `REPEATED` passes. It returns what may be
-        kept.
+        `compare` is called once, in the last of the first `REPEATED` passes. Returns the arguments,
+        or None if they may change.
         """
         if index != self._index:
             self._index = index

@@ -40,8 +40,7 @@ class Configured(Protocol):
 def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
     """Return the configuration in config.json, without its quantization.
 
-    CheckpointError for a model type that transformers does not know, or a config that it cannot
-    read.
+    CheckpointError for a model type or config that transformers cannot read.
     """
     with building():  # threads that import a name of transformers at once may not find it
         from transformers import CONFIG_MAPPING, AutoConfig
@@ -83,8 +82,9 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
 def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: bool) -> Any:
     """Return the auto class of transformers that builds the model.
 
-    It is one for causal LMs or encoder-decoders, by the config, or for models of text and images.
-    config.json names the model's class; CheckpointError if no auto class knows the model type.
+    The class is for causal LMs or encoder-decoders, by the config, or for models of text and
+    images. config.json names the model's class; CheckpointError if no auto class knows the model
+    type.
     """
     import transformers
 
@@ -145,8 +145,8 @@ def require_text(src: Configured, config: PretrainedConfig, trust_remote_code: b
 def positions_of(config: PretrainedConfig) -> tuple[int | None, int | None]:
     """Return the most tokens that a model reads, and that its decoder writes; None without a limit.
 
-    They are the same number, except in LED. In a decoder alone, what it reads and writes takes one
-    range of positions.
+    They are the same number, except in LED. A decoder-only model reads and writes within one range
+    of positions.
     """
     both = getattr(config.get_text_config(), "max_position_embeddings", None)
     encoder, decoder = (
@@ -191,8 +191,8 @@ def _hook() -> None:
 
 
 def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Give a module a meta parameter for which transformers draws no first values; None in threads
-    of others.
+    """Give a module a meta parameter that transformers does not initialize. Returns None in other
+    threads.
     """
     if not getattr(_THREAD, "builds", False):
         return None

@@ -137,8 +137,7 @@ class LanguageModel(Outline):
     the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names
     them. `experts`: name -> the expert that a linear belongs to. `notices`: matrices that stay
     dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the module
-    whose forward is run, the whole model or the outermost one that runs on tokens alone;
-    `text_path`: its path.
+    whose forward is run: the outermost module that runs on tokens only; `text_path`: its path.
 
     CheckpointError if transformers cannot build the model, or a stored tensor has another shape
     than it.
@@ -261,8 +260,8 @@ def _kept_dense(
 def find_linears(
     module: PreTrainedModel, stored: dict[str, str]
 ) -> tuple[dict[str, str], set[str], list[str]]:
-    """Return stored name -> module path of every linear, the tied ones, and notices of matrices
-    that stay dense.
+    """Return stored name -> module path of every linear, the tied linears, and notices of dense
+    matrices.
 
     `stored` maps each state to its name in the checkpoint.
     """

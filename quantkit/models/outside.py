@@ -84,8 +84,8 @@ class Outside(NamedTuple):
     def dense_entries(self, src: Checkpoint) -> list[str]:
         """List what a config must state as dense: the modules and patterns.
 
-        vLLM gives some draft layers the numbers after the last layer, whatever they are called in
-        the checkpoint.
+        vLLM numbers some draft layers after the last layer, although the checkpoint names them
+        differently.
         """
         depth = _stated_depth(src.config)
         deeper = {match[0]: int(match[1]) for match in map(LAYER_START.match, self.names) if match}
@@ -139,8 +139,8 @@ def require_complete(
 
 
 def _listed(module: PreTrainedModel) -> Test:
-    """Return a test for names that the model's class ignores, and for tables that are computed
-    today.
+    """Return a predicate for names that the model's class ignores, and for tables that newer
+    versions compute.
     """
     patterns = [COMPUTED, *map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: any(pattern.search(name) for pattern in patterns)
@@ -199,7 +199,7 @@ def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str
 
 
 def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:
-    """List the ways out for tensors that nothing declares, by what they look like."""
+    """List the ways out for undeclared tensors, by their names."""
     depth, deepest = _depth(module), max(map(_layer, stray))
     past, ways = depth <= deepest, []
     if past or any(map(DRAFT_PARTS.search, stray)):
@@ -251,7 +251,7 @@ def _count(value: Any) -> int:
 
 
 def _shown(names: Sequence[str], what: str) -> str:
-    """Say what is wrong with the first name, and list some others."""
+    """Describe the fault of the first name, and list further names."""
     first, *others = names
     also = f", also {', '.join(others[:SHOWN])}" if others else ""
     return f"{first} {what} ({len(names)} in all{also}{', ...' if others[SHOWN:] else ''})"

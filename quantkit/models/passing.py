@@ -1,4 +1,4 @@
-"""The tensors that one block passes to later ones beside its hidden state, between two runs of the
+"""Tensors that a block passes to later blocks beside its hidden state, stored between runs of the
 model.
 
 A block passes tensors on in two ways. It returns them after its hidden state, or it puts them into

@@ -1,8 +1,7 @@
 """Which stored tensor goes where in a model that transformers builds.
 
-transformers knows under which names a class was published, for example `embed_out` for `lm_head`,
-or names without the base model's prefix, and which stored tensors it merges or splits. Its own
-rules are used, as its loader uses them.
+transformers has the published names of a class, such as `embed_out` for `lm_head`, and the stored
+tensors that it merges or splits. Its own rules are used, as its loader uses them.
 """
 
 from __future__ import annotations
@@ -208,7 +207,7 @@ def rows_of(
 
 
 def _form(positions: Tensor, axes: int) -> Tensor:
-    """Return positions `[experts, n, 2]` as a vector, a matrix or as they are."""
+    """Return positions `[experts, n, 2]` as a vector, a matrix or unchanged."""
     return (positions[0, :, 0], positions[0], positions)[axes - 1]
 
 
@@ -234,7 +233,7 @@ def _slices(rows: Tensor, names: Sequence[str], heights: Sequence[int]) -> tuple
 
 
 def select(parts: Sequence[Rows], rows: slice) -> Rows | None:
-    """Return some rows of parts that follow each other; None if they are no slice of one tensor."""
+    """Return some rows of consecutive parts; None if they are no slice of one tensor."""
     numbers = [
         (name, number) for name, part in parts for number in range(part.start, part.stop, part.step)
     ][rows]
@@ -260,7 +259,7 @@ def kept_in_float32(
     """Return the stored names of tensors that transformers keeps in float32 where a model has a
     16-bit `dtype`.
 
-    `stored` maps state to stored name. One list of a class is for float16 alone, the strict one for
+    `stored` maps state to stored name. One list of a class is for float16 only, the strict list for
     bfloat16 too.
     """
     lists = (
@@ -276,7 +275,7 @@ def require_tied(module: PreTrainedModel, src: Checkpoint, stored: Mapping[str, 
     """Raise CheckpointError if a head and embeddings that the configuration ties are both stored,
     and differ.
 
-    Some readers take the one, some the other. `stored` maps state to stored name; the values of
+    Some readers take the first, some the second. `stored` maps state to stored name; the values of
     both are read.
     """
     head = head_state(module)

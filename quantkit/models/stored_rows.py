@@ -6,7 +6,7 @@ name that engines know.
 
 One product serves all linears that are rows of one weight and get the same input tensor. At each
 call the input tensor decides. The first part that gets a tensor computes the product with all rows,
-and caches it for the others. A part that gets another tensor computes a new product, again with all
+and caches it for the others. A part that gets a different tensor computes a new product with all
 rows, which is correct but slow.
 """
 
@@ -113,8 +113,8 @@ def _version(x: Tensor) -> tuple[int, ...]:
     """Identify the values of a tensor: equal keys mean that a cached product with it is valid here
     and now.
 
-    The key has torch's counter of in-place writes, which inference mode does not keep. On a GPU it
-    has the stream and the CUDA graph capture too, because a captured product does not exist outside
+    The key has torch's counter of in-place writes, which inference mode does not keep. On a GPU the
+    key includes the stream and the graph capture, because a captured product does not exist outside
     its graph.
     """
     version = -1 if x.is_inference() else x._version

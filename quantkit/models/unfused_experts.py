@@ -38,7 +38,7 @@ class Fused(NamedTuple):
 
 
 class UnfusedExperts(nn.Module):
-    """Experts that compute what the fused module computes, one expert after the other.
+    """Experts that compute the fused module's output, expert by expert.
 
     Each of `singles` holds an expert's linears under their `leaves` (role -> name). The caller adds
     them to the model at `home` (path, number of the first), which may be another module's place.

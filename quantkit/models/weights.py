@@ -59,7 +59,7 @@ class BlockWeights:
                 put_tensor(module, name, buffer.to(self._device))
 
     def load_head(self) -> None:
-        """Load the modules behind the blocks; `load_before_blocks` has loaded the rest."""
+        """Load the modules after the blocks; `load_before_blocks` has loaded the others."""
         self._load(lambda state: not state.startswith(self._inside) and self._is_absent(state))
 
     def drop_head(self) -> None:
@@ -75,8 +75,7 @@ class BlockWeights:
         self._load(lambda state: state.startswith(self._inside[index]), ready)
 
     def read_ahead(self, index: int) -> None:
-        """Begin to read a block into RAM, beside other work, for `load_block`, which raises the
-        errors.
+        """Begin to read a block into RAM in the background. `load_block` raises the errors.
 
         For a GPU it is pinned memory, if there is any, because `load_block` copies from it several
         times as fast.
@@ -92,8 +91,8 @@ class BlockWeights:
         self._ahead[index] = self._reading.submit(lambda: {name: read(name) for name in names})
 
     def beside(self, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Begin to read a file beside other work, after the blocks that are read ahead; returns
-        what waits for it.
+        """Begin to read a file in the background, after the blocks that are read ahead. Returns a
+        function that waits for the file.
         """
         return self._reading.submit(read).result
 
@@ -182,7 +181,7 @@ def load_dense_model(
     """Load the whole model of a dense or quantized checkpoint, every weight decoded to `dtype`.
 
     CheckpointError for a tensor that is missing, of another shape, or not part of the model.
-    Tensors that its class or config.json declares beside it are left out.
+    Tensors that only its class or config.json declares are left out.
     """
     model = Outline(src, skeleton(src, dtype, trust_remote_code), as_matrices=True)
     module, (stored, merged, *_) = model.module, model.states

@@ -71,9 +71,9 @@ def pack(
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`;
     return its report.
 
-    `pad` adds zeros up to a shape that the layout holds; `requantize` rounds weights again that
-    have no lossless way; `requantize_scales` rounds scales that are no float16 values, and keeps
-    the codes; `max_shard_size` is the most bytes of one weight file. Everything else is as for
+    `pad` adds zeros up to a shape that the layout holds. `requantize` rounds weights again that
+    cannot be converted without loss. `requantize_scales` rounds scales to float16 and leaves the
+    codes. `max_shard_size` is the most bytes of one weight file. Everything else is as for
     `quantkit.pack`.
     """
     for name in filter(None, (layout, expect)):
@@ -244,7 +244,7 @@ def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, An
 def packed_source(
     checkpoint: str | Path, trust_remote_code: bool = False
 ) -> tuple[Checkpoint, Layout]:
-    """Open a quantized checkpoint, and name its layout; CheckpointError for another one."""
+    """Open a quantized checkpoint, and name its layout. CheckpointError for a dense checkpoint."""
     src = Checkpoint(Path(checkpoint), trust_remote_code)
     if src.layout is None:
         held = (
@@ -261,8 +261,8 @@ def begin_report(
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Begin the report of a rewritten checkpoint; return it, and the facts of each layer of `src`.
 
-    `outside` are the tensors that the model does not have. What of the origin cannot be read is a
-    notice of `src`.
+    `outside` are the tensors that the model does not have. Unreadable facts of the origin become
+    notices of `src`.
     """
     before, notices, schemes = load_report(src.path), list(src.notices), planned.output.schemes
     assert schemes is not None  # a plan without misfits has them

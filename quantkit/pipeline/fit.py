@@ -1,8 +1,8 @@
-"""A folder that fits a size: a scheme for each linear by its harm, never worse than a uniform
-scheme that fits.
+"""A folder that fits a size: a scheme for each linear by its loss increase, never worse than a
+uniform scheme that fits.
 
-The work is done in OUT's partial folder, whose journal has the harms. Folders are made in it: of
-the mix, of the uniform scheme of least predicted harm, and of other formats within REACH of it.
+The work is done in OUT's partial folder, whose journal has the loss increases. It holds the folders
+of the mix, of the uniform scheme of least predicted loss, and of other formats within REACH of it.
 They are judged on held-out text. The best one becomes OUT, with a recipe that makes the same bytes
 without this search.
 """
@@ -60,11 +60,11 @@ from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.version import __version__
 
 MIXED = "mixed"
-#: Uniform schemes of other formats are made up to so many times the predicted harm of the best:
+#: Uniform schemes of other formats are made up to this multiple of the least predicted loss:
 #: docs/algorithms.md 17.
 REACH = 1.5
-#: The most sequences of held-out text that judge, and that harms are measured on, if as many
-#: calibrate, and the most tokens of each.
+#: The most held-out sequences that judge, the most on which loss increases are measured, and the
+#: most tokens of each.
 HELD_OUT, LONGEST = 16, 512
 #: The most bytes that the search adds to the report: of any model, and of each group.
 ADDED, ADDED_BY_GROUP = 32 * 2**10, 256
@@ -117,8 +117,8 @@ class _Search:
         return (size or 0) - overhead if bits is None else space.budget(bits)
 
     def uniform(self, harm: Harm, reach: float = 1.0) -> list[_Found]:
-        """Find the uniform scheme of least harm that fits, and the best of other formats within
-        `reach` times that.
+        """Find the uniform scheme of least loss that fits, and the best schemes of other formats
+        within `reach` times that loss.
         """
         found: dict[str, _Found] = {}
         every = [
@@ -136,7 +136,7 @@ class _Search:
         return list(found.values())
 
     def mix(self, harm: Harm) -> _Found | None:
-        """Find the choice of least harm that fits, and that the reader opens."""
+        """Find the choice of least loss that fits and that the reader opens."""
         found = [each for space in self.spaces for each in self._mix_of(space, harm)]
         return min(found, key=lambda each: each.harm, default=None)
 
@@ -171,9 +171,7 @@ class _Search:
         )
 
     def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
-        """List the size and the harm of what may be written, the smallest first, and whether it
-        fits.
-        """
+        """List size and loss of each possible folder, the smallest first, and whether it fits."""
         bits, size = self.asked.target_bits, self.asked.target_size
         rows = [row for space in self.spaces for row in space.curve(harm, mixes)]
         found = [
@@ -191,10 +189,10 @@ def plan(
     out: str | Path | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan what `quantize` would do.
+    """Plan a run of `quantize`.
 
-    With a target it is the plan of the best uniform scheme that fits, with the curve of all of
-    them. Nothing is measured: the harm in the curve is the squared error of normally distributed
+    With a target, the plan is that of the best uniform scheme that fits, with the curve of all
+    schemes. Nothing is measured: the loss in the curve is the squared error of normally distributed
     weights.
     """
     if not fitted.is_asked:
@@ -306,8 +304,8 @@ def _decide(
     measure: Measure | None,
     known: dict[str, float] | None,
 ) -> str:
-    """Measure harms, make the folders of the mix and of uniform schemes, and return the name of the
-    best one.
+    """Measure loss increases, make the folders of the mix and of uniform schemes, and return the
+    name of the best one.
     """
     asked, job, options = search.asked, search.job, search.run
     progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
@@ -350,7 +348,7 @@ def _decide(
     reachable = known
 
     def harm(group: Group, label: str) -> float:
-        """Scale the harm in the first folder by the errors that are expected in both schemes."""
+        """Scale the loss increase in the first folder by the expected errors of both schemes."""
         found = reachable.get(group.name)
         return (
             found * expected(group, label) / expected(group, first.choice[group.name])
@@ -409,7 +407,7 @@ def _decide(
 
 
 def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOptions) -> _Search:
-    """Find what can be chosen in each layout; RecipeError if nothing fits the target."""
+    """Collect the choices in each layout. RecipeError if nothing fits the target."""
     recipe, notices = _with_rest(recipe)
     if recipe.layout is None or any(map(is_sparse, recipe.schemes)):
         raise RecipeError("a size is fitted by dense schemes", Words("drop", Setting("prune")))
@@ -477,7 +475,7 @@ def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
-    """Add the memory of the pass that measures harms."""
+    """Add the memory of the pass that measures loss increases."""
     memory = plan.needs.memory
     src, model, gpu = search.job.src, search.job.model, memory.gpu_memory
     device = model.device.type if gpu is None else "cuda"
@@ -558,8 +556,8 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
 
 
 def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[list[Tensor], str]:
-    """Cut text that does not calibrate, of the same source, or of the packaged text if that has too
-    little.
+    """Cut held-out text from the calibration source, or from the packaged text if the source has
+    too little.
     """
     job, calib, most = (
         search.job,

@@ -64,8 +64,8 @@ MOST_KINDS = 3
 def begin_report(
     job: Job, model: str | Path, revision: str | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Begin the report of a quantized or pruned model; return it, and what of its origin cannot be
-    read.
+    """Begin the report of a quantized or pruned model. Returns the report, and notices about
+    unreadable facts of the origin.
     """
     src, command = job.src, "prune" if job.recipe.only_prunes else "quantize"
     # The commit of a snapshot in the hub's cache is more precise than a branch.
@@ -80,8 +80,8 @@ def begin_report(
 def identify(
     writer: CheckpointWriter, report: dict[str, Any], readers: int, finite: bool, progress: Progress
 ) -> None:
-    """Hash the source with so many `readers`, and record the identity of the run, or compare it
-    with that of the run that is resumed.
+    """Hash the source with `readers` threads, and record the identity of the run, or compare it
+    with the resumed run's.
 
     NumericError for a number that is not `finite`.
     """
@@ -105,7 +105,7 @@ def write(
 
     With a `device`, a thread writes its tensors and the journal beside other work; `begin` is the
     first task. A commit records the seconds of each phase since the last one, the phases of `clock`
-    included. A run that fails leaves `report` and the layers so far beside its resumable work
+    included. A failed run leaves `report`, with the layers so far, beside its resumable work
     (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
     """
     layers: list[dict[str, Any]] = []

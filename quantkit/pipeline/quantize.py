@@ -102,8 +102,8 @@ def _lead(
         job = require_runnable(job, out, run, text=text)
         job.require_tied()
         require_devices(job.model.device, here)
-    # On a GPU the first block soon says how much is left, and a probe would take a tenth of the
-    # run.
+    # On a GPU the first block soon gives the time that is left, and a probe would take a tenth of
+    # the run.
     if not progress.quiet and not run.resume and here.count == 1 and job.model.device.type == "cpu":
         with clock.phase("probe"):
             duration, why = estimate_duration(job, run)
@@ -126,7 +126,7 @@ def _lead(
         finite = recipe.calibrated and not writer.done
         kind = job.model.device.type if recipe.calibrated else "cpu"
         begin = partial(identify, writer, report, READERS[kind], finite, progress)
-        # A run that is resumed must first know that it is the same run.
+        # A resumed run must first be compared with the stopped run.
         hashes_beside = finite and BESIDE[kind]
         if not hashes_beside:
             with progress.loop(), clock.phase("hash"):

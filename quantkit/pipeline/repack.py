@@ -191,9 +191,7 @@ def _round_scales(src: Checkpoint, module: str, tensors: dict[str, Tensor]) -> d
 
 
 def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:
-    """Compute the digest of a weight; CheckpointError if it is not the one that its report
-    recorded.
-    """
+    """Compute the digest of a weight. CheckpointError if it differs from the report's."""
     digest = q.digest()
     if recorded is not None and digest != recorded and not q.matches(recorded):
         raise CheckpointError(
@@ -262,8 +260,8 @@ def _rounded(
     """Round the decoded weight to nearest in another scheme, padded with zeros; return it with the
     loss.
 
-    INT4 scales are searched by squared error, floating formats follow the published rule (LAYOUTS
-    6.3), a weight that becomes 2:4 keeps the two largest of each four.
+    INT4 scales are searched by squared error. Floating formats follow the published rule (LAYOUTS
+    6.3). A weight that becomes 2:4 keeps the two largest of each four.
     """
     (n, k), (more, wider) = true, shape
     weight = pad(q.dequantize()[:n, :k], (0, wider - k, 0, more - n))

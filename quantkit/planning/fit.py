@@ -1,4 +1,4 @@
-"""Choose a scheme for each linear: least harm within a number of bytes, by an integer programme
+"""Choose a scheme for each linear: least loss within a number of bytes, by an integer programme
 (ALGORITHMS 17).
 
 Linears that engines join, and all experts of a layer, decide as one.
@@ -31,7 +31,7 @@ from quantkit.recipes.goals import Goal, treat_alike
 from quantkit.recipes.options import DENSE
 from quantkit.recipes.recipe import Recipe, from_mapping, matches, written
 
-#: The harm of a group in a scheme, by its label.
+#: The loss increase of a group in a scheme, by its label.
 Harm = Callable[["Group", str], float]
 #: The label of the scheme of each group, by the group's name.
 Choice = dict[str, str]
@@ -41,10 +41,11 @@ POINTS = 9
 
 @dataclass(frozen=True)
 class Group:
-    """List linears that decide as one, their weights, and the bytes that they take in each scheme,
-    by its label.
+    """Linears that get the same scheme, their weights, and their bytes in each scheme, by its
+    label.
 
-    A group `is_fixed` to a single scheme if the recipe pins it, or if it has no measured harm.
+    A group `is_fixed` to a single scheme if the recipe pins it, or if its loss increase was not
+    measured.
     """
 
     name: str
@@ -61,8 +62,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Space:
-    """Hold what can be chosen in a layout. `overhead` are the bytes of a folder beside the linears,
-    about.
+    """The choices in a layout. `overhead` are the approximate bytes of a folder without the
+    linears.
     """
 
     layout: str
@@ -86,12 +87,12 @@ class Space:
         return sum(group.bytes[choice[group.name]] for group in self.groups)
 
     def harm(self, choice: Choice, harm: Harm) -> float:
-        """Add up the harm of all groups."""
+        """Add up the loss increases of all groups."""
         return sum(harm(group, choice[group.name]) for group in self.groups)
 
     @cached_property
     def weights(self) -> int:
-        """The weights that mean bits are about: all but those of pinned dense linears."""
+        """The weights in the mean of bits: all weights except those of pinned dense linears."""
         return max(1, sum(group.weights for group in self.groups if not group.is_dense))
 
     def budget(self, bits: float) -> int:
@@ -109,11 +110,11 @@ class Space:
         return sum(group.bytes[DENSE] for group in self.groups if group.is_dense)
 
     def choose(self, harm: Harm, budget: int, most_dense: float = 0.0) -> Choice | None:
-        """Choose a scheme for each group: least harm, linears in at most `budget` bytes; None if
+        """Choose a scheme for each group: least loss, linears in at most `budget` bytes; None if
         there is no choice.
 
         At most `most_dense` weights stay dense by choice. The result is the same each time. Its
-        harm may be above the least by a part of 1e-4.
+        loss may be above the least by a part of 1e-4.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
@@ -147,7 +148,7 @@ class Space:
         }
 
     def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
-        """List bytes, bits and harm of each uniform scheme and, if asked, of mixes between them."""
+        """List bytes, bits and loss of each uniform scheme and, if asked, of mixes between them."""
         rows = [(label, choice) for label, choice in self.uniform.items()]
         sizes = [self.size(choice) for _, choice in rows]
         for point in range(POINTS if mixes and rows else 0):
@@ -168,8 +169,8 @@ class Space:
         ]
 
     def with_fixed(self, known: Collection[str], choice: Choice) -> Space:
-        """Fix the groups whose harm is not `known` to their scheme in `choice`, or to their widest
-        one.
+        """Fix the groups whose loss increase is not `known` to their scheme in `choice`, or to
+        their widest one.
         """
         found = []
         for group in self.groups:
@@ -210,11 +211,11 @@ def groups_of(
     layout: Layout,
     recipe: Recipe,
 ) -> list[Group]:
-    """Group the `linears` (name -> `(n, k)`) that decide as one, with the bytes that they take in
-    each of `schemes`.
+    """Group the `linears` (name -> `(n, k)`) that get the same scheme, with their bytes in each of
+    `schemes`.
 
-    `goals` are those of the recipe, whose overrides and skips are pins: a group takes the widest of
-    its own. A scheme that does not hold all linears of a group is left out; RecipeError if none is
+    `goals` are the recipe's goals, whose overrides and skips are pins: a group takes its widest
+    pin. A scheme that does not hold all linears of a group is left out; RecipeError if none is
     left.
     """
     joined: dict[str, list[str]] = {}
@@ -255,7 +256,7 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
     """Make the recipe of a choice: the scheme of most weights, overrides for others, and skips for
     dense linears.
 
-    Keys that the recipe leaves at the default of its schemes get the default of the new ones.
+    Keys at the default of the recipe's schemes get the default of the new schemes.
     """
     weights = Counter[str]()
     for group in space.groups:
@@ -337,7 +338,7 @@ def _any(options: Iterable[str]) -> str:
 
 
 def expected_harm(recipe: Recipe, group: Group, label: str) -> float:
-    """Compute the harm in a plan: the squared error of normally distributed weights, times their
+    """Compute the loss in a plan: the squared error of normally distributed weights, times their
     number.
     """
     if label == DENSE:

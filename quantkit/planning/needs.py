@@ -82,9 +82,9 @@ class Memory:
 
     `least_vram` is the fewest bytes that the GPU needs in any case. `token_bytes` is the size of
     one token's hidden state, `pass_bytes` that of one token in a pass that waits, `sum_bytes` that
-    of the sum of a block's gradients. `gpu_memory` is the memory of a GPU that is not here; None
-    asks the one that is. `others` are the estimates of the run's other stages: one stage has the
-    memory at a time.
+    of the sum of a block's gradients. `gpu_memory` is the memory of another machine's GPU; None
+    asks the GPU of this machine. `others` are the estimates of the run's other stages: one stage
+    has the memory at a time.
     """
 
     ram: dict[str, int]
@@ -228,7 +228,7 @@ def _smaller(parts: Mapping[str, int]) -> Words | None:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run takes: its peak memory, its peak on the disk by part, and the free bytes there.
+    """The needs of a run: peak memory, peak disk space by part, and free disk space.
 
     `duration` are the least and the most seconds by a measured probe; the most is None if they are
     only known to be more.
@@ -417,7 +417,7 @@ def _beside(sizes: Sizes, found: Memory, waiting: int, gpu_memory: int | None) -
     if gpu_memory is not None:
         left = gpu_memory - sum(vram.values())
         vram[PASSES] = max(0, min(waiting, round(PART_OF_GPU * gpu_memory), left))
-    # The next block is read ahead. The tensors outside the blocks wait behind the last one.
+    # The next block is read ahead. The tensors outside the blocks wait after the last block.
     loading = round(PINNED * sizes.block)
     host = {
         **found.ram,

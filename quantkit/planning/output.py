@@ -115,12 +115,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Files:
-    """The exact bytes of every file but report and model card, which together take at most
+    """The exact bytes of every file except report and model card, which together take at most
     `report_bytes`.
 
     `before_last` are the bytes of tensors that are written before the last block and the tensors
-    outside the blocks, the last two commits. `joined` are those of the largest file that is made of
-    smaller ones: while they are joined, it may be there twice.
+    outside the blocks, the last two commits. `joined` are the bytes of the largest file that is
+    joined from smaller files: it may exist twice meanwhile.
     """
 
     sizes: Mapping[str, int]
@@ -138,8 +138,8 @@ class Files:
 class Output:
     """The folder that a run writes; a linear that does not fit counts as if left dense.
 
-    `scheme` is the label of most linears. `tensors` has what each tensor of the source becomes, by
-    the names of `Checkpoint.logical`. `decoder` has the elements of each matrix in the decoder's
+    `scheme` is the label of most linears. `tensors` has the outcome for each tensor of the source,
+    by the names of `Checkpoint.logical`. `decoder` has the elements of each matrix in the decoder's
     blocks. `folder` has the facts on which readers depend, and `readers` are the programs that open
     it. `schemes`, `config` and `files` are known if all linears fit; the layout and `schemes` are
     None for a dense output.
@@ -349,7 +349,7 @@ def schemes_of(
     if weights stay dense.
 
     In a few families a linear has another name in the model (`paths`) than in the checkpoint.
-    Public readers go by the model's. `outside` are dense entries beside the linears.
+    Public readers go by the model's. `outside` are dense entries besides the linears.
     """
     usual = recipe.scheme
     if not isinstance(usual, Scheme) or recipe.layout is None:

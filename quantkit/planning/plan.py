@@ -34,7 +34,7 @@ NOTHING = Outside([], [])
 
 @dataclass(frozen=True, repr=False)
 class Plan(ShortRepr):
-    """Describe what `quantize` or `pack` would write and take, and what speaks against it.
+    """The output, the needs and the verdict of a run of `quantize` or `pack`.
 
     `output` has the linears, tensors and files, `needs` the memory, the disk and the duration, and
     `verdict` the weights that do not fit, ways out, remarks and the refusal. `calibration` are the
@@ -70,7 +70,7 @@ class Plan(ShortRepr):
 
     @property
     def files(self) -> Mapping[str, int]:
-        """The exact bytes of every file but report and model card; empty if a linear does not
+        """The exact bytes of every file except report and model card; empty if a linear does not
         fit.
         """
         return {} if self.output.files is None else self.output.files.sizes
@@ -157,7 +157,7 @@ def plan_quantize(
 
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that
     share their weight with the embeddings. `inside` names the tensors of the decoder's blocks
-    (None: by their numbers). The free disk space is that at `out`. `device` is where the run would
+    (None: by their numbers). Free disk space is measured at `out`. `device` is where the run would
     compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU that is not here.
     """
     layout = recipe.output_layout

@@ -58,8 +58,8 @@ from quantkit.text.tokenizer import load_tokenizer
 
 
 class Job(NamedTuple):
-    """Hold a source, its model, the recipe as it fits them, the goal of each linear (None: left
-    dense), the plan, and the calibration text, once it is drawn.
+    """A source, its model, the recipe fitted to it, the goal of each linear (None: left dense), the
+    plan and, once drawn, the calibration text.
     """
 
     src: Checkpoint
@@ -272,8 +272,8 @@ def with_group_size(
     """Return the recipe with the widest of 128, 64 and 32 that fits every linear, and a notice if
     it is not the usual.
 
-    A linear that none of them fits gets one scale a row by an override. A recipe that states a size
-    stays as it is. `linears` are name -> `(n, k)`; `paths` and `kept_dense` are those of the model.
+    A linear that none of them fits gets one scale a row by an override. A stated group size stays
+    unchanged. `linears` are name -> `(n, k)`; `paths` and `kept_dense` are those of the model.
     """
     layout, scheme = recipe.output_layout, recipe.scheme
     if (

@@ -59,7 +59,7 @@ GROUP_SIZES = (128, 64, 32, None)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What speaks against a run.
+    """Refusals and remarks of a run.
 
     `ways_out` has a line for each rule that a misfit breaks, with the options that help. `problems`
     are other reasons to refuse, and `refusal` is the error with which `quantize` would end before
@@ -81,7 +81,7 @@ class Verdict:
             raise LayoutError(Words(*[part for line in lines for part in ("\n", line)][1:]))
 
     def with_remarks(self, *more: str) -> Verdict:
-        """Add remarks behind the others."""
+        """Append remarks."""
         return replace(self, remarks=(*self.remarks, *more))
 
     def to_python(self) -> Verdict:
@@ -365,7 +365,7 @@ def model_remarks(
 
 
 def _of_text(recipe: Recipe, model: BlockRunner) -> list[str]:
-    """Say through which part a model is calibrated, and where its sequences end."""
+    """Note the part of a model that is calibrated, and the limit of its sequences."""
     found, asked = list[str](), recipe.calibration.max_length
     if model.text_path:
         kind = type(model.module).__name__

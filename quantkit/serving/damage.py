@@ -20,13 +20,13 @@ from quantkit.errors import CheckpointError, QuantkitError, Words
 
 #: The variable of the environment that switches the comparison off, by the value 0.
 VARIABLE = "QUANTKIT_CHECK"
-#: A tensor is compared in this many places, each of at least so many bytes.
+#: Places of a tensor that are compared, and the least bytes of each.
 PLACES, BYTES = 8, 256
 
 
 class FolderCheck:
-    """The comparison of one model: `begin` it when its files are read, and `require` it before they
-    are used.
+    """The comparison of a model with its folder: `begin` when files are read, and `require` before
+    weights are used.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class FolderCheck:
             pool.shutdown(wait=False)
 
     def is_stored(self, names: Iterable[str], tensor: Tensor) -> bool:
-        """Return False if the folder has a tensor of one of `names`, and `tensor` is another one in
-        a few places.
+        """Return False if the folder has a tensor under one of `names` that differs from `tensor`
+        in a few sampled places.
         """
         name = next((name for name in names if name in self._names), None)
         if self._folder is None or name is None:

@@ -200,8 +200,8 @@ class EngineConfig:
 
 
 def reordered(name: str, engine: str) -> LayoutError:
-    """Say that an engine changes a weight before it hands it on, which would silently give a wrong
-    one.
+    """Warn that an engine changes a weight before the plug-in sees it, which would give wrong
+    products.
     """
     return LayoutError(
         f"{engine}'s class of this model reorders it while loading, which packed words do not "

@@ -24,8 +24,8 @@ PREFIXES = ("w13_", "w2_")
 
 
 class ExpertSizes(NamedTuple):
-    """The features of a layer of experts: those of tokens, and those between both products in all
-    and on a rank.
+    """The features of a layer of experts: of tokens, between both products, and between them on a
+    rank.
     """
 
     hidden: int
@@ -37,7 +37,7 @@ class PackedExpertsMethod:
     """Loads the experts that the engine calls `prefix`, and multiplies with them: the first base of
     an engine's method.
 
-    `names` are an expert's linears in the folder: gate and up, or up alone, and down.
+    `names` are an expert's linears in the folder: gate and up, or only up, and down.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ logger = logging.getLogger("sglang.quantkit")
 
 
 def register() -> None:
-    """Put quantkit's method before those of SGLang; one warning says so if this SGLang cannot take
+    """Put quantkit's method before SGLang's own methods. A warning tells if this SGLang cannot take
     it.
     """
     try:

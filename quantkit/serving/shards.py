@@ -2,9 +2,9 @@
 for a kernel.
 
 An engine joins several stored weights into one linear (queries, keys and values), or finds them
-joined on disk. It splits a linear over its ranks by rows or by columns. Layouts differ in what a
-slice of their tensors means, so each stored weight is unpacked, sliced and packed again, which
-changes no value. At most one linear is unpacked at a time.
+joined on disk. It splits a linear over its ranks by rows or by columns. A slice of a packed tensor
+is no slice of the weight, so each stored weight is unpacked, sliced and packed again, without a
+change of values. At most one linear is unpacked at a time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Part:
 class JoinedWeight:
     """The packed tensors of one linear of an engine, on `rank` of `ranks`.
 
-    `columns` are the input features of the whole linear, and those of a rank. All parts have the
-    same `scheme`. An expert is packed as all experts of its scheme and shape.
+    `columns` are the input features of the whole linear, and of a rank. All parts have the same
+    `scheme`. An expert is packed as all experts of its scheme and shape.
     """
 
     name: str
@@ -102,7 +102,7 @@ class JoinedWeight:
         """Take one packed tensor of the stored weight that has the consecutive parts `which`.
 
         Once all tensors are there, the rank's share is packed and they are freed. CheckpointError
-        for a second tensor of one name; LayoutError for tensors that hold no such weight.
+        for a repeated tensor; LayoutError for tensors that do not fit the weight.
         """
         tensors = self._stored.setdefault(tuple(which), {})
         if suffix in tensors or self._packed is not None:
@@ -189,7 +189,7 @@ class StackedWeight:
             self._stack_up(expert)
 
     def packed(self) -> KernelWeight:
-        """Give up the stack, whose `shape` is that of one expert; CheckpointError if a tensor is
+        """Return and release the stack of experts of `shape`. CheckpointError if a tensor is
         missing.
         """
         for expert in sorted(self._missing):
@@ -235,5 +235,5 @@ def cut(q: QuantizedTensor, rows: range, columns: range) -> QuantizedTensor:
 
 
 def _is_whole(scheme: Scheme, columns: int) -> bool:
-    """Return True if a number of columns has no part of a group, nor of a quad of 2:4."""
+    """Return True if a number of columns is whole groups and, for 2:4, a multiple of four."""
     return scheme.padded_k(columns) == columns

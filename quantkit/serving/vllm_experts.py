@@ -20,8 +20,8 @@ EXCHANGE = "allgather_reducescatter"
 
 
 def method_of(config: EngineConfig, layer: Any, prefix: str) -> QuantkitExpertsMethod | None:
-    """Make the method of a layer of experts, None if they are dense. ValueError for what is not
-    served.
+    """Make the method of a layer of experts, None if they are dense. ValueError for features that
+    are not served.
     """
     if not hasattr(layer, "expert_map_manager"):
         raise ValueError(

@@ -53,7 +53,9 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
         return WeightsMapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Make the method of a layer; None leaves it to vLLM. ValueError for what is not served."""
+        """Make the method of a layer; None leaves it to vLLM. ValueError for features that are not
+        served.
+        """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
