@@ -51,7 +51,7 @@ from quantkit.recipes.schema import pruning_keys
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 
-#: The keywords of `plan` alone.
+#: Keywords that only `plan` has.
 PLANNING = ("gpu_memory", "gpu", "probe")
 
 

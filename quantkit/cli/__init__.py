@@ -37,8 +37,8 @@ ENVIRONMENT = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line on `args`, by default those of the process, and end the process with the
-    exit code.
+    """Run the command line on `args`, by default the arguments of the process, and end the process
+    with the exit code.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

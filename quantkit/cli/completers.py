@@ -22,8 +22,8 @@ def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
 def settings(
     keys: Iterable[Key],
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Make the completion of `--set KEY=VALUE`: keys, and behind a key that is a choice
-    its values.
+    """Make the completion of `--set KEY=VALUE`: the keys, and the values of keys that
+    are choices.
     """
     words = [f"{key.name}={value}" for key in keys for value in ("", *key.values)]
 

@@ -2,8 +2,7 @@
 GPU.
 
 The model comes with the package; `demo_model/README.md` names its training text. The demo's text is
-Python's own documentation strings: those of some modules calibrate, those of others are evaluated
-on.
+Python's own documentation strings. Some modules' strings calibrate, others' are for evaluation.
 """
 
 from __future__ import annotations

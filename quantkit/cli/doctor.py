@@ -1,4 +1,4 @@
-"""The command doctor: packages, the machine, and the exact command that fixes what is missing.
+"""The command doctor: packages, the machine, and the exact command that installs a missing part.
 
 Versions come from package metadata, and torch is imported late. So a broken library cannot stop its
 own diagnosis.
@@ -90,7 +90,7 @@ def diagnose() -> dict[str, Any]:
     `machine`, `fixes`.
 
     `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk
-    space, in bytes, is that of the current folder.
+    space, in bytes, is measured at the current folder.
     """
     checks = [_python(), *(package(name, lowest) for name, lowest in required().items())]
     gpus: list[dict[str, Any]] = []

@@ -22,9 +22,9 @@ from quantkit.errors import QuantkitError, is_out_of_memory
 from quantkit.interrupts import Stop
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
-#: What asks a command to end, and the code that it then ends with.
+#: Signal that ends a command -> exit code.
 SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: STOPPED, signal.SIGHUP: STOPPED}
-#: What the machine, not the program, can be blamed for.
+#: Errors of the machine, not of the program.
 ENVIRONMENTAL = {
     getattr(errno, name)
     for name in (
@@ -39,7 +39,7 @@ ENVIRONMENTAL = {
         "EIO",
     )
 }
-#: What the handlers ask of the loops of the command that runs.
+#: The handlers' request to the loops of the running command.
 STOP = Stop()
 
 

@@ -89,8 +89,8 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def kernels() -> dict[str, Any]:
-    """Name the layouts whose kernel runs on a GPU of this machine, and say in `note` where, or what
-    is in the way.
+    """Name the layouts whose kernel runs on a GPU of this machine. `note` has the GPUs, or the
+    obstacle.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)]

@@ -148,10 +148,10 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
 
 
 def format_verification(found: Verification, progress: Progress) -> str:
-    """Format the outcome of `verify`: a row for each weight, or only the failed ones, then a
+    """Format the outcome of `verify`: a row for each weight, or only for failed weights, then a
     verdict.
 
-    -q prints the verdict, below what failed. -v prints every row, and the digest of each file.
+    -q prints failures and the verdict. -v prints every row, and the digest of each file.
     """
     verdict, layout = ("verified" if found.ok else "NOT verified"), found.layout or "unreadable"
     verdict += "" if found.checked else ", codes unchecked"

@@ -1,4 +1,4 @@
-"""The options that the keys of a recipe, and those of a run, have on the command line."""
+"""The options of the command line that keys of recipes and options of runs become."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantkit.errors import Option
 from quantkit.keys import OPTIONS, Key, keys_of
 from quantkit.recipes.options import FitOptions, RunOptions
 
-#: What click has beside the declaration of a key, by keyword.
+#: Further arguments of click for a key, by keyword.
 _MORE: dict[str, dict[str, Any]] = {
     "group_size": {"type": GroupSize()},
     "override": {
@@ -76,8 +76,8 @@ def run_options() -> Callable[[Function], Function]:
 
 
 def fit_options(*without: str) -> Callable[[Function], Function]:
-    """Make the options of a target size; of a command that declares some itself, none but
-    `--help-all` lists them.
+    """Make the options of a target size. In a command with its own options, only `--help-all` lists
+    them.
     """
     keys = [
         replace(key, level="all") if without else key

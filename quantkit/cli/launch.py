@@ -14,8 +14,8 @@ from quantkit.cli.exits import STOP, exits, ignore_signals
 from quantkit.errors import QuantkitError, RecipeError, reason
 from quantkit.progress import Progress
 
-#: What a launcher tells each process that it starts. A cluster may set some of it for other
-#: programs.
+#: Environment variables that a launcher sets in each process. A cluster may set some of it for
+#: other programs.
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,7 +51,7 @@ def joined() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Join the process group of a launcher; all processes end at one time, after the first one has
     printed.
 
-    Yields a context manager in which an error of one process is raised by all.
+    Yields a context manager in which an error of one process is raised by all processes.
     """
     if started() == 1:
         yield nullcontext

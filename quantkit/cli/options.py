@@ -2,8 +2,8 @@
 values.
 
 Choices come from `names` and the recipe's own types. An option that is not given is None and leaves
-the recipe's value. Modules of commands import torch, and whatever imports it, inside functions, so
-that `--help` is quick.
+the recipe's value. Modules of commands import torch, and modules that import it, inside functions,
+so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -205,13 +205,15 @@ def _require_usable_process(computes: bool) -> None:
 
 
 def _be_deterministic() -> None:
-    """Set what makes equal runs give equal bytes and costs nothing (ALGORITHMS 13)."""
+    """Make torch's settings deterministic where this costs nothing, so that equal runs give equal
+    bytes (ALGORITHMS 13).
+    """
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    # Not use_deterministic_algorithms: that imports the compiler, which takes longer than a short
-    # command.
+    # use_deterministic_algorithms is not used, because it imports the compiler, which takes longer
+    # than a short command.
     torch.set_deterministic_debug_mode("warn")
     # A debugging aid that writes every new tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

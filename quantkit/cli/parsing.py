@@ -74,10 +74,10 @@ class Group(click.Group):
 
 
 class Command(click.Command):
-    """A command whose help lists options in sections, and that names the nearest option for an
-    unknown one.
+    """A command whose help lists options in sections. For an unknown option, the error names the
+    nearest.
 
-    `keys` are those of its `--set`.
+    `keys` are the keys of its `--set`.
     """
 
     keys: Sequence[Key] = ()
@@ -85,8 +85,8 @@ class Command(click.Command):
     def sections(
         self, ctx: click.Context, everything: bool = False
     ) -> dict[str, list[click.Option]]:
-        """Sort the options by section; `everything` adds those of `--help-all`. Without sections
-        there is one.
+        """Sort the options by section; `everything` adds the options of `--help-all`. Without
+        sections there is one.
         """
         found: dict[str, list[click.Option]] = {name: [] for name in (*SECTIONS, OTHERS)}
         for param in self.get_params(ctx):
@@ -180,7 +180,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def combined(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Make one decorator of several options, in the order in which help lists them."""
+    """Join several options in one decorator, in the order of the help."""
 
     def decorate(function: Function) -> Function:
         for option in reversed(options):

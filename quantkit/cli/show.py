@@ -1,4 +1,4 @@
-"""Parts of the texts that commands print. The formatter of a command stands beside it."""
+"""Parts of the texts that commands print. Each command's formatter is in the command's module."""
 
 from __future__ import annotations
 

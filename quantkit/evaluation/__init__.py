@@ -1,3 +1,3 @@
-"""How good a checkpoint is, and whether it holds what was quantized. Begin with `perplexity`, or
-with `verify`.
+"""Measure the quality of checkpoints, and prove their bits. Begin with `perplexity`, or with
+`verify`.
 """

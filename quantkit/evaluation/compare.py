@@ -88,11 +88,11 @@ def compare(
 
     A row has perplexity and KL divergence on each `text`, and answers to `tasks`, if there are any
     (with `data`, `shots` and `limit`, see `eval_tasks`). All models are decoded to float32, so that
-    rows differ in their codes alone. A scheme that no layout stores is judged without being packed.
+    rows differ only in their codes. A scheme that no layout stores is judged without being packed.
 
-    Finished rows are kept in `out`: the same call continues, also with more recipes or texts, and
-    several processes share the rows. Raises a QuantkitError, before any work, for what a row would
-    refuse.
+    Finished rows stay in `out`: the same call continues, also with more recipes or texts, and
+    several processes share the rows. Errors of a row are raised before any work, as a
+    QuantkitError.
 
     Example:
 
@@ -216,8 +216,8 @@ def command(
     settings: Mapping[str, Any],
     run: Mapping[str, Any],
 ) -> str:
-    """Return the command that quantizes as a row did; of a scheme without a layout the one that
-    makes the row.
+    """Return the command that quantizes as a row did. For a scheme without a layout, return the
+    command that makes the row.
     """
     if entry.recipe is None:
         return ""

@@ -1,7 +1,7 @@
 """Kullback-Leibler divergence of a model from a reference: mean with an interval, and tails.
 
-It separates quantizations of one model whose perplexities differ by no more than noise. A mean can
-hide tokens at which the model is lost, so the tails stand beside it.
+KL divergence separates quantizations of one model whose perplexities differ by no more than noise.
+A mean can hide single bad tokens, so the tails are reported too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: A token whose divergence is above so many nats counts in `kld_above`.
+#: Nats of divergence above which a token counts in `kld_above`.
 FAR = 0.1
-#: Resamples of the windows that an interval is taken from, and the part of them that it holds.
+#: Resamples of the windows for an interval, and the share of resamples inside it.
 RESAMPLES, CONFIDENCE = 1000, 0.95
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Values of one model at each position of each window, on the CPU: one tensor a window.
+    """A model's values at each position of each window, on the CPU: a tensor for each window.
 
     `kl` `[window]` is the divergence from the reference in nats, `losses` `[t]` that of each
     prediction in nats, both float32. `same` `[window]` is True where the reference prefers the same
@@ -88,7 +88,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(Figures):
-    """The figures of one model over `tokens` positions; the other fields are as in `Perplexity`."""
+    """A model's figures over `tokens` positions. The other fields are as in `Perplexity`."""
 
     tokens: int
     windows: int
@@ -181,7 +181,7 @@ def interval(means: np.ndarray[Any, Any]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean of `means` `[n]` by the percentile bootstrap, None for
     fewer than two.
 
-    Tokens of one window depend on each other, so windows are drawn, not tokens. The same draws
+    Tokens within a window depend on each other, so windows are drawn, not tokens. The same draws
     serve every call.
     """
     count = len(means)

@@ -1,10 +1,10 @@
-"""Proof that an engine computes what a checkpoint holds: its log-probabilities beside those of the
-decoded model.
+"""Proof that an engine computes a checkpoint rightly: its log-probabilities are compared with the
+decoded model's.
 
 The engine reads pieces of the packaged text and continues them, so that its kernels meet many
 tokens at once and few, in CUDA graphs. The decoded model computes the same log-probabilities in
-float32, and again in the engine's dtype. The second time shows how much rounding moves them, and
-bounds the engine's difference.
+float32, and again in the engine's dtype. Its second run shows the effect of rounding, which bounds
+the engine's difference.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from quantkit.text.tokenizer import adds_bos, load_tokenizer, token_ids
 
 #: Prompts, tokens of each, and tokens that the engine adds to each.
 PROMPTS, LENGTH, NEW = 8, 240, 16
-#: The engine's mean and largest difference may be so many times those of rounding, and a little
-#: more, in nats. Activations in eight bits have 2.7 to 36 times the mean (a 29 M Llama and
-#: SmolLM2-135M, bfloat16 and float16).
+#: Allowed mean and largest difference of the engine, as multiples of rounding's, and the margins in
+#: nats. Activations in eight bits have 2.7 to 36 times the mean (a 29 M Llama and SmolLM2-135M,
+#: bfloat16 and float16).
 MEAN, LARGEST = (2.0, 0.001), (4.0, 0.01)
-#: Documents of the packaged text that hold enough tokens, and the seconds that an engine may take.
+#: Documents of the packaged text with enough tokens, and the most seconds of an engine.
 DOCUMENTS, LIMIT = 40, 3600
 CHILD = "import sys; from quantkit.evaluation.engine_child import main; main(sys.argv[1])"
-#: What the engine's process needs besides: the model in the process that is asked, and no report of
-#: its use.
+#: Environment of the engine's process: the model runs in the asked process, and no usage report is
+#: sent.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -67,10 +67,10 @@ def verify_in_engine(
     device: str = "auto",
     unsealed: bool = False,
 ) -> Verification:
-    """Verify a folder, then compare an `engine` with it, if one is named; one that does not run is
-    a failure too.
+    """Verify a folder, then compare an `engine` with it, if given. An engine that does not run is a
+    failure.
 
-    `arguments` are further ones of `vllm.LLM`. The decoded model runs on `device`, after the
+    `arguments` are further arguments of `vllm.LLM`. The decoded model runs on `device`, after the
     engine, in float32. Raises as `verify`, RecipeError for arguments of no engine, and
     QuantkitError if the engine is not installed.
     """
@@ -196,7 +196,7 @@ def _compared(
     device: torch.device,
     progress: Progress,
 ) -> EngineProof:
-    """Compare the engine's log-probabilities with those of the decoded model."""
+    """Compare the engine's log-probabilities with the decoded model's."""
     exact = _logprobs(src, answer["tokens"], torch.float32, device, progress)
     rounded = _logprobs(src, answer["tokens"], getattr(torch, answer["dtype"]), device, progress)
     asked = torch.cat([torch.tensor(each) for each in answer["logprobs"]])
@@ -221,7 +221,7 @@ def _logprobs(
     device: torch.device,
     progress: Progress,
 ) -> Tensor:
-    """Compute the log-probability of each token but the first of each sequence, `[t]` in float32 on
+    """Compute the log-probabilities of each sequence's tokens except the first, `[t]` in float32 on
     the CPU.
     """
     model = load_dense_model(src, device=str(device), dtype=dtype)

@@ -1,5 +1,4 @@
-"""The part of `verify --engine` that runs in a process of its own, in which vLLM opens the folder
-and is asked.
+"""The separate process of `verify --engine`, in which vLLM opens the folder and computes.
 
 It reads a request as JSON from its standard input, and writes the answer as JSON into a file.
 """

@@ -1,4 +1,4 @@
-"""Finished parts of a long evaluation, kept in a file from which the same command continues."""
+"""Finished parts of a long evaluation, in a file from which the same command continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class Finished:
-    """Keep what was computed, by name; without a `path` only in memory.
+    """A store of computed values by name; without a `path` only in memory.
 
     `run` has everything that the results depend on, as JSON has it. It is the first line of the
     file. RecipeError if the file is another run's, CheckpointError if it is damaged.
@@ -45,13 +45,11 @@ class Finished:
         return name in self._known
 
     def value(self, name: str) -> Any:
-        """Return the value kept under a name."""
+        """Return the value stored under a name."""
         return self._known[name]
 
     def get(self, name: str, compute: Callable[[], _T]) -> _T:
-        """Return the value of that name, which is computed and kept if it is not known. It must be
-        JSON.
-        """
+        """Return the value of a name; a missing value is computed and stored. It must be JSON."""
         if name not in self._known:
             value = compute()
             if self._path is not None:

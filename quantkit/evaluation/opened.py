@@ -1,4 +1,4 @@
-"""Open and load a checkpoint for an evaluation in which the model writes text."""
+"""Open and load a checkpoint for evaluations in which the model writes text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Recipes side by side: each one quantizes a model and is judged, which makes a row of one table.
+"""Recipes side by side: each recipe quantizes a model, is judged, and makes a row of the table.
 
-A row is a journal of its own, in which everything that was measured is kept. So a stopped run
-continues, several processes share the rows of a folder, and the rows of several machines are files
-that can be put together.
+Each row has a journal with all of its measurements. So a stopped run continues, several processes
+share the rows of a folder, and rows of several machines can be merged as files.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ from quantkit.reporting.recipe_table import UNSTORED, Row
 from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text
 from quantkit.version import __version__
 
-#: The folder of the journals, and that of models and locks, of which a finished row leaves nothing.
+#: The folders of journals, and of models and locks, which a finished row removes.
 ROWS, WORK = "rows", "work"
-#: Calibration sequences of a plan whose text was read already: it must hold those of every stage's
-#: least.
+#: Calibration sequences of a plan whose text was read already: the least number for every stage.
 FEW = 16
 
 
@@ -80,7 +78,7 @@ class Judges:
             label: load_evaluation_text(source, "text")[0] for label, source in texts.items()
         }
         self.protocol, self._tasks = protocol, tasks
-        #: What is measured -> its name in a journal, which changes with everything that the result
+        #: Measurement -> its name in a journal, which changes with everything that the result
         #: depends on.
         self._names = {
             ("text", label): f"text {_digest([hash_of(text.encode()), protocol])}"
@@ -109,7 +107,7 @@ class Judges:
         reference: Any,
         progress: Progress,
     ) -> None:
-        """Measure what is not finished; the divergence is that from `reference`."""
+        """Measure the unfinished parts. The divergence is from `reference`."""
         for (kind, which), name in self._names.items():
             compute: Callable[[], Any]
             if self._tasks is not None and kind == "task":
@@ -186,8 +184,8 @@ class Rows:
         return self._judges.lacks(self.finished(entry))
 
     def require(self, entries: Sequence[Entry]) -> None:
-        """Raise the QuantkitError with which a row would be refused: plan each recipe, and read
-        each text once.
+        """Plan each recipe and read each text once, to raise the errors of all rows before any
+        work.
         """
         planned: dict[tuple[str, Any], tuple[Entry, Recipe]] = {}
         for entry in entries:
@@ -208,7 +206,7 @@ class Rows:
                     raise found.refusal
 
     def make(self, entry: Entry) -> bool:
-        """Quantize and judge what a row lacks; False if another process does."""
+        """Complete a row by quantizing and judging. False if another process works on it."""
         if not self.lacks(entry):  # a neighbour was quicker
             return True
         work = self._work(entry)
@@ -235,8 +233,8 @@ class Rows:
             return True
 
     def clear(self, entries: Sequence[Entry]) -> None:
-        """Remove the locks and models of finished rows; those of rows that other processes make
-        stay.
+        """Remove the locks and models of finished rows, but not of rows that other
+        processes make.
         """
         for entry in entries:
             files.remove(self._work(entry))
@@ -281,7 +279,9 @@ class Rows:
         )
 
     def _dense(self, src: Checkpoint) -> Any:
-        """Load a model, decoded to float32 like every other, so that rows differ in codes alone."""
+        """Load a model decoded to float32, like all models here, so that rows differ only in their
+        codes.
+        """
         return load_dense_model(
             src, device=self._run["device"], trust_remote_code=self._run["trust_remote_code"]
         )
@@ -369,7 +369,7 @@ def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, in
 def _text_figures(
     reference: Any, model: Callable[[], Any], windows: Windows, progress: Progress
 ) -> Row:
-    """Return perplexity and divergence; of the reference itself the perplexity alone."""
+    """Return perplexity and divergence; for the reference itself only the perplexity."""
     if reference is None:
         return {"ppl": exponential(token_values(model(), [], windows, progress)[0].nll())}
     values = token_values(reference, [model()], windows, progress)[1]
@@ -377,7 +377,7 @@ def _text_figures(
 
 
 def _lasting(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the size of batches, which moves answers by rounding alone."""
+    """Leave out the size of batches, which changes answers only by rounding."""
     return {key: value for key, value in facts.items() if key != "batch_size"}
 
 

@@ -38,8 +38,8 @@ def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None
     become their tasks.
 
     Questions come from the hub, or from `data`: a folder a task, in it the files train, validation
-    and test (.jsonl) with the records of the hub's data set. Those of test are asked, without such
-    a file those of validation; examples come from train, else from the file that is asked. Only the
+    and test (.jsonl) with the records of the hub's data set. Questions are from test, or without
+    such a file from validation. Examples are from train, or else from the questions' file. Only the
     first `limit` questions are checked. RecipeError for an unknown name; CheckpointError for a task
     without data, or with records that are not the task's, and without a connection.
     """
@@ -82,7 +82,7 @@ def _folders() -> dict[str, list[Path]]:
 
 
 def _leaves(index: Any, name: str) -> Iterator[str]:
-    """Yield the tasks of a name: itself, or those of a group or tag."""
+    """Yield the tasks of a name: the task itself, or the tasks of a group or tag."""
     entry = index.get(name)
     if entry is None:
         raise RecipeError(f"lm-eval cannot read its task {name!r}", "name others")
@@ -189,8 +189,8 @@ def _load(
 
 
 def _unanswerable(task: Any, doc: Any, number: int) -> str:
-    """Say what is wrong with the answer of a question, which lm-eval would count as missed by every
-    model.
+    """Describe the fault of a question's answer that lm-eval would count as missed by
+    every model.
     """
     if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
         return ""
@@ -212,7 +212,7 @@ def _unanswerable(task: Any, doc: Any, number: int) -> str:
 
 
 def _null(task: Any, doc: Any, number: int) -> str:
-    """Say what of a question is null and read all the same: templates write it as the word None."""
+    """Name the null parts of a question that a template reads, and would write as the word None."""
     nulls = [key for key, value in doc.items() if value is None]
     empty = {**doc, **dict.fromkeys(nulls, "")}
     reads = [

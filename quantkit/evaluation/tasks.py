@@ -1,4 +1,6 @@
-"""Tasks of lm-eval: the questions that a model answers rightly, beside another model's in pairs."""
+"""Tasks of lm-eval: the share of questions that a model answers rightly, compared with another
+model in pairs.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,7 @@ class Exam:
     """Tasks with their questions, and how models are asked them; QuantkitError for those that
     cannot be asked.
 
-    `asked` has for each task the facts that its answers depend on, and `about` those of all tasks.
+    `asked` has the facts that each task's answers depend on, and `about` the facts of all tasks.
     """
 
     def __init__(
@@ -251,7 +253,7 @@ class Exam:
     def scores(
         self, answers: Mapping[str, Any], others: Mapping[str, Any] | None = None
     ) -> list[TaskScore]:
-        """Return the scores of the answers to all tasks, in pairs with those of another model."""
+        """Return the scores of all tasks, compared in pairs with another model's."""
         return [
             score
             for name, asked in self.asked.items()
@@ -262,8 +264,8 @@ class Exam:
 def _language_model(
     model: Any, tokenizer: Any, batch_size: int, bar: Any, progress: Progress
 ) -> Any:
-    """Return lm-eval's model of a transformers model, which moves a bar and counts requests that
-    are too long.
+    """Wrap a transformers model for lm-eval. The wrapper moves a bar and counts requests that are
+    too long.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -370,9 +372,7 @@ def means(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 @contextmanager
 def _as_guest() -> Iterator[None]:
-    """Drop the bars and log lines of lm-eval, and restore the generators that it draws from, which
-    it shares.
-    """
+    """Silence lm-eval's bars and log lines, and restore the global random generators afterwards."""
     states, logger = (random.getstate(), np.random.get_state()), logging.getLogger("lm_eval")
     propagates, logger.propagate = (
         logger.propagate,

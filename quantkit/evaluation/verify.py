@@ -1,4 +1,4 @@
-"""Proof that a checkpoint holds what was quantized, bit by bit.
+"""Proof of a checkpoint's bits: they are the quantized weights, and are unchanged.
 
 It answers five questions:
 
@@ -150,8 +150,8 @@ def verify_files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _unlisted(folder: Path, recorded: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Name the files that a report lacks, without hidden files, card and proof: those that a
-    program may load or run, and the others.
+    """Name the files that a report lacks, without hidden files, card and proof: first files that a
+    program may load or run, then others.
     """
     if not recorded:
         return [], []

@@ -1,5 +1,5 @@
-"""The checks of one packed weight: repacked, compared with its digest and another checkpoint, and
-multiplied.
+"""The checks of a packed weight: it is repacked, compared with its digest and another checkpoint,
+and multiplied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.progress import Clock
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs that all checks of one checkpoint share.
+    """The inputs that all checks of a checkpoint share.
 
     `other` is the checkpoint to compare with, and `kernels` says if kernels run on `device`. `pool`
     computes digests.

@@ -33,7 +33,7 @@ class Windows:
     """The windows of a text: int64 `parts` `[n, window]`, one every `stride` of the `text_tokens`
     that are read.
 
-    `prefix` is what stands in front of each: the BOS token or nothing. `bos_rule` says why.
+    `prefix`: the BOS token in front of each window, or nothing. `bos_rule` says why.
     """
 
     parts: Tensor
@@ -48,7 +48,7 @@ class Windows:
 
     @property
     def protocol(self) -> dict[str, Any]:
-        """Facts that belong beside every figure."""
+        """Facts that accompany every figure."""
         count, window = self.parts.shape
         return {
             "windows": count,
@@ -66,8 +66,8 @@ class Windows:
         )
 
     def logits(self, model: PreTrainedModel, number: int) -> Tensor:
-        """Compute the logits `[window, v]` after each token of a window; with BOS, the first ones
-        follow BOS alone.
+        """Compute the logits `[window, v]` after each token of a window. With BOS, the first logits
+        follow only BOS.
 
         NumericError, naming the window, for logits that are not finite.
         """
@@ -80,7 +80,7 @@ class Windows:
         return require_finite(logits, f"window {number}")
 
     def targets(self, number: int) -> Tensor:
-        """Return the tokens that a window predicts: all but the first, or with BOS all."""
+        """Return the predicted tokens of a window: all except the first, or with BOS all."""
         return self.parts[number] if self.bos else self.parts[number, 1:]
 
 
@@ -98,9 +98,9 @@ def cut(
 
     By default a window is the longest context, at most 2048 tokens and no longer than the text, the
     stride is the window, and BOS is in front if the tokenizer adds it to a text by itself. Only the
-    first `tokens` tokens are read. CheckpointError if the text is shorter than a window or the
-    tokenizer is not the models'; RecipeError for a window that a model cannot take, and for `bos`
-    without a BOS token.
+    first `tokens` tokens are read. CheckpointError if the text is shorter than a window, or the
+    tokenizer does not belong to the models. RecipeError if a window is too long for a model, and
+    for `bos` without a BOS token.
     """
     first: int | None = getattr(tokenizer, "bos_token_id", None)
     if bos and first is None:

@@ -28,7 +28,7 @@ MOST_FILES = 3
 
 
 class Difference(NamedTuple):
-    """Hold a difference as a clause, and the options that undo it, or else words that do."""
+    """A difference as a clause, with the options or the advice that undo it."""
 
     clause: str
     options: str = ""

@@ -19,7 +19,7 @@ from quantkit.text.conversations import RESERVED
 from quantkit.text.sources import PACKAGED, SELF
 
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
-#: The name of 16 bits, or of whatever dtype the source has, among schemes.
+#: The name of the source's own dtype among schemes, such as 16 bits.
 DENSE = "dense"
 
 

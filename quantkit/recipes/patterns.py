@@ -1,6 +1,4 @@
-"""Patterns of a recipe that have no effect on a model: refused, with the names that were perhaps
-meant.
-"""
+"""Refuse patterns of a recipe that have no effect on a model, with the nearest names."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ SHOWN = 3
 def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[str]) -> list[str]:
     """Raise RecipeError with a line for each skip or override that changes nothing.
 
-    `linears` names all linears, and `dense` the other matrices that stay dense, which a skip may
-    name. The default skip may match nothing, as not every model has such a linear: a remark for
-    each such pattern is returned.
+    `linears` names all linears, and `dense` the other dense matrices, which a skip may name too.
+    The default skip may match nothing, as not every model has such a linear: a remark for each such
+    pattern is returned.
     """
     lines, remarks = [], []
     for pattern in recipe.skip:

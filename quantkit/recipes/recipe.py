@@ -41,12 +41,11 @@ class Recipe(RecipeKeys):
     """Hold everything that decides the bytes of a quantized or pruned checkpoint, besides its
     source.
 
-    `scheme` is the goal of every linear, and `layout` how its codes are stored. If the goal is 2:4
-    without codes, the weights stay dense: there is no `layout`, and `method` and `prune` are the
-    rule that chooses the mask. With a scheme and no `layout`, the output has the values of the
-    codes. docs/recipes.md describes each key. A group size that was not `size_stated` gives way to
-    one that fits the model, and a layout that was not `layout_stated` to one in which a size is
-    fitted better.
+    `scheme` is the goal of every linear, and `layout` how its codes are stored. For 2:4 without
+    codes, the weights stay dense: there is no `layout`, and `method` and `prune` choose the mask.
+    With a scheme and no `layout`, the output has the decoded values. docs/recipes.md describes each
+    key. A group size that is not `size_stated` may change to fit the model, and a layout that is
+    not `layout_stated` to fit a target size.
     """
 
     size_stated: bool = field(default=True, compare=False)
@@ -107,14 +106,14 @@ class Recipe(RecipeKeys):
 
     def solving(self, goal: Goal) -> Recipe:
         """Return the recipe that linears of a goal are solved by: signed scales are for symmetric
-        integers alone.
+        only for integers.
         """
         if not self.signed or not isinstance(goal, Scheme) or takes_signed(goal):
             return self
         return replace(self, signed=False, gptq=replace(self.gptq, signed=False))
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the mapping from which `from_mapping`, or `pruning_from_mapping`, makes an equal
+        """Return a mapping of which `from_mapping`, or `pruning_from_mapping`, makes an equal
         recipe.
         """
         keys = pruning_keys(type(self)) if self.only_prunes else keys_of(type(self))
@@ -169,12 +168,10 @@ def goal_of(recipe: Recipe, name: str, path: str) -> Goal | None:
 def goals_of(
     recipe: Recipe, paths: Mapping[str, str], kept_dense: Mapping[str, str]
 ) -> dict[str, Goal | None]:
-    """Return the goal of every linear, by its name in the checkpoint; None for one that stays
-    dense.
+    """Return the goal of every linear, by its name in the checkpoint; None for a dense linear.
 
-    `paths`: name -> path in the model. `kept_dense`: name -> reason, of matrices that stay dense,
-    linears or not; an override that matches no other linear is for them. RecipeError if such an
-    override names a router.
+    `paths`: name -> path in the model. `kept_dense`: name -> reason, for dense matrices, linears or
+    not. An override may match only these. RecipeError if such an override names a router.
     """
     goals = {
         name: goal_of(recipe, name, path) for name, path in paths.items() if name not in kept_dense

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SchemeKeys:
-    """The form of each weight, as a recipe writes it; `core.scheme.Scheme` is what it makes."""
+    """The scheme of each weight in a recipe's words; makes a `core.scheme.Scheme`."""
 
     format: str = key(
         "Number format",

@@ -209,15 +209,15 @@ def render(name: str, /, **values: Any) -> str:
 
 
 def raw(file: str) -> str:
-    """Read a file of this package that goes into a page as it is."""
+    """Read a file of this package that a page includes verbatim."""
     from markupsafe import Markup
 
     return Markup((HERE / file).read_text(encoding="utf-8"))
 
 
 def printable(text: str) -> str:
-    """Join untrusted text into one line without control characters, which would hide or reorder
-    what follows.
+    """Join untrusted text into one line without control characters, which could hide or reorder
+    text.
     """
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
 

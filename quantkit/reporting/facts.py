@@ -318,8 +318,8 @@ def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
 def _way_out(
     fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[str, Any]
 ) -> list[str]:
-    """Say which number of samples lets every linear have the step that it missed, if a report
-    tells.
+    """Compute the number of samples with which no linear would skip a step, from the facts of a
+    report.
     """
     counted = [_COUNTED.match(str(layer[fact])) for layer in hit] if fact in NEEDED else []
     ratios = [

@@ -181,7 +181,7 @@ def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
 
 
 def _sizes(report: Mapping[str, Any]) -> Table:
-    """Tabulate the schemes for a target size in the layout of the output, by predicted harm and, of
+    """Tabulate the schemes for a target size in the layout of the output, by predicted loss and, of
     some, measured.
     """
     fit, totals = report.get("fit", {}), report.get("totals", {})

@@ -149,7 +149,7 @@ _COUNTED = {
 
 @dataclass(frozen=True)
 class Point:
-    """The errors of one kind of linear in one block: `count` linears."""
+    """The errors of `count` linears of a kind in a block."""
 
     block: int
     low: float

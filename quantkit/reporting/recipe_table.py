@@ -19,7 +19,7 @@ from quantkit.reporting import charts
 from quantkit.reporting.charts import Table, raw, render
 
 Row: TypeAlias = dict[str, Any]
-#: The name of the model that was not quantized, and the layout of a scheme that no layout stores.
+#: The name of the unquantized model, and the layout of a scheme that no layout stores.
 UNQUANTIZED, UNSTORED = "unquantized", "none"
 #: Columns whose values are words.
 WORDS = (
@@ -33,7 +33,7 @@ WORDS = (
     "quantkit",
     "command",
 )
-#: Columns that say which row it is, in front of all others in this order.
+#: Columns that identify a row, in this order before all others.
 NAMED = (
     "recipe",
     "precision",
@@ -75,7 +75,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Read what `as_csv` wrote; an empty value is left out."""
+    """Read a table of `as_csv`, without empty values."""
     with path.open(newline="", encoding="utf-8") as file:
         return [
             {
@@ -112,8 +112,8 @@ def sections(rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """Say what stands for a thousandth, over what a deviation is, and which rows were judged
-    without being packed.
+    """Write the legend: thousandths, the origin of deviations, and rows that were judged without
+    being packed.
     """
     unpacked = dict.fromkeys(row["recipe"] for row in rows if row["stored"] == UNSTORED)
     told = "KL divergence from the unquantized model is in thousandths of a nat.\n"
@@ -173,8 +173,8 @@ def tasks(rows: Sequence[Row]) -> list[Column]:
 
 
 def cells(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table, in which seeds are one row, without rows that have
-    no value.
+    """Return the head and the rows of a table. Seeds share a row, and rows without values are left
+    out.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -195,7 +195,9 @@ def cells(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[list[str], li
 
 
 def identity(rows: Sequence[Row]) -> list[str]:
-    """List the columns that name a row: the recipe too if the others do not tell recipes apart."""
+    """List the columns that name a row. The recipe is included if the others do not distinguish
+    recipes.
+    """
     usual = ["precision", "grouping", "method"]
     recipes = {row["recipe"]: tuple(row.get(key) for key in usual) for row in rows}
     return [

@@ -1,4 +1,4 @@
-"""Results in a terminal: the closing table of a run, and a repr of one line."""
+"""Results in a terminal: the closing table of a run, and a one-line repr."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def line(report: Mapping[str, Any]) -> str:
-    """Format a report as one line: what was done, its size, its mean error, and how many notes the
-    report has.
-    """
+    """Format a report as one line: action, size, mean error, and the number of notes."""
     layers, notes = report.get("layers", []), len(list(facts.events(report)))
     head = (
         f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, "
