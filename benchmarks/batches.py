@@ -26,8 +26,8 @@ from benchmarks.bench_kernels import MODELS, random_record
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import MAX_TOKENS, HopperKernel
-from quantkit.kernels.hopper_tiles import choose_tile, representative
 from quantkit.kernels.portable import multiprocessors
+from quantkit.kernels.tiles import choose_tile, representative
 from quantkit.layouts import LAYOUTS
 
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

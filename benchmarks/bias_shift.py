@@ -72,8 +72,8 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     from quantkit.core.scheme import Scheme
     from quantkit.kernels import LAUNCHERS
     from quantkit.kernels.hopper import HopperKernel
-    from quantkit.kernels.hopper_tiles import HopperTile
     from quantkit.kernels.proof import mismatch
+    from quantkit.kernels.tiles import HopperTile
     from quantkit.layouts import LAYOUTS
 
     scheme, cuda = Scheme.parse(label), torch.device("cuda")

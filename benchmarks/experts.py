@@ -28,8 +28,8 @@ from benchmarks.bench_kernels import random_record
 from benchmarks.timing import copies, floor, measured_on, medians, prepared
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import proof
-from quantkit.kernels.expert_steps import silu_multiply, sum_choices
-from quantkit.kernels.grouped import GroupedKernel, route
+from quantkit.kernels.grouped import GroupedKernel
+from quantkit.kernels.routing import route, silu_multiply, sum_choices
 from quantkit.layouts import LAYOUTS
 
 #: Hidden and intermediate width, experts, and experts of a token.

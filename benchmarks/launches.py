@@ -21,8 +21,9 @@ from torch import Tensor
 
 from benchmarks.bench_kernels import SCHEMES, random_record
 from quantkit.core.scheme import Scheme
-from quantkit.inference import packed_linear  # noqa: F401  # defines an operator
-from quantkit.inference.engine_linear import prepare
+from quantkit.inference.kernel_weight import KernelWeight
+from quantkit.inference.packed_linear import PackedLinear
+from quantkit.inference.products import prepare
 from quantkit.layouts import LAYOUTS
 
 N, K, CALLS, ROUNDS = 512, 512, 200, 15
@@ -36,7 +37,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode(), args.csv.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["gpu", "stream", "layout", "tokens", "engine_linear_us", "packed_linear_us", "linear_us"])
+        writer.writerow(["gpu", "stream", "layout", "tokens", "operator_us", "packed_linear_us", "linear_us"])
         for stream in ("default", "other"):
             with torch.cuda.stream(torch.cuda.Stream() if stream == "other" else torch.cuda.default_stream()):
                 for layout in ("marlin", "marlin24", "tcfpx", "quick"):
@@ -50,14 +51,15 @@ def rows(layout: str, device: torch.device) -> list[list[object]]:
     q = random_record(Scheme.parse(label), N, K, device)
     with torch.inference_mode(False):  # as an engine loads weights
         tensors = {name: tensor.clone() for name, tensor in LAYOUTS[layout].pack(q).items()}
+        packed = PackedLinear(layout, q.scheme, (N, K), (N, K), tensors)
         dense = q.dequantize(torch.float16)
-    handle = prepare(layout, label, N, K, N, tensors, torch.float16)
-    given, names = [*tensors.values()], ",".join(tensors)
+    handle = prepare(KernelWeight(layout, q.scheme, (N, K), tensors), N, torch.float16)
+    given = [*tensors.values()]
     most = torch.randn(512, K, dtype=torch.float16, device=device)
-    engine, packed = torch.ops.quantkit.engine_linear.default, torch.ops.quantkit.packed_linear.default
+    operator = torch.ops.quantkit.multiply.default
     calls: list[Callable[[Tensor], Tensor]] = [
-        lambda x: engine(x, given, None, handle, N),
-        lambda x: packed(x, given, None, names, layout, label, N, N, K),
+        lambda x: operator(x, given, [], handle, N),
+        packed,
         lambda x: torch.nn.functional.linear(x, dense),
     ]
     found: list[list[object]] = []

@@ -1,6 +1,6 @@
 """Time every tile of a layout's Hopper kernel over nine layer shapes and eight token counts.
 
-The times in `HOPPER_TILES` of quantkit/kernels/ are fitted to these figures, and tests compare the choices with them.
+The times in quantkit/kernels/hopper_tiles.csv are fitted to these figures, and tests compare the choices with them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from benchmarks.bench_kernels import MODELS, TOKENS, flops, random_record
 from benchmarks.timing import copies, floor, medians, prepared
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS
-from quantkit.kernels.hopper_tiles import HopperTile, grid_size
 from quantkit.kernels.proof import activations, mismatch, reference
+from quantkit.kernels.tiles import HopperTile, grid_size
 from quantkit.layouts import LAYOUTS
 
 RESULTS = Path(__file__).parent / "gpu"

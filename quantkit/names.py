@@ -23,7 +23,7 @@ LAYOUTS = (
     "marlin24",
     "marlin24-ct",
 )
-#: Layout with a kernel -> the module of `kernels` that launches it.
+#: Layout with a kernel -> the family of `kernels.weights` that launches it.
 KERNELS = {
     "marlin": "marlin",
     "marlin24": "marlin24",

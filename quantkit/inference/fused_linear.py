@@ -7,23 +7,20 @@ names, are stacked into one packed weight if their layout allows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from quantkit import kernels
 from quantkit.engines.joined import SIBLINGS
-from quantkit.inference.packed_linear import (
-    PackedLinear,
-    has_kernel_on,
-    multiply_packed,
-    without_casts,
-)
+from quantkit.inference.packed_linear import PackedLinear, PackedWeight
 from quantkit.layouts import LAYOUTS
 from quantkit.models.families import CROSS_ATTENTION
 from quantkit.models.stored_rows import SharedProduct
 
 
-class FusedLinear(SharedProduct, nn.Module):
+class FusedLinear(SharedProduct, PackedWeight):
     """Sibling linears whose packed weights can be stacked into one; each sibling has it as a
     submodule.
 
@@ -35,7 +32,6 @@ class FusedLinear(SharedProduct, nn.Module):
         super().__init__()
         self.parts = tuple(parts)  # empty once fused; torch registers no submodules from a tuple
         self.is_fused = False
-        self.bias: nn.Parameter | None = None
         self.forget_products()
         for index, part in enumerate(parts):
             part.fused, part.index = self, index
@@ -45,7 +41,7 @@ class FusedLinear(SharedProduct, nn.Module):
         are fused.
         """
         ready = all(
-            has_kernel_on(part.layout, part.device) and part.has_kernel() for part in self.parts
+            kernels.unusable(part.device) is None and part.has_kernel() for part in self.parts
         )
         if not self.is_fused and ready and self.fuse():
             # The freed blocks are too small for the next siblings, so torch would keep all weights
@@ -57,70 +53,55 @@ class FusedLinear(SharedProduct, nn.Module):
         """Stack the packed weights and free the parts' own; returns False if the parts differ in
         more than n.
         """
-        first, unit = self.parts[0], LAYOUTS[self.parts[0].layout].STACKING_UNIT
-        if unit is None or any(
-            part.n % unit or _fusion_key(part) != _fusion_key(first) for part in self.parts
-        ):
+        first, parts = self.parts[0], self.parts
+        layout = LAYOUTS[first.layout]
+        unit, key = layout.STACKING_UNIT, _fusion_key(first)
+        if unit is None or any(part.n % unit or _fusion_key(part) != key for part in parts):
             return False
-        self.layout, self.scheme, self.label, self.k = (
-            first.layout,
-            first.scheme,
-            first.label,
-            first.k,
-        )
-        self.suffixes, self.names = first.suffixes, first.names
-        self.n = sum(part.n for part in self.parts)
-        ends = [sum(part.n for part in self.parts[: i + 1]) for i in range(len(self.parts))]
-        self.starts = tuple(end - part.n for part, end in zip(self.parts, ends, strict=True))
-        self.sizes = tuple((part.n, part.out_features) for part in self.parts)
-        self.readers = len(self.sizes)
-        tensors = LAYOUTS[self.layout].stack(self.scheme, [part.packed() for part in self.parts])
-        bias = None
-        if first.bias is not None:
-            bias = first.bias.new_zeros(self.n)
-            for part, start in zip(self.parts, self.starts, strict=True):
-                bias[start : start + part.out_features] = part.get_parameter("bias")
-        for part in self.parts:
+        *starts, n = accumulate((part.n for part in parts), initial=0)
+        #: The rows of each part that are no padding, and all its rows.
+        self.rows = [
+            slice(start, start + part.out_features)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+        self.stored_rows = [
+            range(start, start + part.n) for part, start in zip(parts, starts, strict=True)
+        ]
+        self.readers = len(parts)
+        tensors = layout.stack(first.scheme, [part.packed() for part in parts])
+        bias = None if first.bias is None else first.bias.new_zeros(n)
+        for part, rows in zip(parts, self.rows, strict=True):
+            if bias is not None:
+                bias[rows] = part.get_parameter("bias")
             part.drop_packed()
-        for suffix, tensor in tensors.items():
-            self.register_parameter(suffix, nn.Parameter(tensor, requires_grad=False))
+        self.set_packed(first.layout, first.scheme, (n, first.k), tensors, n)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.is_fused = True
         self.parts = ()  # a reference cycle would keep the GPU's memory after the model is deleted
         return True
 
-    def packed(self) -> dict[str, Tensor]:
-        """List the stacked tensors by suffix."""
-        return {suffix: self.get_parameter(suffix).detach() for suffix in self.suffixes}
-
     def packed_part(self, index: int) -> dict[str, Tensor]:
         """Slice the packed tensors of one part out of the stack, by suffix."""
-        start = self.starts[index]
-        rows = range(start, start + self.sizes[index][0])
+        rows = self.stored_rows[index]
         return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, rows)
 
     def bias_part(self, index: int) -> Tensor | None:
         """Slice the bias `[out_features]` of one part; None without a bias."""
-        start = self.starts[index]
-        return (
-            None if self.bias is None else self.bias.detach()[start : start + self.sizes[index][1]]
-        )
+        return None if self.bias is None else self.bias.detach()[self.rows[index]]
 
-    def multiply(self, x: Tensor, index: int) -> Tensor:
+    def multiply_part(self, x: Tensor, index: int) -> Tensor:
         """Multiply activations with one part: `[..., out_features]`, a view of the product with all
         parts.
         """
-        y = self.product(x, index)
-        start = self.starts[index]
-        return y[..., start : start + self.sizes[index][1]]
+        return self.product(x, index)[..., self.rows[index]]
 
     def multiply_all(self, x: Tensor) -> Tensor:
         """Multiply activations with the stacked weight."""
-        return multiply_packed(self, x, self.n)
+        return self.multiply(x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
         self.forget_products()
-        super()._apply(without_casts(fn, self.suffixes if self.is_fused else (), self), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         return self
 
     def state_dict(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]

@@ -1,27 +1,25 @@
 """Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the
 folder kernels/.
 
-One module per layout declares the weights that its kernels take, and their tiles. Begin with
-`launcher`; docs/kernels.md explains the kernels themselves.
+`weights` declares the packed weights that the kernels of each layout take, `tiles` their tiles.
+Begin with `launcher`; docs/kernels.md explains the kernels themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels import expert_steps, gptq, loader, routing
+from quantkit.kernels import gptq, loader, routing
 from quantkit.kernels.launcher import Launcher
 from quantkit.kernels.loader import toolchain as toolchain
+from quantkit.kernels.weights import FAMILIES
 from quantkit.names import KERNELS
 
-LAUNCHERS: dict[str, Launcher] = {
-    layout: import_module(f"{__name__}.{module}").LAUNCHER for layout, module in KERNELS.items()
-}
+LAUNCHERS: dict[str, Launcher] = {layout: FAMILIES[family] for layout, family in KERNELS.items()}
 #: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x
 MATMULS: dict[str, Callable[..., Tensor]] = {
     layout: launcher.matmul for layout, launcher in LAUNCHERS.items()
@@ -33,9 +31,9 @@ JUDGES: dict[str, Callable[..., Tensor]] = {
 
 
 def _sources() -> dict[str, tuple[str, ...]]:
-    found = {**gptq.SOURCES, **routing.SOURCES, **expert_steps.SOURCES}
-    for layout in dict.fromkeys(KERNELS.values()):
-        for kernel in LAUNCHERS[layout].every:
+    found = {**gptq.SOURCES, **routing.SOURCES}
+    for launcher in FAMILIES.values():
+        for kernel in launcher.every:
             found[kernel.source] = (*found.get(kernel.source, ()), *kernel.instances)
     return found
 
@@ -48,7 +46,7 @@ def preferred() -> list[str]:
     """List the layouts with a kernel that a weight can be recast to, fewest bits per
     weight first.
     """
-    return sorted(dict.fromkeys(KERNELS.values()), key=lambda layout: LAUNCHERS[layout].bits_read)
+    return sorted(FAMILIES, key=lambda layout: FAMILIES[layout].bits_read)
 
 
 def none_for(layout: str) -> str:

@@ -7,8 +7,8 @@ the CUDA context of the whole process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class Weight:
     @property
     def group_argument(self) -> list[int]:
         return [] if self.group is None else [self.group]
+
+    def stacked(self, experts: int) -> Weight:
+        """Describe the weights of several experts, stacked `[experts, ...]`."""
+        shapes = {name: (dtype, (experts, *shape)) for name, (dtype, shape) in self.tensors.items()}
+        return replace(self, tensors=shapes)
 
 
 def check(
@@ -106,6 +111,18 @@ def check_packed(weight: Weight, tensors: Mapping[str, Tensor], device: torch.de
                 f"the {weight.layout} kernel needs the tensor {suffix!r}, which is missing"
             )
         check_operand(weight.layout, suffix, tensors[suffix], (dtype,), shape, device)
+
+
+def check_addresses(
+    weight: Weight, packed: Sequence[Tensor], device: torch.device, checked: set[tuple[int, ...]]
+) -> None:
+    """Check packed tensors in the order of `weight.tensors`, and add their addresses to `checked`;
+    errors as `check_packed`.
+    """
+    check_packed(weight, dict(zip(weight.tensors, packed, strict=True)), device)
+    if len(checked) > 4096:  # weights that move between devices
+        checked.clear()
+    checked.add(tuple([tensor.data_ptr() for tensor in packed]))
 
 
 def check_same_dtype(layout: str, x: Tensor, out: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Calls to the CUDA driver: the state of torch's current stream, and launches.
+"""Launches through the CUDA driver: what does not depend on addresses is planned once, addresses
+are written each time.
 
-Launch configurations and argument buffers are cached, because the time of a launch from Python
-limits small products in eager mode. For the same reason `launch` takes arguments that are written
-already.
+The time of a launch from Python limits small products in eager mode. So plans, configurations and
+argument buffers are cached, and `submit` calls few functions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import struct
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,11 +29,16 @@ CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 NOT_CAPTURING, KERNEL_NODE, MAX_SHARED = 0, 0, 8
 #: Bytes of shared memory that a block may use without a change of the function's attribute.
 DEFAULT_SHARED = 48 * 1024
-
-#: Python type -> `struct` code of a kernel argument: 32 bits, padded to eight bytes.
-STRUCT_CODES = {int: "i4x", float: "f4x"}
-
-_LOCAL = threading.local()
+#: Captures whose streams are remembered; more are not under way at the same time.
+CAPTURES = 16
+#: `struct` codes of arguments: a pointer, and a 32-bit integer padded to eight bytes.
+POINTER, INTEGER = "Q", "i4x"
+#: Float32 sums and int32 counters.
+Workspace = tuple[Tensor, Tensor]
+#: Source, device, CUDA graph and stream -> workspace.
+WORKSPACES: dict[tuple[str, torch.device, int, int], Workspace] = {}
+#: Source and device -> the workspaces that all graphs share, one for each stream of a capture.
+SHARED_BY_GRAPHS: dict[tuple[str, torch.device], list[Workspace]] = {}
 
 
 class _Attribute(ctypes.Structure):
@@ -53,7 +59,7 @@ class _Config(ctypes.Structure):
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Function:
     """A kernel on a device: CuPy's function, which owns the handle, and the shared bytes that a
     block may use.
@@ -66,6 +72,25 @@ class Function:
         self.handle = ctypes.c_void_p(self.cupy_function.ptr)
 
 
+class Plan(NamedTuple):
+    """A launch without its addresses.
+
+    `shared` counts the bytes of a block, and `cluster` the blocks of a cluster (0: no clusters).
+    `workspace` has a name, and counts float32 sums and int32 counters. `sizes` are the last
+    arguments. If `early`, the kernel may begin while the preceding kernel runs, and must itself
+    wait for the memory accesses of that kernel (Hopper and newer).
+    """
+
+    function: Function
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int = 0
+    workspace: tuple[str, int, int] | None = None
+    sizes: tuple[int, ...] = ()
+    cluster: int = 0
+    early: bool = False
+
+
 class StreamState(NamedTuple):
     """torch's current stream on a device, and the CUDA graph that it is captured into (0: none).
 
@@ -76,6 +101,10 @@ class StreamState(NamedTuple):
     stream: int
     graph: int
     early: bool
+
+
+#: The default stream cannot be captured.
+DEFAULT_STREAM = StreamState(0, 0, True)
 
 
 @functools.cache
@@ -91,18 +120,15 @@ def library() -> Any:
 
 def stream_state(device: torch.device) -> StreamState:
     """Ask for torch's current stream on a CUDA device, and whether it is captured."""
-    stream: int = torch._C._cuda_getCurrentRawStream(
-        device.index
-    )  # the call that torch's compiled code makes
+    # The call that torch's compiled code makes.
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     if not stream:
-        return StreamState(0, 0, True)  # the default stream cannot be captured
+        return DEFAULT_STREAM
     status = ctypes.c_int()
     failed = library().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
-    return (
-        _capture_state(stream)
-        if failed or status.value != NOT_CAPTURING
-        else StreamState(stream, 0, True)
-    )
+    if failed or status.value != NOT_CAPTURING:
+        return _capture_state(stream)
+    return StreamState(stream, 0, True)
 
 
 def _capture_state(stream: int) -> StreamState:
@@ -128,57 +154,133 @@ def _capture_state(stream: int) -> StreamState:
     return StreamState(stream, 1 + number.value, follows_kernel)
 
 
+def submit(
+    plan: Plan,
+    device: torch.device,
+    maps: Sequence[bytes],
+    before: Sequence[Tensor | None],
+    behind: Sequence[Tensor | None] = (),
+    sizes: tuple[int, ...] = (),
+    early: bool | None = None,
+) -> StreamState:
+    """Launch a plan on torch's current stream, and return the state of the stream.
+
+    The arguments are tensor maps, pointers, the plan's workspace between those `before` and
+    `behind`, `sizes` and the plan's sizes. None is a null pointer. `early` overrides that of the
+    plan. KernelError for a launch that the driver refuses; later failures appear when torch
+    synchronises.
+    """
+    state = stream_state(device)
+    given = [*before, *behind]
+    if plan.workspace is not None:
+        own = WORKSPACES.get((plan.workspace[0], device, state.graph, state.stream))
+        given[len(before) : len(before)] = own or workspace(*plan.workspace, device, state)
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+    kinds = _kinds(len(maps), len(pointers), len(sizes) + len(plan.sizes))
+    values: tuple[int | bytes, ...] = (*maps, *pointers, *sizes, *plan.sizes)
+    _launch(plan, kinds, values, device, state, plan.early if early is None else early)
+    return state
+
+
 def launch(
     function: Function,
     grid: tuple[int, ...],
     block: tuple[int, ...],
-    pointers: Any,
-    shared: int,
+    args: Sequence[Tensor | int | bytes | None],
+    shared: int = 0,
+) -> None:
+    """Launch a function on torch's current stream of the device that holds the tensors in `args`.
+
+    Tensors arrive as pointers, None as a null pointer, int as 32 bits, bytes as a structure.
+    `shared` is dynamic shared memory in bytes. Errors as `submit`.
+    """
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    values: list[Any] = [
+        arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args
+    ]
+    kinds = tuple(
+        f"{len(arg)}s" if isinstance(arg, bytes) else INTEGER if isinstance(arg, int) else POINTER
+        for arg in args
+    )
+    plan = Plan(function, grid, block, shared)
+    _launch(plan, kinds, values, device, stream_state(device), early=False)
+
+
+@functools.cache
+def _kinds(maps: int, pointers: int, sizes: int) -> tuple[str, ...]:
+    return ("128s",) * maps + (POINTER,) * pointers + (INTEGER,) * sizes
+
+
+class _Arguments(threading.local):
+    """The memory of a thread for arguments, by their kinds; each launch reuses it."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, ...], tuple[struct.Struct, Any, Any]] = {}
+
+    def allocate(self, kinds: tuple[str, ...]) -> tuple[struct.Struct, Any, Any]:
+        """Make a `struct` of arguments, memory for it, and pointers to each argument there."""
+        packed = struct.Struct("<" + "".join(kinds))
+        buffer = ctypes.create_string_buffer(packed.size)
+        starts = [struct.calcsize("<" + "".join(kinds[:i])) for i in range(len(kinds))]
+        addresses = [ctypes.addressof(buffer) + start for start in starts]
+        found = packed, buffer, (ctypes.c_void_p * len(addresses))(*addresses)
+        self.buffers[kinds] = found
+        return found
+
+
+_ARGUMENTS = _Arguments()
+_LOCK = threading.Lock()
+
+
+def _launch(
+    plan: Plan,
+    kinds: tuple[str, ...],
+    values: Sequence[int | bytes],
     device: torch.device,
     state: StreamState,
-    cluster: int = 0,
-    early: bool = False,
+    early: bool,
 ) -> None:
-    """Launch a function on torch's current stream, whose state is `state`; see `loader.launch`.
-
-    `pointers` are those that this thread's last call of `argument_pointers` or `written_arguments`
-    returned. `cluster` is the number of blocks of a cluster (0: no clusters). An `early` launch may
-    begin while the preceding kernel runs; the launched kernel must itself wait for the memory
-    accesses of that kernel (Hopper and newer).
-    """
-    config, _ = launch_config(grid, block, shared, state.stream, cluster, early and state.early)
+    packed, buffer, pointers = _ARGUMENTS.buffers.get(kinds) or _ARGUMENTS.allocate(kinds)
+    packed.pack_into(buffer, 0, *values)
+    function, shared = plan.function, plan.shared
+    config, _ = launch_config(
+        plan.grid, plan.block, shared, state.stream, plan.cluster, early and state.early
+    )
     driver, context, current = library(), _context(device.index), ctypes.c_void_p()
-    _require(driver.cuCtxGetCurrent(ctypes.byref(current)), device)
-    other = current.value != context
+    driver.cuCtxGetCurrent(ctypes.byref(current))
+    failed, other = 0, current.value != context
     if other:  # torch's current device is another, or this thread has used none so far
-        _require(driver.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), device)
-    try:
-        if shared > function.shared_limit:
-            _require(driver.cuFuncSetAttribute(function.handle, MAX_SHARED, shared), device)
-            function.shared_limit = shared
-        _require(driver.cuLaunchKernelEx(config, function.handle, pointers, None), device)
-    finally:
-        if other:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(current))
-
-
-def _require(failed: int, device: torch.device) -> None:
+        failed = driver.cuCtxPushCurrent_v2(ctypes.c_void_p(context))
+    if not failed:
+        try:
+            if shared > function.shared_limit:
+                failed = driver.cuFuncSetAttribute(function.handle, MAX_SHARED, shared)
+                function.shared_limit = function.shared_limit if failed else shared
+            failed = failed or driver.cuLaunchKernelEx(config, function.handle, pointers, None)
+        finally:
+            if other:
+                driver.cuCtxPopCurrent_v2(ctypes.byref(current))
     if failed:
-        message = ctypes.c_char_p()
-        library().cuGetErrorString(failed, ctypes.byref(message))
-        why = (message.value or b"unknown").decode()
-        raise KernelError(
-            f"a kernel could not be launched on {device}: {why} (error {failed} of the CUDA driver)"
-        )
+        raise _refusal(failed, device)
+
+
+def _refusal(failed: int, device: torch.device) -> KernelError:
+    message = ctypes.c_char_p()
+    library().cuGetErrorString(failed, ctypes.byref(message))
+    why = (message.value or b"unknown").decode()
+    return KernelError(
+        f"a kernel could not be launched on {device}: {why} (error {failed} of the CUDA driver)"
+    )
 
 
 @functools.cache
 def _context(index: int) -> int:
     """Retain the primary context of a device, which torch and CuPy use."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    where = torch.device("cuda", index)
-    _require(library().cuDeviceGet(ctypes.byref(device), index), where)
-    _require(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), where)
+    failed = library().cuDeviceGet(ctypes.byref(device), index)
+    failed = failed or library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    if failed:
+        raise _refusal(failed, torch.device("cuda", index))
     return context.value or 0
 
 
@@ -193,46 +295,62 @@ def launch_config(
 ) -> tuple[Any, _Config]:
     """Build the configuration of a launch; returns a pointer to it, and the structure itself."""
     sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
-    asked = (
-        (CLUSTER_DIMENSION, (cluster, 1, 1), cluster > 0),
-        (PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0), early),
-    )
-    wanted = [(name, value) for name, value, there in asked if there]
+    wanted = [(CLUSTER_DIMENSION, (cluster, 1, 1))] if cluster else []
+    if early:
+        wanted.append((PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0)))
     attributes = (_Attribute * len(wanted))(*[_Attribute(name, 0, value) for name, value in wanted])
     config = _Config((ctypes.c_uint * 6)(*sizes), shared, stream, attributes, len(wanted))
     return ctypes.byref(config), config
 
 
-def argument_pointers(args: Sequence[Tensor | int | float | bytes | None]) -> Any:
-    """Write the arguments of a launch, and return pointers to them; this thread's next launch
-    reuses the memory.
+def workspace(
+    source: str, sums: int, counters: int, device: torch.device, state: StreamState
+) -> Workspace:
+    """Return float32 `[sums]` and int32 `[counters]`, in which the blocks of a launch exchange
+    sums. The workspace is made on first use, and every launch leaves its counters at zero.
+
+    Each stream has its own workspace, and so has each stream that is captured into one CUDA graph.
+    So they may overlap. But two graphs must not be replayed at the same time, because graphs share
+    workspaces. None can be made during a capture: KernelError if `source` is captured on more
+    streams at once than it was launched on before.
     """
-    values: list[Any] = [
-        arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args
-    ]
-    kinds = [len(arg) if type(arg) is bytes else STRUCT_CODES.get(type(arg), "Q") for arg in args]
-    return written_arguments(tuple(kinds), values)
+    key = (source, device, state.graph, state.stream)
+    with _LOCK:
+        if key in WORKSPACES:
+            return WORKSPACES[key]
+        shared = SHARED_BY_GRAPHS.setdefault((source, device), [])
+        if not state.graph:
+            shared.append(allocate(device, sums, counters))
+            return WORKSPACES.setdefault(key, allocate(device, sums, counters))
+        known = [graph for name, where, graph, _ in WORKSPACES if (name, where) == key[:2]]
+        captures, streams = [graph for graph in known if graph], known.count(state.graph)
+        if streams == len(shared):
+            raise KernelError(
+                f"{source} is captured on {streams + 1} streams of {device} at once, and was "
+                f"launched on {streams}",
+                "call it once on each stream before the capture",
+            )
+        if len({*captures, state.graph}) > CAPTURES:
+            for old in [known for known in WORKSPACES if known[:3] == (*key[:2], captures[0])]:
+                del WORKSPACES[old]
+        WORKSPACES[key] = shared[streams]
+        return shared[streams]
 
 
-def written_arguments(kinds: tuple[int | str, ...], values: Sequence[int | float | bytes]) -> Any:
-    """Write `values` as arguments, and return pointers to them; this thread's next launch reuses
-    the memory.
+def allocate(device: torch.device, sums: int, counters: int) -> Workspace:
+    """Allocate a workspace in another thread.
 
-    `kinds` are `struct` codes, such as "Q" for a pointer, or lengths of structures in bytes.
+    In the thread that warms up a compiled model, torch would take the memory from the pool of a
+    CUDA graph, where no allocation may outlive the warm-up.
     """
-    buffers: dict[tuple[int | str, ...], Any] = _LOCAL.__dict__.setdefault("buffers", {})
-    found = buffers.get(kinds)
-    if found is None:
-        found = buffers[kinds] = _argument_buffer(kinds)
-    packed, buffer, pointers = found
-    packed.pack_into(buffer, 0, *values)
-    return pointers
 
+    def make() -> Workspace:
+        found = (
+            torch.empty(sums, dtype=torch.float32, device=device),
+            torch.zeros(counters, dtype=torch.int32, device=device),
+        )
+        torch.cuda.current_stream(device).synchronize()  # every stream sees the zeros from now on
+        return found
 
-def _argument_buffer(kinds: Sequence[int | str]) -> tuple[struct.Struct, Any, Any]:
-    forms = [f"<{kind}s" if isinstance(kind, int) else f"<{kind}" for kind in kinds]
-    packed = struct.Struct("<" + "".join(form[1:] for form in forms))
-    buffer = ctypes.create_string_buffer(packed.size)
-    sizes = [struct.calcsize(form) for form in forms]
-    starts = [ctypes.addressof(buffer) + sum(sizes[:i]) for i in range(len(sizes))]
-    return packed, buffer, (ctypes.c_void_p * len(starts))(*starts)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import Format
-from quantkit.kernels import loader
+from quantkit.kernels import driver, loader
 
 #: Columns of a launch of the sweep or of descent, and rows and threads of a block of threads.
 COLUMNS, ROWS, THREADS = 128, 32, 256
@@ -111,9 +111,9 @@ def round_block(
         else [x if x is None else x.contiguous() for x in pattern]
     )
     instance = f"gptq_sweep<{name}, {'false' if pattern is None else 'true'}>"
-    function = loader.load("gptq_sweep", SWEEPS, t.device).functions[instance]
+    function = loader.load("gptq_sweep", SWEEPS, t.device)[instance]
     arguments = [t, d, w, v, *given, *mask, grid, n, b, v.stride(0)]
-    loader.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+    driver.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
 
 
 def descend_block(
@@ -129,9 +129,9 @@ def descend_block(
     b, n = v.shape
     name, grid = grid_of(fmt, columns.zeros is not None)
     h = h if h.stride(1) == 1 else h.contiguous()
-    function = loader.load("gptq_descent", DESCENTS, v.device).functions[f"gptq_descent<{name}>"]
+    function = loader.load("gptq_descent", DESCENTS, v.device)[f"gptq_descent<{name}>"]
     arguments = [v, e, slope, h, *columns, grid, n, b, h.stride(0), int(frozen)]
-    loader.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+    driver.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
 
 
 def search_errors(
@@ -149,12 +149,12 @@ def search_errors(
     name, grid = grid_of(fmt, zeros is not None)
     x, scales, transposed = x.contiguous(), scales.contiguous(), r.transpose(1, 2).contiguous()
     errors = torch.empty_like(scales)
-    function = loader.load("gptq_search", SEARCHES, x.device).functions[f"gptq_search<{name}, {g}>"]
+    function = loader.load("gptq_search", SEARCHES, x.device)[f"gptq_search<{name}, {g}>"]
     held = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
     blocks = min(max(1, WAVES * held // groups), -(-m // groups * TOGETHER // SEARCHERS))
     zeros = None if zeros is None else zeros.contiguous()
     arguments = [x, scales, zeros, transposed, errors, grid, m // groups, groups, candidates]
-    loader.launch(function, (blocks, groups), (SEARCHERS,), arguments, shared=4 * g * g)
+    driver.launch(function, (blocks, groups), (SEARCHERS,), arguments, shared=4 * g * g)
     return errors
 
 
@@ -175,7 +175,7 @@ def tune(
     contiguous, on a device that `runs_on` accepts.
     """
     name, grid = grid_of(fmt, start[1] is not None)
-    function = loader.load("gptq_tune", TUNES, dense.device).functions[f"gptq_tune<{name}>"]
+    function = loader.load("gptq_tune", TUNES, dense.device)[f"gptq_tune<{name}>"]
     groups = moved[2].numel()
     arguments = [
         dense,
@@ -187,7 +187,7 @@ def tune(
         groups,
         dense.numel() // groups,
     ]
-    loader.launch(function, (-(-groups // TUNED),), (32 * TUNED,), arguments)
+    driver.launch(function, (-(-groups // TUNED),), (32 * TUNED,), arguments)
 
 
 def grid_of(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,20 +19,19 @@ from torch import Tensor
 
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, driver, expert_steps, loader, none_for, unusable
-from quantkit.kernels.contract import ACTIVATIONS, Weight, check_operand, check_packed, check_sizes
-from quantkit.kernels.driver import Function
-from quantkit.kernels.hopper_routed import ROWS, RoutedHopper
-from quantkit.kernels.portable import PortableInstances, multiprocessors
-from quantkit.kernels.portable_tiles import RESERVED, THREADS
-from quantkit.kernels.routing import (
-    MAX_EXPERTS,
-    Routing,
-    load as load_routing,
-    route as route,
-    starts_early,
+from quantkit.kernels import LAUNCHERS, driver, loader, none_for, routing as steps, unusable
+from quantkit.kernels.contract import (
+    ACTIVATIONS,
+    Weight,
+    check_addresses,
+    check_operand,
+    check_sizes,
 )
-from quantkit.kernels.workspace import workspace
+from quantkit.kernels.driver import Plan
+from quantkit.kernels.hopper import ROWS, RoutedHopper
+from quantkit.kernels.portable import PortableKernel, multiprocessors
+from quantkit.kernels.routing import MAX_EXPERTS, Routing
+from quantkit.kernels.tiles import RESERVED, THREADS, ceil
 
 #: Mean rows of an expert from which on nearly all of its tiles are full.
 MANY_ROWS = 256.0
@@ -55,7 +54,7 @@ class GroupedKernel:
     """
 
     weight: Weight
-    kernel: PortableInstances
+    kernel: PortableKernel
     experts: int
     hopper: RoutedHopper | None = None
     checked: set[tuple[int, ...]] = field(default_factory=set)
@@ -84,12 +83,9 @@ class GroupedKernel:
         problem = None if device is None else unusable(device)
         if problem is not None:
             raise KernelError(problem)
-        stacked = {
-            name: (dtype, (experts, *shape)) for name, (dtype, shape) in weight.tensors.items()
-        }
         hopper = kernels.routed_hopper if device is not None and loader.is_hopper(device) else None
         return cls(
-            replace(weight, tensors=stacked),
+            weight.stacked(experts),
             kernels.routed,
             experts,
             hopper if hopper is not None and hopper.takes(n, k) else None,
@@ -107,13 +103,12 @@ class GroupedKernel:
         """Compile and load all kernels that a layer of experts needs, for a dtype; not in a
         capture.
         """
-        load_routing(device)
-        expert_steps.load(device)
+        steps.load(device)
         for kernel in self.kernels:
             kernel.load(dtype, device)
 
     @property
-    def kernels(self) -> tuple[PortableInstances | RoutedHopper, ...]:
+    def kernels(self) -> tuple[PortableKernel | RoutedHopper, ...]:
         return (self.kernel,) if self.hopper is None else (self.kernel, self.hopper)
 
     def tile(self, m: int, topk: int) -> int:
@@ -144,25 +139,12 @@ class GroupedKernel:
         if self.hopper is not None and routing.tile in ROWS:
             self.hopper.launch_routed(self.weight, x, tensors, routing, y, choices, weights)
             return
-        plan = _planned(self.kernel, device, x.dtype, routing.tile, routing.max_tiles, n, k)
-        state = driver.stream_state(device)
-        sums, arrived = workspace(plan.name, device, state, *plan.workspace)
-        pointers = [tensor.data_ptr() for tensor in (*tensors, x, y, sums, arrived, routing.list)]
-        pointers.append(0 if weights is None else weights.data_ptr())
-        sizes = (routing.max_tiles, choices, plan.whole, n, k, *self.weight.group_argument)
-        arguments = driver.written_arguments(
-            ("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes)
+        kernel = self.kernel
+        plan = _planned(
+            kernel, device, x.dtype, routing.tile, routing.max_tiles, n, k, self.weight.group
         )
-        driver.launch(
-            plan.function,
-            plan.grid,
-            (THREADS,),
-            arguments,
-            plan.shared,
-            device,
-            state,
-            early=plan.starts_early,
-        )
+        behind, sizes = (routing.list, weights), (routing.max_tiles, choices)
+        driver.submit(plan, device, (), (*tensors, x, y), behind, sizes)
 
     def _check(
         self,
@@ -196,12 +178,8 @@ class GroupedKernel:
                 "there are "
                 f"{self.experts} on {device}"
             )
-        addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        if addresses not in self.checked:
-            check_packed(self.weight, dict(zip(self.weight.tensors, tensors, strict=True)), device)
-            if len(self.checked) > 4096:  # weights that move between devices
-                self.checked.clear()
-            self.checked.add(addresses)
+        if tuple([tensor.data_ptr() for tensor in tensors]) not in self.checked:
+            check_addresses(self.weight, tensors, device, self.checked)
 
 
 #: Most steps along k of a tile that one block may do by itself, because sharing it would take
@@ -209,32 +187,17 @@ class GroupedKernel:
 SHORT = 8
 
 
-class _Plan(NamedTuple):
-    """The parts of a launch that do not depend on addresses.
-
-    `name` is the name of the workspace, and `workspace` counts its sums and counters. `whole` is
-    the least number of tiles that are not shared by blocks.
-    """
-
-    function: Function
-    grid: tuple[int]
-    shared: int
-    name: str
-    workspace: tuple[int, int]
-    whole: int
-    starts_early: bool
-
-
 @functools.lru_cache(maxsize=4096)
 def _planned(
-    kernel: PortableInstances,
+    kernel: PortableKernel,
     device: torch.device,
     dtype: torch.dtype,
     rows: int,
     max_tiles: int,
     n: int,
     k: int,
-) -> _Plan:
+    group: int | None,
+) -> Plan:
     sms, shared_memory = multiprocessors(device)
     tile = next((tile for tile in kernel.choice.tiles if tile.m == rows), None)
     if tile is None:
@@ -249,14 +212,16 @@ def _planned(
     shared = kernel.choice.shared_bytes(tile)
     held = shared + RESERVED + 8 * tile.m  # the numbers of rows are in shared memory, too
     blocks = min(units, sms * min(tile.blocks, shared_memory // held))
-    return _Plan(
+    # The least number of tiles that are not shared by blocks.
+    whole = 2 * sms // 3 if ceil(k, tile.k) <= SHORT else 1 << 30
+    return Plan(
         kernel.load(dtype, device)[kernel.instance(dtype, tile)],
         (blocks,),
+        (THREADS,),
         shared,
-        kernel.function or kernel.source,
-        kernel.choice.workspace_size(sms),
-        2 * sms // 3 if -(-k // tile.k) <= SHORT else 1 << 30,
-        starts_early(device),
+        (kernel.function or kernel.source, *kernel.choice.workspace_size(sms)),
+        (whole, n, k) if group is None else (whole, n, k, group),
+        early=steps.starts_early(device),
     )
 
 
@@ -275,5 +240,5 @@ def expected_tiles(mean: float, rows: int) -> float:
     probability, expected = math.exp(-mean), 0.0
     for count in range(1, int(mean + 10 * math.sqrt(mean)) + 10):
         probability *= mean / count
-        expected += probability * -(-count // rows)
+        expected += probability * ceil(count, rows)
     return expected

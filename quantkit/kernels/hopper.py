@@ -1,23 +1,30 @@
-"""Launch of the kernels for Hopper, in the frame kernels/hopper_matmul.cuh; `hopper_tiles` chooses
-their tiles.
+"""Launch of the kernels for Hopper: for one weight in the frame kernels/hopper_matmul.cuh, for
+experts with many rows in the frame kernels/hopper_routed.cuh.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from quantkit.errors import KernelError
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import TYPES, Weight
-from quantkit.kernels.driver import Function
-from quantkit.kernels.hopper_tiles import (
+from quantkit.kernels.driver import Plan
+from quantkit.kernels.portable import Instances, multiprocessors
+from quantkit.kernels.routing import Routing, gather_rows
+from quantkit.kernels.tiles import (
+    K_STEP,
     MAX_CLUSTER,
+    WARPGROUP,
     HopperTile,
     HopperTiles,
     ceil,
@@ -25,18 +32,59 @@ from quantkit.kernels.hopper_tiles import (
     launch_sizes,
     representative,
 )
-from quantkit.kernels.portable import Instances, multiprocessors
-from quantkit.kernels.tensormap import SIZE, tensor_map
-from quantkit.kernels.workspace import workspace
 
 #: Most tokens of one launch. With more, every row of tiles would read the activations from memory
 #: again.
 MAX_TOKENS = 2048
-#: The number of the weight's tensor maps -> kinds of all arguments: maps, pointers, sizes (see
-#: `driver`).
-KINDS: dict[int, tuple[int | str, ...]] = {
-    maps: (SIZE,) * (1 + maps) + ("Q",) * 5 + ("i4x",) * 3 for maps in (2, 3)
-}
+#: Rows of a tile of experts -> its cost beside `PortableTile.cost`, about the same in all layouts
+#: (benchmarks/gpu/experts.csv). With fewer rows, products are bound by memory, and the portable
+#: kernels do as well.
+ROWS = {64: 36.0, 128: 48.0}
+#: Bytes of an element -> CU_TENSOR_MAP_DATA_TYPE_FLOAT16 (all 2-byte types have the same zero),
+#: ..._UINT64.
+DATA_TYPES = {2: 6, 8: 4}
+#: CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B.
+PLAIN, SWIZZLED = 0, 3
+#: Bytes of a tensor map, and its alignment.
+MAP_BYTES, ALIGNMENT = 128, 64
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(
+    pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzled: bool = False
+) -> bytes:
+    """Encode the tensor map of a contiguous matrix of `shape`, `item` bytes for an element: the
+    descriptor for copies of one `box` by Hopper's copy engine (TMA).
+
+    `pointer` is its address on a GPU. Elements of a box outside the matrix arrive as zeros. The
+    descriptor is passed to a kernel by value, and is valid as long as the matrix keeps its address.
+    KernelError if the driver refuses it.
+    """
+    rank = len(shape)
+    strides = [
+        math.prod(shape[i:]) * item for i in range(rank - 1, 0, -1)
+    ]  # the driver counts from the last dimension
+    buffer = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
+    address = (ctypes.addressof(buffer) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    failed = driver.library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address),
+        DATA_TYPES[item],
+        rank,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        SWIZZLED if swizzled else PLAIN,
+        3,  # the L2 cache fetches 256 bytes
+        0,  # zeros outside
+    )
+    if failed:
+        raise KernelError(
+            f"the driver makes no tensor map of {shape} in boxes of {box}: error {failed}"
+        )
+    return ctypes.string_at(address, MAP_BYTES)
 
 
 class Reads:
@@ -135,18 +183,13 @@ class HopperKernel(Instances):
             for start, end in token_parts(m):
                 self.launch(weight, x[start:end], packed, bias, out[start:end])
             return
-        plan = _planned(self, device, x.dtype, representative(m), n, k, tile)
-        maps = plan.maps(tuple([tensor.data_ptr() for tensor in packed]))
-        x_map = tensor_map(x.data_ptr(), (m, k), plan.box, 2, True)
-        state = driver.stream_state(device)
-        sums, counters = workspace(self.source, device, state, *plan.workspace)
-        pointers = [tensor.data_ptr() for tensor in (packed[-1], out, sums, counters)]
-        pointers.insert(1, 0 if bias is None else bias.data_ptr())
-        arguments = driver.written_arguments(KINDS[len(maps)], (x_map, *maps, *pointers, m, n, k))
+        plan, maps, box = _planned(self, device, x.dtype, representative(m), n, k, tile)
+        x_map = tensor_map(x.data_ptr(), (m, k), box, 2, True)
+        weight_map = maps(tuple([tensor.data_ptr() for tensor in packed]))
         read = packed if bias is None else [*packed, bias]
         early = READS.valid(read)
-        function, grid, block, shared, cluster = plan.launch
-        driver.launch(function, grid, block, arguments, shared, device, state, cluster, early)
+        given = (packed[-1], bias, out)
+        state = driver.submit(plan, device, (x_map, *weight_map), given, (), (m,), early)
         if not (early or state.graph):  # a captured launch has not read anything yet
             READS.remember(read)
 
@@ -160,20 +203,6 @@ def token_parts(m: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(start + size, m)) for start in range(0, m, size))
 
 
-class _Plan(NamedTuple):
-    """The parts of a launch that do not depend on addresses.
-
-    `launch` has function, grid, block, shared bytes and cluster. `maps` makes the weight's tensor
-    maps from addresses. `box` is the box of the activations' map. `workspace` counts sums and
-    counters.
-    """
-
-    launch: tuple[Function, tuple[int], tuple[int], int, int]
-    maps: Callable[[tuple[int, ...]], list[bytes]]
-    box: tuple[int, int]
-    workspace: tuple[int, int]
-
-
 @functools.lru_cache(maxsize=4096)
 def _planned(
     kernel: HopperKernel,
@@ -183,15 +212,19 @@ def _planned(
     n: int,
     k: int,
     tile: HopperTile | None,
-) -> _Plan:
+) -> tuple[Plan, Callable[[tuple[int, ...]], list[bytes]], tuple[int, int]]:
+    """Plan a launch; returns the makers of the weight's tensor maps and the box of that of the
+    activations too.
+    """
     sms, _ = multiprocessors(device)
     tile = tile or choose_tile(kernel.choice, dtype, m, n, k, sms)
     instance, together = kernel.instance(dtype, tile), kernel.instances_by_dtype[dtype]
     listed = together if instance in together else (instance,)  # a benchmark may try other tiles
-    function = loader.load(kernel.source, listed, device).functions[instance]
+    function = loader.load(kernel.source, listed, device)[instance]
     blocks, threads, shared = launch_sizes(kernel.choice, tile, m, n, k, sms)
-    launch = (function, (blocks,), (threads,), shared, tile.cluster)
-    return _Plan(launch, weight_maps(kernel, tile, n, k, 1), (tile.tokens, 64), workspace_size(sms))
+    workspace = (kernel.source, *workspace_size(sms))
+    plan = Plan(function, (blocks,), (threads,), shared, workspace, (n, k), tile.cluster)
+    return plan, weight_maps(kernel, tile, n, k, 1), (tile.tokens, 64)
 
 
 def workspace_size(sms: int) -> tuple[int, int]:
@@ -211,3 +244,92 @@ def weight_maps(
         return kernel.tensor_maps(tile, words, scales, n, k, experts)
 
     return maps
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedHopper(HopperKernel):
+    """The kernels for weights `[n, k]` of several experts: n must be a multiple of `n_unit`, and k
+    of 128.
+
+    `stride(n, k)` is from one expert to the next in the tensor maps of their stack
+    (kernels/hopper_matmul.cuh). If `halves`, bfloat16 activations are multiplied as float16 numbers
+    (kernels/hopper_routed.cuh).
+    """
+
+    stride: Callable[[int, int], int]
+    n_unit: int
+    halves: bool
+
+    @classmethod
+    def of(
+        cls,
+        kernel: HopperKernel,
+        stride: Callable[[int, int], int] = lambda n, k: k // K_STEP,
+        n_unit: int = 1,
+    ) -> RoutedHopper:
+        """Select the widest tiles of a layout whose warpgroups share stages."""
+        tiles: dict[int, HopperTile] = {}
+        for tile in sorted(kernel.choice.tiles, key=lambda tile: (tile.columns, -tile.cluster)):
+            if tile.shared and tile.tokens in ROWS:
+                tiles[tile.tokens] = replace(tile, cluster=0)
+        choice = replace(kernel.choice, tiles=tuple(tiles.values()), scaled_by_group=False)
+        halves = kernel.choice.scaled_by_group
+        return cls(
+            kernel.source, kernel.variant, choice, kernel.tensor_maps, stride, n_unit, halves
+        )
+
+    @property
+    def function(self) -> str:
+        return self.source.replace("_hopper", "_routed_hopper")
+
+    def takes(self, n: int, k: int) -> bool:
+        """Return True for widths whose experts are at whole places of the tensor maps."""
+        return n % self.n_unit == 0 and k % K_STEP == 0
+
+    def operands(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the operands of products for activations of a dtype."""
+        return torch.float16 if self.halves else dtype
+
+    def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
+        """Build the C++ name of the instance for activations of a dtype."""
+        sizes = f"{tile.tokens}, {tile.words}, {tile.warpgroups}, {tile.stages}"
+        return (
+            f"{self.function}<{TYPES[self.operands(dtype)]}, {sizes}, {self.variant}, true, "
+            f"{TYPES[dtype]}>"
+        )
+
+    def launch_routed(
+        self,
+        weight: Weight,
+        x: Tensor,
+        packed: Sequence[Tensor],
+        routing: Routing,
+        y: Tensor,
+        choices: int,
+        weights: Tensor | None,
+    ) -> None:
+        """Write row r // `choices` of `x` times the weight of r's expert and `weights[r]` into row
+        r of `y`.
+        """
+        n, k, device = weight.n, weight.k, x.device
+        gathered, powers = gather_rows(x, routing, choices, y, self.operands(x.dtype))
+        plan, tile = _planned_routed(self, device, x.dtype, routing.tile, n, k)
+        x_map = tensor_map(gathered.data_ptr(), tuple(gathered.shape), (tile.tokens, 64), 2, True)
+        maps = weight_maps(self, tile, n, k, routing.experts)
+        weight_map = maps(tuple([tensor.data_ptr() for tensor in packed]))
+        behind = (routing.list, weights, powers)
+        sizes = (routing.max_tiles,)
+        driver.submit(plan, device, (x_map, *weight_map), (packed[-1], y), behind, sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned_routed(
+    kernel: RoutedHopper, device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int
+) -> tuple[Plan, HopperTile]:
+    sms, _ = multiprocessors(device)
+    tile = next(tile for tile in kernel.choice.tiles if tile.tokens == rows)
+    function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
+    grid, block = (sms * tile.resident,), (WARPGROUP * (tile.warpgroups + 1),)
+    shared, workspace = kernel.choice.shared_bytes(tile), (kernel.source, *workspace_size(sms))
+    sizes = (kernel.stride(n, k), n, k)
+    return Plan(function, grid, block, shared, workspace, sizes, early=True), tile

@@ -4,20 +4,55 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.core.scheme import Scheme
-from quantkit.kernels import loader
-from quantkit.kernels.contract import Weight, check, check_same_dtype
-from quantkit.kernels.hopper import HopperKernel
-from quantkit.kernels.hopper_routed import RoutedHopper
-from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableInstances, PortableKernel
+from quantkit.kernels import driver, loader
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, check_same_dtype
+from quantkit.kernels.hopper import HopperKernel, RoutedHopper
+from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.tiles import PortableTiles
+
+
+@dataclass(frozen=True)
+class NaiveKernel:
+    """The kernel `name` in kernels/naive.cu, one thread for each output: the reference for every
+    faster kernel.
+
+    `variant` are its template arguments after the dtypes.
+    """
+
+    name: str
+    variant: str = ""
+    source: ClassVar[str] = "naive"
+    #: Threads of a block; each computes one output, its neighbour the next.
+    threads: ClassVar[int] = 64
+
+    def instance(self, x: torch.dtype, out: torch.dtype) -> str:
+        """Build the C++ name of the instance for activations and outputs of two dtypes."""
+        return f"{self.name}<{', '.join(filter(None, (TYPES[x], TYPES[out], self.variant)))}>"
+
+    @functools.cached_property
+    def instances(self) -> tuple[str, ...]:
+        """All instances: outputs have the dtype of the activations, or float32."""
+        return tuple(self.instance(x, out) for x in ACTIVATIONS for out in (x, torch.float32))
+
+    def launch(
+        self, weight: Weight, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, out: Tensor
+    ) -> None:
+        """Write the product into `out`, for operands that are checked."""
+        function = loader.load(self.source, self.instances, x.device)[
+            self.instance(x.dtype, out.dtype)
+        ]
+        arguments = [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument]
+        grid = (x.shape[0], weight.n // self.threads)
+        driver.launch(function, grid, (self.threads,), arguments)
 
 
 class Kernels(NamedTuple):
@@ -30,27 +65,59 @@ class Kernels(NamedTuple):
     naive: NaiveKernel
     portable: PortableKernel
     hopper: HopperKernel | None
-    routed: PortableInstances
+    routed: PortableKernel
     routed_hopper: RoutedHopper | None = None
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """The kernels of one layout.
+def kernels_of(
+    name: str,
+    portable: PortableTiles,
+    hopper: Mapping[Any, HopperKernel | None],
+    routed: Mapping[Any, RoutedHopper] | None = None,
+    variant: str = "",
+) -> dict[Any, Kernels]:
+    """Give the kernels of a layout the keys of those for Hopper; `variant` are template arguments
+    of the others.
+    """
+    naive, source = NaiveKernel(f"{name}_naive", variant), f"{name}_portable"
+    plain = PortableKernel(source, portable, variant)
+    experts = PortableKernel(source, portable.of_experts(), variant, f"{name}_routed")
+    return {
+        key: Kernels(naive, plain, kernel, experts, (routed or {}).get(key))
+        for key, kernel in hopper.items()
+    }
 
-    `weight(scheme, n, k)` describes the packed weight; KernelError for a scheme that the layout's
-    kernels do not take. `kernels(scheme, n, k)` are the kernels for a weight, and `every` has the
-    kernels for all weights. `bits_read` counts the bits that are read for a weight, with scales in
-    groups of 128; `load` prefers the layout with the fewest. If `sparse`, half of the weights are
-    multiplied. `aliases` maps other names of packed tensors to the names in `weight`.
+
+class Launcher:
+    """The kernels of one layout: a subclass in `weights` says which packed weights they take.
+
+    `bits_read` counts the bits that are read for a weight, with scales in groups of 128; `load`
+    prefers the layout with the fewest. If `sparse`, half of the weights are multiplied. `aliases`
+    maps other names of packed tensors to the names in `weight`. `table` has the kernels by `key`.
     """
 
-    weight: Callable[[Scheme, int, int], Weight]
-    kernels: Callable[[Scheme, int, int], Kernels]
-    every: tuple[NaiveKernel | PortableInstances | HopperKernel, ...]
-    bits_read: float
-    sparse: bool = False
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    bits_read: ClassVar[float]
+    sparse: ClassVar[bool] = False
+    aliases: ClassVar[Mapping[str, str]] = {}
+    table: Mapping[Any, Kernels]
+
+    def weight(self, scheme: Scheme, n: int, k: int) -> Weight:
+        """Describe the packed weight; KernelError for a scheme that the kernels do not take."""
+        raise NotImplementedError
+
+    def key(self, scheme: Scheme, n: int, k: int) -> Any:
+        """Say which kernels of the table multiply with a weight."""
+        raise NotImplementedError
+
+    def kernels(self, scheme: Scheme, n: int, k: int) -> Kernels:
+        """Find the kernels for a weight."""
+        return self.table[self.key(scheme, n, k)]
+
+    @property
+    def every(self) -> tuple[NaiveKernel | PortableKernel | HopperKernel, ...]:
+        """The kernels for all weights."""
+        found = [kernel for kernels in self.table.values() for kernel in kernels]
+        return tuple(dict.fromkeys(kernel for kernel in found if kernel is not None))
 
     def naive(
         self,
@@ -68,8 +135,9 @@ class Launcher:
         The product has the dtype of `out`, which may be float32. KernelError for operands that
         cannot be multiplied.
         """
-        weight = self.weight(scheme, n, k)
-        return self.kernels(scheme, n, k).naive.multiply(weight, x, self.named(tensors), bias, out)
+        weight, packed, out = self._checked(x, tensors, scheme, n, k, bias, out)
+        self.kernels(scheme, n, k).naive.launch(weight, x, packed, bias, out)
+        return out
 
     def matmul(
         self,
@@ -92,12 +160,25 @@ class Launcher:
         `workspace` explains the limits on streams and CUDA graphs. KernelError for operands that
         cannot be multiplied.
         """
-        weight = self.weight(scheme, n, k)
-        kernel, named = self.fastest(scheme, n, k, x.device, portable), self.named(tensors)
-        out = check(weight, x, named, bias, out)
+        weight, packed, out = self._checked(x, tensors, scheme, n, k, bias, out)
         check_same_dtype(weight.layout, x, out)
-        kernel.launch(weight, x, [named[suffix] for suffix in weight.tensors], bias, out, tile)
+        kernel = self.fastest(scheme, n, k, x.device, portable)
+        kernel.launch(weight, x, packed, bias, out, tile)
         return out
+
+    def _checked(
+        self,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        n: int,
+        k: int,
+        bias: Tensor | None,
+        out: Tensor | None,
+    ) -> tuple[Weight, list[Tensor], Tensor]:
+        weight, named = self.weight(scheme, n, k), self.named(tensors)
+        out = check(weight, x, named, bias, out)
+        return weight, [named[suffix] for suffix in weight.tensors], out
 
     def fastest(
         self, scheme: Scheme, n: int, k: int, device: torch.device, portable: bool = False

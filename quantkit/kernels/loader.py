@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.errors import KernelError, Option, QuantkitError, reason
 from quantkit.io import files
@@ -182,18 +180,9 @@ def uncompiled(name: str, instances: Sequence[str], device: torch.device) -> lis
     return [instance for instance in instances if not _entry(name, (instance,), arch).exists()]
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The kernels of a source on one device: instance -> function, and the seconds that compiling
-    and loading took.
-    """
-
-    functions: dict[str, Function]
-    seconds: float
-
-
-def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
-    """Load instances of `name`.cu on a CUDA device, once per process and device.
+def load(name: str, instances: Sequence[str], device: torch.device) -> dict[str, Function]:
+    """Load instances of `name`.cu on a CUDA device, once per process and device; returns the
+    functions by instance.
 
     Each instance is compiled by itself, on all cores. KernelError for a GPU that is too old,
     without CuPy, for a source that does not compile or load, or during a capture of torch's current
@@ -205,8 +194,8 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
 
 
 @functools.cache
-def loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
-    start, device = time.perf_counter(), torch.device("cuda", index)
+def loaded(name: str, instances: tuple[str, ...], index: int) -> dict[str, Function]:
+    device = torch.device("cuda", index)
     if driver.stream_state(device).graph:
         raise KernelError(
             f"{name}.cu is first used on {device} in a capture", "call it once before the capture"
@@ -231,25 +220,7 @@ def loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
         raise KernelError(
             f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}"
         ) from error
-    return Loaded(functions, time.perf_counter() - start)
-
-
-def launch(
-    function: Function,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    args: Sequence[Tensor | int | float | bytes | None],
-    shared: int = 0,
-) -> None:
-    """Launch a function on torch's current stream of the device that holds the tensors in `args`.
-
-    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a
-    structure. `shared` is dynamic shared memory in bytes. KernelError for a launch that the driver
-    refuses; later failures appear when torch synchronises.
-    """
-    device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    pointers = driver.argument_pointers(args)
-    driver.launch(function, grid, block, pointers, shared, device, driver.stream_state(device))
+    return functions
 
 
 def _nvrtc() -> Any:

@@ -1,9 +1,8 @@
 """Launch of the kernels for sm_80 and newer: one source per layout in the frame
 kernels/portable.cuh.
 
-`portable_tiles` chooses the tile and splits the work. Blocks that share a tile write float32
-partial sums to a workspace, and the last of them adds these in order of k. Runs on one device
-return the same bits.
+Blocks that share a tile write float32 partial sums to a workspace, and the last of them adds these
+in order of k. Runs on one device return the same bits.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight
-from quantkit.kernels.driver import Function
-from quantkit.kernels.portable_tiles import RESERVED, THREADS, PortableTile, PortableTiles, split
-from quantkit.kernels.workspace import workspace
+from quantkit.kernels.driver import Function, Plan
+from quantkit.kernels.tiles import RESERVED, THREADS, PortableTile, PortableTiles, split
 
 #: Most tokens of one launch, because the kernels count units in 32 bits.
 MAX_TOKENS = 1 << 14
@@ -52,15 +50,15 @@ class Instances:
         """Compile and load the instances of all tiles for activations of a dtype; returns the
         functions by instance.
         """
-        return loader.load(self.source, self.instances_by_dtype[dtype], device).functions
+        return loader.load(self.source, self.instances_by_dtype[dtype], device)
 
 
 @dataclass(frozen=True, eq=False)
-class PortableInstances(Instances):
-    """Instances of a function of kernels/`source`.cu (None: it has the source's name), for one
-    format.
+class PortableKernel(Instances):
+    """The kernels of a function of kernels/`source`.cu (None: it has the source's name), for one
+    format, which is the template argument `variant`.
 
-    The format is the template argument `variant`.
+    A function of its own multiplies with the weights of several experts, and `grouped` launches it.
     """
 
     source: str
@@ -74,11 +72,6 @@ class PortableInstances(Instances):
         arguments = ", ".join(filter(None, (TYPES[dtype], self.variant, tile.arguments)))
         return f"{self.function or self.source}<{arguments}>"
 
-
-@dataclass(frozen=True, eq=False)
-class PortableKernel(PortableInstances):
-    """The kernels that multiply with one weight."""
-
     def launch(
         self,
         weight: Weight,
@@ -88,38 +81,17 @@ class PortableKernel(PortableInstances):
         out: Tensor,
         tile: PortableTile | None = None,
     ) -> None:
-        """Write the product into `out`, for operands that are checked, `packed` in the order of
-        `weight.tensors`.
+        """Write the product with one weight into `out`, for operands that are checked, `packed` in
+        the order of `weight.tensors`.
         """
-        (m, k), n, device = x.shape, weight.n, x.device
+        m, k = x.shape
         if m > MAX_TOKENS:
             for start in range(0, m, MAX_TOKENS):
                 rows = slice(start, start + MAX_TOKENS)
                 self.launch(weight, x[rows], packed, bias, out[rows], tile)
             return
-        plan = _planned(self, device, x.dtype, m, n, k, tile)
-        state = driver.stream_state(device)
-        sums, arrived = workspace(self.source, device, state, *plan.workspace)
-        given = [*packed, x, bias, out, sums, arrived]
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        sizes = (m, n, k, plan.units, plan.rounds, *weight.group_argument)
-        arguments = driver.written_arguments(
-            ("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes)
-        )
-        driver.launch(plan.function, plan.grid, (THREADS,), arguments, plan.shared, device, state)
-
-
-class _Plan(NamedTuple):
-    """The parts of a launch that do not depend on addresses; `workspace` counts sums
-    and counters.
-    """
-
-    function: Function
-    grid: tuple[int]
-    shared: int
-    units: int
-    rounds: int
-    workspace: tuple[int, int]
+        plan = _planned(self, x.device, x.dtype, (m, weight.n, k), weight.group, tile)
+        driver.submit(plan, x.device, (), (*packed, x, bias, out))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,19 +99,19 @@ def _planned(
     kernel: PortableKernel,
     device: torch.device,
     dtype: torch.dtype,
-    m: int,
-    n: int,
-    k: int,
+    shape: tuple[int, int, int],
+    group: int | None,
     tile: PortableTile | None,
-) -> _Plan:
+) -> Plan:
     sms, shared_memory = multiprocessors(device)
-    tile = tile or kernel.choice.choose(dtype, m, n, k, sms)
+    tile = tile or kernel.choice.choose(dtype, *shape, sms)
     shared = kernel.choice.shared_bytes(tile)
-    rounds, units, blocks = split(
-        tile, m, n, k, sms * min(tile.blocks, shared_memory // (shared + RESERVED))
-    )
+    resident = sms * min(tile.blocks, shared_memory // (shared + RESERVED))
+    rounds, units, blocks = split(tile, *shape, resident)
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
-    return _Plan(function, (blocks,), shared, units, rounds, kernel.choice.workspace_size(sms))
+    sizes = (*shape, units, rounds) if group is None else (*shape, units, rounds, group)
+    workspace = (kernel.source, *kernel.choice.workspace_size(sms))
+    return Plan(function, (blocks,), (THREADS,), shared, workspace, sizes)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch import nn
 
 from quantkit.layouts import read_config
 from quantkit.serving.engine_config import EngineConfig
-from quantkit.serving.engine_method import PackedLinearMethod
+from quantkit.serving.methods import PackedLinearMethod
 
 
 class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
@@ -86,7 +86,7 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
             )
         return rank, size
 
-    def parameter(self, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
+    def parameter(self, dtype: torch.dtype, weight_loader: Callable[..., Any]) -> Any:
         made = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         made.weight_loader = weight_loader  # type: ignore[attr-defined]
         return made

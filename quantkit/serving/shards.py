@@ -180,10 +180,16 @@ class StackedWeight:
         self._missing = set(range(len(experts)))
         self._stack: KernelWeight | None = None
 
-    def add(self, expert: int, part: int, suffix: str, tensor: Tensor) -> None:
-        """Take one packed tensor of a part of an expert's weight; errors as `JoinedWeight.add`."""
+    def named(self, which: Sequence[int]) -> str:
+        """Name the stored weight that is an expert's part; `which` are both numbers."""
+        expert, part = which
+        return self.experts[expert].named((part,))
+
+    def add(self, which: Sequence[int], suffix: str, tensor: Tensor) -> None:
+        """Take one packed tensor of an expert's part; errors as `JoinedWeight.add`."""
+        expert, part = which
         if expert not in self._missing:
-            raise CheckpointError(f"{self.experts[expert].named((part,))}.{suffix} is there twice")
+            raise CheckpointError(f"{self.named(which)}.{suffix} is there twice")
         self.experts[expert].add((part,), suffix, tensor)
         if self.experts[expert].is_packed:
             self._stack_up(expert)

@@ -59,11 +59,9 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        from quantkit.serving.vllm_layer import QuantkitLinearMethod
+        from quantkit.serving.vllm_layers import QuantkitLinearMethod, method_of
 
         if EXPERTS.intersection(kind.__name__ for kind in type(layer).__mro__):
-            from quantkit.serving.vllm_experts import method_of
-
             return method_of(self, layer, prefix)
         scheme, is_linear = self.scheme_of_layer(layer, prefix, ParallelLMHead, LinearBase)
         if scheme is None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.kernels import driver, loader, workspace
+from quantkit import kernels
+from quantkit.kernels import driver, loader
 
 
 class FakeDriver:
-    """Does nothing, and records the arguments of each launch, with the sizes of its grid.
+    """Does nothing, and records the arguments of each launch, the sizes of its grid, and whether it may start early.
 
     `stream` is torch's current one, and `graph` the number of the CUDA graph that it is captured into, or 0.
     """
@@ -23,6 +24,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.stream, self.graph = 0, 0
         self.grids: list[tuple[int, ...]] = []
+        self.early: list[bool] = []
         self.pointers: Any = None
 
     def cuStreamIsCapturing(self, stream: Any, status: Any) -> int:
@@ -34,7 +36,10 @@ class FakeDriver:
         return 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, none: None) -> int:
-        self.grids.append(tuple(config._obj.sizes)[:3])
+        launch = config._obj
+        self.grids.append(tuple(launch.sizes)[:3])
+        asked = [attribute.id for attribute in launch.attributes[: launch.count]]
+        self.early.append(driver.PROGRAMMATIC_STREAM_SERIALIZATION in asked)
         self.pointers = pointers
         return 0
 
@@ -63,8 +68,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 def fake_gpu(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """Let tensors on the CPU be multiplied as on a Hopper GPU, up to the launch."""
 
-    def loaded(name: str, instances: Sequence[str], index: int) -> loader.Loaded:
-        return loader.Loaded({one: driver.Function(SimpleNamespace(ptr=7), 1 << 30) for one in instances}, 0.0)
+    def loaded(name: str, instances: Sequence[str], index: int) -> dict[str, driver.Function]:
+        return {one: driver.Function(SimpleNamespace(ptr=7), 1 << 30) for one in instances}
 
     def allocated(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
         return torch.empty(1), torch.zeros(1, dtype=torch.int32)
@@ -74,6 +79,8 @@ def fake_gpu(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDr
     monkeypatch.setattr(loader, "uncompiled", lambda *args: [])
     monkeypatch.setattr(loader, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(workspace, "allocate", allocated)
-    monkeypatch.setattr(workspace, "WORKSPACES", {})
+    monkeypatch.setattr(kernels, "unusable", lambda device: None)
+    monkeypatch.setattr(driver, "allocate", allocated)
+    monkeypatch.setattr(driver, "WORKSPACES", {})
+    monkeypatch.setattr(driver, "SHARED_BY_GRAPHS", {})
     return fake_driver

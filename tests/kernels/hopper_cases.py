@@ -9,7 +9,7 @@ import torch
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS
 from quantkit.kernels.hopper import HopperKernel
-from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil
+from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil
 
 
 @dataclass(frozen=True)

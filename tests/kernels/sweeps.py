@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from quantkit.kernels.hopper_tiles import HopperTile, grid_size
+from quantkit.kernels.tiles import HopperTile, grid_size
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 SIZES = ("tokens", "words", "warpgroups", "stages", "shared", "cluster")

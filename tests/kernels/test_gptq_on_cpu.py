@@ -6,13 +6,12 @@ So the arithmetic, the indices and the arguments are tested where there is no GP
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quantkit.kernels import gptq as kernels, loader
+from quantkit.kernels import driver, gptq as kernels, loader
 from tests.kernels import emulation
 from tests.kernels.descents import CASES, problem, same_rows, solved
 from tests.kernels.tuned import TUNED, same_tuning
@@ -20,8 +19,8 @@ from tests.kernels.tuned import TUNED, same_tuning
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str, instances: tuple[str, ...], device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(functions={instance: (name, instances, instance) for instance in instances})
+    def load(name: str, instances: tuple[str, ...], device: torch.device) -> dict[str, Any]:
+        return {instance: (name, instances, instance) for instance in instances}
 
     def launch(
         function: tuple[str, tuple[str, ...], str],
@@ -33,7 +32,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         emulation.launch(*function, (*grid, 1), *block, args)
 
     monkeypatch.setattr(loader, "load", load)
-    monkeypatch.setattr(loader, "launch", launch)
+    monkeypatch.setattr(driver, "launch", launch)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] < 100], ids=str)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.kernels import expert_steps, proof
-from quantkit.kernels.grouped import route
-from quantkit.kernels.routing import Routing
+from quantkit.kernels import proof, routing
+from quantkit.kernels.routing import Routing, route
 from tests.kernels.experts import CASES, FIRST, Experts, expected_list, experts, inputs, listed, shuffled
 from tests.kernels.products import TYPES, poisoned
 
@@ -134,11 +133,11 @@ def layer(up: Experts, down: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     h = x.new_empty(m * topk, up.kernel.weight.n)
     up.kernel.launch(up.tensors, x, found, h, gather=True)
     a = x.new_empty(m * topk, h.shape[1] // 2)
-    expert_steps.silu_multiply(h, a)
+    routing.silu_multiply(h, a)
     z = x.new_empty(m * topk, down.kernel.weight.n)
     down.kernel.launch(down.tensors, a, found, z, gather=False, weights=weights)
     y = x.new_empty(m, z.shape[1])
-    expert_steps.sum_choices(z, y)
+    routing.sum_choices(z, y)
     return y
 
 

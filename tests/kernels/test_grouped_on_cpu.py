@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import FP6
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, SOURCES, expert_steps, grouped, marlin, routing, tcfpx
+from quantkit.kernels import LAUNCHERS, SOURCES, grouped, routing
 from quantkit.kernels.contract import TYPES as TYPE_NAMES
 from quantkit.kernels.grouped import GroupedKernel, expected_tiles
-from quantkit.kernels.portable_tiles import PortableTile, split
 from quantkit.kernels.proof import relative_error
 from quantkit.kernels.routing import Routing
+from quantkit.kernels.tiles import PortableTile, split
 from tests.kernels import emulation
 from tests.kernels.experts import CASES, FIRST, TAKEN, Experts, expected_list, experts, inputs, listed, shuffled
 from tests.kernels.fake_driver import FakeDriver
@@ -32,7 +31,7 @@ def route(ids: Tensor, count: int, tile: int) -> Routing:
     most = routing.most_tiles(rows, count, tile)
     instance = routing.INSTANCES[ids.dtype]
     emulation.launch(
-        "routing", routing.SOURCES["routing"], instance, (1, 1), routing.THREADS, [ids, found, rows, count, tile, most]
+        "routing", routing.SOURCES["routing"], instance, (1, 1), routing.SORTERS, [ids, found, rows, count, tile, most]
     )
     assert (found[-8:] == GUARD).all(), "nothing is written past the end"
     return Routing(found, *ids.shape, count, tile, most)
@@ -173,9 +172,9 @@ def test_the_steps_beside_the_products_round_once(dtype: torch.dtype) -> None:
         ("sum_choices", torch.full((rows // choices + 1, 2 * n), float("nan"), dtype=dtype), [2 * n // 8, choices]),
     ):
         instance = f"{name}<{TYPE_NAMES[dtype]}>"
-        grid = len(out) - 1, -(-sizes[0] // expert_steps.THREADS)
-        instances = expert_steps.SOURCES["expert_steps"]
-        emulation.launch("expert_steps", instances, instance, grid, expert_steps.THREADS, [h, out, *sizes])
+        grid = len(out) - 1, -(-sizes[0] // routing.THREADS)
+        instances = routing.SOURCES["expert_steps"]
+        emulation.launch("expert_steps", instances, instance, grid, routing.THREADS, [h, out, *sizes])
         gate, up = h.float().chunk(2, 1)
         wanted = torch.nn.functional.silu(gate) * up
         if name == "sum_choices":
@@ -196,9 +195,9 @@ def test_rows_are_gathered_for_the_copy_engine_and_only_those_without_an_expert_
     y = torch.full((ids.numel(), n), float("nan")).half()
     sizes = [found.max_tiles, tile, choices, k // 8, n // 8]
     grid = -(-(routing.list_size(ids.numel(), 4, tile) - 2 - found.max_tiles) // 8), 1
-    instances = expert_steps.SOURCES["expert_steps"]
+    instances = routing.SOURCES["expert_steps"]
     args = [x, found.list, gathered, None, y, *sizes]
-    emulation.launch("expert_steps", instances, "gather_rows<half, half>", grid, expert_steps.THREADS, args)
+    emulation.launch("expert_steps", instances, "gather_rows<half, half>", grid, routing.THREADS, args)
     _, numbers, absent = expected_list(ids, 4, tile)
     wanted = torch.full_like(gathered, -1.0)
     for place, row in enumerate(numbers):
@@ -219,9 +218,9 @@ def test_gathered_bfloat16_rows_lose_nothing_as_float16() -> None:
     x = x.bfloat16()
     gathered, factors, y = torch.ones(tile, k).half(), torch.ones(tile), torch.zeros(8, 8).bfloat16()
     sizes = [found.max_tiles, tile, 1, k // 8, 1]
-    instances = expert_steps.SOURCES["expert_steps"]
+    instances = routing.SOURCES["expert_steps"]
     args = [x, found.list, gathered, factors, y, *sizes]
-    emulation.launch("expert_steps", instances, "gather_rows<bfloat, half>", (1, 1), expert_steps.THREADS, args)
+    emulation.launch("expert_steps", instances, "gather_rows<bfloat, half>", (1, 1), routing.THREADS, args)
     assert gathered[2:].abs().amax(1).min() >= 2.0**14
     assert torch.equal(gathered.double() * factors.double()[:, None], x.double())
 
@@ -244,10 +243,9 @@ def test_the_plain_kernels_of_the_frame_multiply_as_before() -> None:
             assert relative_error(y, wanted.to(dtype)) < (3e-4 if rounded else 1e-5), (layout, tile)
 
 
-@pytest.mark.parametrize(
-    "tiles", [kernel.choice.tiles for kernel in (marlin.ROUTED, tcfpx.ROUTED[FP6])], ids=["marlin", "tcfpx"]
-)
-def test_few_rows_of_an_expert_get_small_tiles_and_many_get_large_ones(tiles: tuple[PortableTile, ...]) -> None:
+@pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
+def test_few_rows_of_an_expert_get_small_tiles_and_many_get_large_ones(layout: str, label: str) -> None:
+    tiles = LAUNCHERS[layout].kernels(Scheme.parse(label), 256, 1152).routed.choice.tiles
     sizes = [grouped.choose(tiles, mean).m for mean in (1 / 16, 1, 4, 20, 60, 255.9, 256, 4096)]
     assert sizes == sorted(sizes) and sizes[:3] == [8, 8, 8] and sizes[-1] >= 64
     assert len({tile.m for tile in tiles}) == len(tiles), "the rows of a tile name it"
@@ -283,11 +281,9 @@ def test_a_launch_checks_its_operands_and_starts_early_only_on_hopper(
     tile = one.kernel.tile(*ids.shape)
     found = Routing(torch.zeros(100).int(), *ids.shape, 4, tile, routing.most_tiles(ids.numel(), 4, tile))
     x, y = torch.ones(len(ids), 384).half(), torch.empty(ids.numel(), 192).half()
-    early = []
-    monkeypatch.setattr(grouped, "starts_early", lambda device: True)
-    monkeypatch.setattr(grouped.driver, "launch", lambda *args, **options: early.append(options["early"]))
+    monkeypatch.setattr(routing, "starts_early", lambda device: True)
     one.kernel.launch(one.tensors, x, found, y, gather=True)
-    assert early == [True]
+    assert fake_gpu.early == [True]
     wide, short = torch.ones(ids.numel(), 384).half(), torch.ones(3)
     for says, changed in {
         "x must be float16 or bfloat16, not float32": {"x": x.float(), "y": y.float()},
@@ -304,7 +300,7 @@ def test_a_launch_checks_its_operands_and_starts_early_only_on_hopper(
         with pytest.raises(KernelError, match=says) as caught:
             one.kernel.launch(**{"tensors": one.tensors, "x": x, "routing": found, "y": y, "gather": True, **changed})
         assert "\n" not in str(caught.value)
-    assert early == [True]
+    assert fake_gpu.early == [True]
 
 
 def test_steps_of_experts_refuse_operands_before_a_launch() -> None:
@@ -318,7 +314,7 @@ def test_steps_of_experts_refuse_operands_before_a_launch() -> None:
         ("result must be on a CUDA device, not on cpu", h, a),
     ):
         with pytest.raises(KernelError, match=says):
-            expert_steps.silu_multiply(given, out)
+            routing.silu_multiply(given, out)
 
 
 def test_bad_numbers_of_experts_are_refused_before_a_launch() -> None:
@@ -331,7 +327,7 @@ def test_bad_numbers_of_experts_are_refused_before_a_launch() -> None:
         ("on a CUDA device", torch.zeros(2, 2).int(), 4),
     ):
         with pytest.raises(KernelError, match=says):
-            grouped.route(ids, count, 8)
+            routing.route(ids, count, 8)
 
 
 def test_every_layout_of_experts_is_tested() -> None:

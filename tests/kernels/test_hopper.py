@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.kernels import LAUNCHERS, marlin, proof
-from quantkit.kernels.hopper_tiles import ceil
+from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.portable import multiprocessors
+from quantkit.kernels.tiles import ceil
 from tests.kernels.hopper_cases import ALL, CASES, FIRST, RARE
 from tests.kernels.operands import weight
 from tests.kernels.products import TYPES, agrees, every_count, on_gpu, product
@@ -174,9 +174,9 @@ def test_a_weight_that_was_just_written_is_not_read_early(hopper_gpu: None) -> N
     tensors, q = on_gpu("marlin", weight("int4:g128", 8192, 8192))
     other = on_gpu("marlin", weight("int4:g128", 8192, 8192, seed=1))[0]
     x = proof.activations(q.dequantize(), 8, torch.float16)
-    expected = [marlin.LAUNCHER.matmul(x, t, q.scheme, 8192, 8192) for t in (tensors, other)]
+    expected = [LAUNCHERS["marlin"].matmul(x, t, q.scheme, 8192, 8192) for t in (tensors, other)]
     own = {name: tensor.clone() for name, tensor in tensors.items()}
     for i in range(20):
         for name in own:
             own[name].copy_((tensors, other)[i % 2][name])
-        assert torch.equal(marlin.LAUNCHER.matmul(x, own, q.scheme, 8192, 8192), expected[i % 2])
+        assert torch.equal(LAUNCHERS["marlin"].matmul(x, own, q.scheme, 8192, 8192), expected[i % 2])

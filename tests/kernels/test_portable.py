@@ -12,8 +12,8 @@ from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, driver, portable, proof, tcfpx, workspace
-from quantkit.kernels.portable import PortableTile
+from quantkit.kernels import LAUNCHERS, driver, portable, proof
+from quantkit.kernels.tiles import PortableTile
 from tests.kernels import products
 from tests.kernels.operands import packed, weight
 from tests.kernels.products import TYPES, on_gpu, operand
@@ -125,7 +125,7 @@ def test_every_code_of_a_floating_format(gpu: None, fmt) -> None:  # type: ignor
     codes = torch.arange(n * k).add_(torch.arange(n).repeat_interleave(k)).remainder(2**fmt.bits).view(n, k)
     q = QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
     tensors, q = on_gpu("tcfpx", q)
-    for dtype, tile in itertools.product(TYPES, tcfpx.PORTABLE[fmt].choice.tiles):
+    for dtype, tile in itertools.product(TYPES, tiles("tcfpx", f"{fmt.name}:channel")):
         y = product("tcfpx", tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
         assert torch.equal(y.t(), fmt.decode(q.codes).to(dtype)), (dtype, tile)
 
@@ -217,8 +217,9 @@ def test_a_captured_launch_can_be_replayed(gpu: None, layout: str, label: str, f
 @pytest.mark.gpu
 def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured zeros of the counters would only be written in the first replay."""
-    monkeypatch.setattr(workspace, "WORKSPACES", {})
+    monkeypatch.setattr(driver, "WORKSPACES", {})
+    monkeypatch.setattr(driver, "SHARED_BY_GRAPHS", {})
     capture = torch.cuda.graph(torch.cuda.CUDAGraph())
     device = torch.device("cuda", 0)
     with pytest.raises(KernelError, match="call it once on each stream before the capture"), capture:
-        workspace.workspace("any", device, driver.stream_state(device), 8, 8)
+        driver.workspace("any", 8, 8, device, driver.stream_state(device))

@@ -12,7 +12,7 @@ from quantkit.core.formats import FP6, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import proof
-from quantkit.kernels.tcfpx import VARIANTS
+from quantkit.kernels.weights import VARIANTS
 from tests.kernels.hopper_cases import CASES
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight

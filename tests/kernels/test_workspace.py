@@ -7,8 +7,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels import loader
-from quantkit.kernels.driver import StreamState
-from quantkit.kernels.workspace import CAPTURES, workspace
+from quantkit.kernels.driver import CAPTURES, StreamState, workspace
 from tests.kernels.fake_driver import FakeDriver
 
 PLACE = torch.device("cuda", 0)
@@ -16,7 +15,7 @@ PLACE = torch.device("cuda", 0)
 
 def at(stream: int, graph: int = 0, source: str = "one") -> int:
     """Return the identity of the workspace of a stream, or of a stream that is captured into a graph."""
-    return id(workspace(source, PLACE, StreamState(stream, graph, True), 8, 8))
+    return id(workspace(source, 8, 8, PLACE, StreamState(stream, graph, True)))
 
 
 def test_each_stream_and_source_has_its_own_workspace(fake_gpu: FakeDriver) -> None:

@@ -35,8 +35,7 @@ IMPORTERS = {
     "vllm": {
         "evaluation.engine_child",
         "serving.vllm_quantization",
-        "serving.vllm_experts",
-        "serving.vllm_layer",
+        "serving.vllm_layers",
         "serving.vllm_plugin",
     },
     "sglang": {"serving.sglang_plugin", "serving.sglang_quantization"},

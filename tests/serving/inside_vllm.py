@@ -130,7 +130,7 @@ def check_a_compiled_graph_has_one_node_that_is_the_same_in_each_block() -> None
         assert torch.equal(compiled(x), layer.quant_method.apply(layer, x))
         torch._dynamo.reset()
     assert graphs[0] == graphs[1] and len(graphs[0]) == 1, graphs
-    assert str(graphs[0][0][0]).startswith("quantkit.engine_linear"), graphs
+    assert str(graphs[0][0][0]).startswith("quantkit.multiply"), graphs
 
 
 def check_registering_is_light() -> None:
@@ -423,7 +423,7 @@ def check_a_config_of_ours_that_is_malformed_is_not_another_readers() -> None:
 
 
 def check_a_missing_cupy_is_one_line_with_the_command() -> None:
-    from quantkit.serving.engine_method import require_kernels
+    from quantkit.serving.methods import require_kernels
 
     line = error_of(require_kernels, torch.device("cuda", 0), "vLLM")
     assert line.startswith("quantkit's kernels cannot run inside vLLM here: CuPy does not load (No module named"), line

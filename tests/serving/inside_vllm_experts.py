@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
-from quantkit.inference.engine_experts import EXPERTS
+from quantkit.inference.products import PRODUCTS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from tests.serving.samples import PACKED, decoded, packed, record
@@ -50,7 +50,7 @@ def of(layer: Any) -> tuple[Tensor, Tensor]:
     """Decode the weights that a layer multiplies with: those before the activation and after it, one of each expert."""
     left = [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]
     assert not left, f"left behind: {left}"
-    found, kind = [], EXPERTS[layer.quantkit_handle]
+    found, kind = [], PRODUCTS[layer.quantkit_handle, layer.quantkit_out]
     for start, names, one in zip(("w13_", "w2_"), layer.quantkit_names, (kind.first, kind.second), strict=True):
         stacked = {name.removeprefix(f"quantkit_{start}"): layer.get_parameter(name) for name in names}
         k = layer.hidden_size if start == "w13_" else layer.intermediate_size_per_partition
@@ -138,7 +138,7 @@ def check_a_compiled_graph_of_experts_has_one_node_that_is_the_same_in_each_bloc
         assert torch.equal(compiled(x, weights, ids), method.apply(layer, x, weights, ids))
         torch._dynamo.reset()
     assert graphs[0] == graphs[1] and len(graphs[0]) == 1, graphs
-    assert str(graphs[0][0][0]).startswith("quantkit.engine_experts"), graphs
+    assert str(graphs[0][0][0]).startswith("quantkit.multiply"), graphs
 
 
 def config_of(layout: str, label: str, **schemes: Any) -> Any:

@@ -159,12 +159,12 @@ def test_the_tensors_of_an_expert_are_freed_as_soon_as_it_is_complete() -> None:
         alive = [weakref.ref(tensor) for tensor in given.values()]
         while given:
             (part, suffix), tensor = given.popitem()
-            stacked.add(expert, part, suffix, tensor)
+            stacked.add((expert, part), suffix, tensor)
             del tensor
         gc.collect()
         assert [ref() for ref in alive] == [None] * len(alive)
     with pytest.raises(CheckpointError, match=r"^2.up.scales is there twice"):
-        stacked.add(2, 1, "scales", packed("awq", whole[2][1])["scales"])
+        stacked.add((2, 1), "scales", packed("awq", whole[2][1])["scales"])
     found = stacked.packed()
     assert found.layout == "quick"
     for expert, (gate, up) in enumerate(whole):
@@ -178,6 +178,6 @@ def test_an_expert_that_is_missing_is_named() -> None:
     for expert in (0, 2):
         for part in range(2):
             for suffix, tensor in packed("awq", record("int4:g128:asym", 256, 256)).items():
-                stacked.add(expert, part, suffix, tensor)
+                stacked.add((expert, part), suffix, tensor)
     with pytest.raises(CheckpointError, match=r"^1.gate is not in the folder, or not packed"):
         stacked.packed()

@@ -14,17 +14,23 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
 from quantkit.errors import KernelError
-from quantkit.inference import engine_experts
-from quantkit.inference.engine_experts import EXPERTS, load_experts, multiply_experts, prepare_experts
-from quantkit.inference.engine_linear import Prepared, decode
+from quantkit.inference import products
 from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel
-from quantkit.kernels import loader
+from quantkit.inference.products import (
+    PRODUCTS,
+    ExpertsProduct,
+    LinearProduct,
+    load_experts,
+    multiply,
+    prepare_experts,
+)
+from quantkit.kernels import LAUNCHERS, loader
 from quantkit.layouts import LAYOUTS
 from tests.inference.samples import gauss, values
 from tests.kernels.fake_driver import FakeDriver
 from tests.serving.samples import record
 
-OPERATOR = torch.ops.quantkit.engine_experts
+OPERATOR = torch.ops.quantkit.multiply
 COUNT, HIDDEN, INNER = 5, 256, 128
 KINDS = [("marlin", "int4:g128"), ("marlin24", "int4:g128:24"), ("tcfpx", "fp6:channel"), ("quick", "int4:g64:asym")]
 
@@ -40,12 +46,12 @@ def stacked(layout: str, label: str, n: int, k: int, seed: int) -> tuple[KernelW
 @functools.cache
 def layer(
     layout: str, label: str, activation: str = "silu", inner: int = INNER
-) -> tuple[int, list[list[Tensor]], tuple[Tensor, Tensor]]:
+) -> tuple[int, list[Tensor], tuple[Tensor, Tensor]]:
     """Prepare a layer; returns the handle, its tensors, and the decoded weights of both products."""
     rows = inner if activation.endswith("_no_mul") else 2 * inner
     (first, w), (second, v) = stacked(layout, label, rows, HIDDEN, 0), stacked(layout, label, HIDDEN, inner, 5)
     handle = prepare_experts(first, second, (rows, HIDDEN), activation, torch.float16)
-    return handle, [[*first.tensors.values()], [*second.tensors.values()]], (w, v)
+    return handle, [*first.tensors.values(), *second.tensors.values()], (w, v)
 
 
 def routed(m: int, topk: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,41 +84,35 @@ def close(found: Tensor, wanted: Tensor, eps: float = 1e-5) -> bool:
 
 @pytest.mark.parametrize(("layout", "label"), KINDS)
 def test_a_cpu_adds_the_outputs_of_each_tokens_experts(layout: str, label: str) -> None:
-    handle, (first, second), both = layer(layout, label)
+    handle, stacks, both = layer(layout, label)
     for m, topk in ((0, 2), (1, 1), (9, 2), (7, COUNT)):
         x, weights, ids = routed(m, topk)
         for wide in (ids, ids.long()):
-            assert close(OPERATOR(x, first, second, weights, wide, handle, HIDDEN), reference(x, weights, ids, both))
+            assert close(OPERATOR(x, stacks, [weights, wide], handle, HIDDEN), reference(x, weights, ids, both))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2_no_mul"])
 def test_each_activation_is_its_own(activation: str) -> None:
-    handle, (first, second), both = layer("tcfpx", "fp6:channel", activation)
+    handle, stacks, both = layer("tcfpx", "fp6:channel", activation)
     x, weights, ids = routed(6)
-    found = OPERATOR(x, first, second, weights, ids, handle, HIDDEN)
+    found = OPERATOR(x, stacks, [weights, ids], handle, HIDDEN)
     assert close(found, reference(x, weights, ids, both, activation))
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:
-    handle, (first, second), both = layer("marlin", "int4:g128")
+    handle, stacks, both = layer("marlin", "int4:g128")
     x, weights, ids = routed(9)
     ids[0], ids[1, 1] = -1, -1
-    found = OPERATOR(x, first, second, weights, ids, handle, HIDDEN)
+    found = OPERATOR(x, stacks, [weights, ids], handle, HIDDEN)
     assert not found[0].any() and close(found, reference(x, weights, ids, both))
-
-
-def decoded_product(one: Prepared, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor) -> None:
-    """Multiply as a kernel does."""
-    assert x.shape[1] == one.weight.k and x.is_contiguous() and y.shape == (len(x), one.weight.n)
-    tensors = dict(zip(one.weight.tensors, packed, strict=True))
-    y.copy_(decode(x, tensors, None, one.layout, one.scheme, one.weight.n))
 
 
 class RowByRow:
     """A grouped kernel: the product of each row with the weight of its expert, zeros for rows without one."""
 
-    def __init__(self, one: Prepared) -> None:
-        self.one = one
+    def __init__(self, one: LinearProduct) -> None:
+        assert one.weight is not None
+        self.one, self.weight = one, one.weight
 
     def tile(self, m: int, topk: int) -> int:
         return 16
@@ -121,13 +121,16 @@ class RowByRow:
         self, tensors: Sequence[Tensor], x: Tensor, routing: Any, y: Tensor, *, gather: bool, weights: Any = None
     ) -> None:
         rows, topk = routing.ids.numel(), routing.ids.shape[1]
-        assert x.shape == (len(routing.ids) if gather else rows, self.one.weight.k) and x.is_contiguous()
-        assert y.shape == (rows, self.one.weight.n) and (routing.experts, routing.tile) == (COUNT, 16)
+        assert x.shape == (len(routing.ids) if gather else rows, self.weight.k) and x.is_contiguous()
+        assert y.shape == (rows, self.weight.n) and (routing.experts, routing.tile) == (COUNT, 16)
         for row, expert in enumerate(routing.ids.flatten().tolist()):
             own = [tensor[expert] for tensor in tensors]
             y[row].zero_()
             if expert >= 0:
-                decoded_product(self.one, x[row // topk if gather else row][None], own, None, y[row : row + 1])
+                names = dict(zip(self.weight.tensors, own, strict=True))
+                packed = [names[LAUNCHERS[self.one.layout].aliases.get(name, name)] for name in self.one.names]
+                whole = replace(self.one, out=self.weight.n)
+                y[row] = whole.decode(x[row // topk if gather else row][None], packed)[0]
             if weights is not None:
                 y[row] *= weights.flatten()[row]
 
@@ -150,27 +153,27 @@ def test_grouped_kernels_get_padded_rows_and_weights_once(
         steps.append("silu")
         a.copy_(silu(h.chunk(2, 1)[0]) * h.chunk(2, 1)[1])
 
-    monkeypatch.setattr(engine_experts, "silu_multiply", silu_multiply)
-    monkeypatch.setattr(engine_experts, "sum_choices", lambda z, y: y.copy_(z.view(len(y), -1, y.shape[1]).sum(1)))
+    monkeypatch.setattr(products, "silu_multiply", silu_multiply)
+    monkeypatch.setattr(products, "sum_choices", lambda z, y: y.copy_(z.view(len(y), -1, y.shape[1]).sum(1)))
     monkeypatch.setattr(
-        engine_experts, "route", lambda ids, experts, tile: SimpleNamespace(ids=ids, experts=experts, tile=tile)
+        products, "route", lambda ids, experts, tile: SimpleNamespace(ids=ids, experts=experts, tile=tile)
     )
     handle, stacks, both = layer(layout, label, activation, inner)
-    monkeypatch.setattr(engine_experts, "grouped", lambda one, device: (RowByRow(one.first), RowByRow(one.second)))
+    monkeypatch.setattr(products, "grouped", lambda one, device: (RowByRow(one.first), RowByRow(one.second)))
     x, weights, ids = routed(9)
     ids[2, 0], ids[3] = -1, -1
-    found = multiply_experts(EXPERTS[handle], x, stacks, weights, ids)
+    found = multiply(x, stacks, [weights, ids], handle, HIDDEN)
     assert found.shape == (9, HIDDEN) and found.is_contiguous()
     assert close(found, reference(x, weights, ids, both, activation))
-    assert multiply_experts(EXPERTS[handle], x[:0], stacks, weights[:0], ids[:0]).shape == (0, HIDDEN)
+    assert multiply(x[:0], stacks, [weights[:0], ids[:0]], handle, HIDDEN).shape == (0, HIDDEN)
     assert steps == ["silu"] * (activation == "silu" and inner == INNER)
 
 
 @pytest.mark.parametrize("m", [0, 3])
 def test_the_operator_of_experts_passes_the_checks_of_torch(m: int) -> None:
-    handle, (first, second), _ = layer("marlin", "int4:g128")
+    handle, stacks, _ = layer("marlin", "int4:g128")
     x, weights, ids = routed(m)
-    torch.library.opcheck(OPERATOR.default, (x.half(), first, second, weights, ids, handle, HIDDEN))
+    torch.library.opcheck(OPERATOR.default, (x.half(), stacks, [weights, ids], handle, HIDDEN))
 
 
 def test_layers_of_one_kind_share_a_handle_and_others_do_not() -> None:
@@ -179,10 +182,10 @@ def test_layers_of_one_kind_share_a_handle_and_others_do_not() -> None:
     assert layer("marlin", "int4:g128")[0] == first
     others = [layer("tcfpx", "fp6:channel")[0], layer("marlin", "int4:g128", "gelu")[0]]
     assert len({first, *others}) == 3
-    for wrong, out in ((first, 64), (len(EXPERTS), HIDDEN)):
+    for wrong, out in ((first, 64), (len(PRODUCTS), HIDDEN)):
         x, weights, ids = routed(1)
-        with pytest.raises(KernelError, match=f"no experts of {out} rows were prepared as {wrong}"):
-            OPERATOR(x, *layer("marlin", "int4:g128")[1], weights, ids, wrong, out)
+        with pytest.raises(KernelError, match=f"no weight of {out} rows was prepared as {wrong}"):
+            OPERATOR(x, layer("marlin", "int4:g128")[1], [weights, ids], wrong, out)
 
 
 def test_experts_that_kernels_would_read_wrongly_are_refused_in_one_line() -> None:
@@ -214,21 +217,23 @@ def test_a_kernel_of_experts_that_does_not_compile_ends_the_start_in_one_line(
     real = loader.loaded
     monkeypatch.setattr(loader, "loaded", loaded)
     monkeypatch.setattr("quantkit.kernels.grouped.unusable", lambda device: None)
-    one = EXPERTS[layer("marlin", "int4:g128")[0]]
-    engine_experts.grouped.cache_clear()
+    one = PRODUCTS[layer("marlin", "int4:g128")[0], HIDDEN]
+    assert isinstance(one, ExpertsProduct)
+    products.grouped.cache_clear()
     with pytest.raises(KernelError, match=f"^{source}.cu does not compile") as caught:
-        load_experts(one, torch.device("cpu"))
+        load_experts(one, torch.float16, torch.device("cpu"))
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(loader, "loaded", real)
-    load_experts(one, torch.device("cpu"))
-    engine_experts.grouped.cache_clear()
+    load_experts(one, torch.float16, torch.device("cpu"))
+    products.grouped.cache_clear()
 
 
 def test_more_experts_than_a_kernel_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.kernels.grouped.unusable", lambda device: None)
-    one = EXPERTS[layer("quick", "int4:g64:asym")[0]]
+    one = PRODUCTS[layer("quick", "int4:g64:asym")[0], HIDDEN]
+    assert isinstance(one, ExpertsProduct)
     with pytest.raises(KernelError, match="the kernels take 1 to 512 experts, not 640"):
-        load_experts(replace(one, experts=640), torch.device("cpu"))
+        load_experts(replace(one, experts=640), torch.float16, torch.device("cpu"))
 
 
 def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:
@@ -260,10 +265,10 @@ def test_a_gpu_computes_experts_as_float32_in_a_graph_with_other_ids(
     for m in (1, 17, 300):
         x, weights, ids = (each.cuda() for each in routed(m))
         x, own = x.to(dtype) / 16, ids.clone()
-        weights, tensors = weights.float(), ([*first.tensors.values()], [*second.tensors.values()])
+        weights, tensors = weights.float(), [*first.tensors.values(), *second.tensors.values()]
 
         def call(x: Tensor = x, weights: Tensor = weights, own: Tensor = own, tensors: Any = tensors) -> Tensor:
-            return OPERATOR(x, *tensors, weights, own, handle, HIDDEN)
+            return OPERATOR(x, tensors, [weights, own], handle, HIDDEN)
 
         eager = call()
         graph = torch.cuda.CUDAGraph()

@@ -1,22 +1,84 @@
-"""The packed experts of a layer inside vLLM."""
+"""Packed linears and experts inside vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_world_group
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
+from vllm.model_executor.parameter import BasevLLMParameter
 
 from quantkit.core.scheme import Scheme
-from quantkit.inference.engine_experts import FUNCTIONS, UNGATED
-from quantkit.serving.engine_config import EngineConfig
-from quantkit.serving.experts_method import ExpertSizes, PackedExpertsMethod
-from quantkit.serving.vllm_layer import QuantkitParameter, expect_folder
+from quantkit.inference.products import FUNCTIONS, UNGATED
+from quantkit.serving.engine_config import EngineConfig, reordered
+from quantkit.serving.methods import (
+    ExpertSizes,
+    PackedExpertsMethod,
+    PackedLinearMethod,
+    PackedMethod,
+)
 
 #: The only way of vLLM to exchange tokens between data-parallel ranks that asks nothing of a
 #: method.
 EXCHANGE = "allgather_reducescatter"
+
+
+class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
+    """One suffix of a packed linear while it is loaded. It is empty: `weight_loader` hands each
+    tensor on.
+    """
+
+    def __new__(cls, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
+        return super().__new__(cls, torch.empty(0, dtype=dtype))
+
+    def __init__(self, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> None:
+        super().__init__(self.data, weight_loader)
+        self.quantkit_name = name
+
+    @property
+    def output_dim(self) -> int:
+        """Refuse the question that some of vLLM's classes ask to reorder rows: packed words have no
+        such dimension.
+        """
+        raise reordered(self.quantkit_name, "vLLM")
+
+
+class VllmMethod(PackedMethod):
+    """The loading parameters of vLLM, and the folder that is compared while vLLM reads it."""
+
+    def parameter(self, dtype: torch.dtype, weight_loader: Callable[..., Any]) -> Any:
+        return QuantkitParameter(self.prefix, dtype, weight_loader)
+
+    def expect(self) -> None:
+        engine = get_current_vllm_config()
+        model, cache = engine.model_config, engine.load_config.download_dir
+        is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
+        self.config.damage.expect(model.model, model.revision, cache, is_first)
+
+
+class QuantkitLinearMethod(VllmMethod, PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
+    """Loads one linear of vLLM and multiplies with it."""
+
+    QKV_CLASS = QKVParallelLinear
+
+    def place(self, layer: Any) -> tuple[int, int]:
+        return layer.tp_rank, layer.tp_size
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the loading parameters, as the base does; `weight` answers vLLM's questions for
+        dtype and device.
+
+        Without it, attention with latent heads fails. It is empty, so that nothing takes it for a
+        dense weight.
+        """
+        super().process_weights_after_loading(layer)
+        device = layer.get_parameter(layer.quantkit_names[0]).device
+        layer.weight = torch.empty(0, dtype=layer.params_dtype, device=device)
 
 
 def method_of(config: EngineConfig, layer: Any, prefix: str) -> QuantkitExpertsMethod | None:
@@ -54,7 +116,7 @@ def _unserved(layer: Any) -> str | None:
     return None
 
 
-class QuantkitExpertsMethod(PackedExpertsMethod, FusedMoEMethodBase):  # type: ignore[misc]
+class QuantkitExpertsMethod(VllmMethod, PackedExpertsMethod, FusedMoEMethodBase):  # type: ignore[misc]
     """Loads the experts of one layer of vLLM and multiplies with them; vLLM routes the tokens."""
 
     def __init__(
@@ -77,7 +139,7 @@ class QuantkitExpertsMethod(PackedExpertsMethod, FusedMoEMethodBase):  # type: i
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register a parameter for each suffix of the layout; errors as `register`."""
+        """Register a parameter for each suffix of the layout; errors as `register_experts`."""
         mapped = (
             layer.expert_map
         )  # all experts -> those of this rank, -1 for others; None if all are
@@ -85,16 +147,9 @@ class QuantkitExpertsMethod(PackedExpertsMethod, FusedMoEMethodBase):  # type: i
         numbers = sorted(
             found, key=lambda number: number if mapped is None else int(mapped[number])
         )
-        parallel = self.moe.moe_parallel_config
-        sizes = ExpertSizes(
-            hidden_size, self.moe.intermediate_size, intermediate_size_per_partition
-        )
-
-        def parameter(dtype: torch.dtype, loader: Any) -> QuantkitParameter:
-            return QuantkitParameter(self.prefix, dtype, loader)
-
-        self.register(layer, numbers, sizes, (parallel.tp_rank, parallel.tp_size), parameter)
-        expect_folder(self.config)
+        parallel, inner = self.moe.moe_parallel_config, self.moe.intermediate_size
+        sizes = ExpertSizes(hidden_size, inner, intermediate_size_per_partition)
+        self.register_experts(layer, numbers, sizes, (parallel.tp_rank, parallel.tp_size))
 
     def activation(self, layer: Any) -> str:
         return str(layer.activation.value)

@@ -1,20 +1,201 @@
-"""Tiles of the Hopper kernels: a model of the device predicts the time of each, and the fastest is
-chosen.
+"""Tiles of the kernels: tables of measured times, and models of a device by which the fastest tile
+for a product is chosen.
 
-A product is cut into tiles of rows of the weight by tokens. Without clusters, every block takes
-whole tiles in rounds, and all share the steps along k of the remaining tiles. With clusters, each
-tile belongs to one of two to eight blocks.
+A product is cut into tiles of rows of the weight by tokens, and each tile along k. All
+multiprocessors shall finish together, whatever the shape. Not in here: anything that needs a GPU.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
-from collections.abc import Iterable, Mapping
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from quantkit.errors import KernelError
+
+Tile = TypeVar("Tile")
+
+
+def read_tiles(name: str, make: Callable[..., Tile]) -> dict[str, tuple[Tile, ...]]:
+    """Read the tiles of each kernel from a table beside this file, whose columns are arguments of
+    `make`.
+    """
+    found: defaultdict[str, list[Tile]] = defaultdict(list)
+    with Path(__file__).with_name(name).open(newline="") as file:
+        for row in csv.DictReader(file):
+            kernel = row.pop("kernel")
+            found[kernel].append(make(**{key: json.loads(value) for key, value in row.items()}))
+    return {kernel: tuple(tiles) for kernel, tiles in found.items()}
+
+
+def ceil(a: int, b: int) -> int:
+    """Divide and round up."""
+    return -(-a // b)
+
+
+# Portable kernels. Every block takes the same number of whole tiles, then of consecutive units of
+# the rest.
+
+#: Threads of a block.
+THREADS = 256
+#: The number of a warp's fragments with sums in shared memory at the same time.
+FRAGMENTS_AT_ONCE = 4
+#: Bytes of shared memory that CUDA reserves in each block.
+RESERVED = 1024
+#: Fragments of all blocks of a multiprocessor whose sums leave no registers for the sums of a
+#: group.
+SCALED_WEIGHTS = 8
+
+
+@dataclass(frozen=True)
+class PortableTile:
+    """The template arguments of an instance: eight warps, `wn` by `wm` by `wk` of them along n, m
+    and k.
+
+    A warp multiplies 64 rows of the weight by `fragments` of 8 tokens each, and 64 of k in each
+    stage. `stages` are in shared memory at a time, and a multiprocessor has the registers for
+    `blocks` blocks. Times in microseconds, fitted to measurements: of a unit with all blocks at
+    work, of the rest of a launch, and of adding another block's sums.
+    """
+
+    fragments: int
+    wn: int
+    wm: int
+    wk: int
+    stages: int
+    blocks: int
+    unit_us: float
+    end_us: float
+    part_us: float
+
+    @property
+    def n(self) -> int:
+        """Rows of the weight in a tile."""
+        return 64 * self.wn
+
+    @property
+    def m(self) -> int:
+        """Tokens per tile."""
+        return 8 * self.fragments * self.wm
+
+    @property
+    def k(self) -> int:
+        """Weights along k in a unit."""
+        return 64 * self.wk
+
+    @property
+    def arguments(self) -> str:
+        """The template arguments as text."""
+        return f"{self.fragments}, {self.wn}, {self.wm}, {self.wk}, {self.stages}, {self.blocks}"
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether scales of groups are multiplied into float16 weights, and not into
+        float32 sums.
+        """
+        return self.fragments * self.blocks == SCALED_WEIGHTS
+
+    @property
+    def cost(self) -> float:
+        """Predict the microseconds of as many tokens as the tile holds, with a weight of 28672 x
+        4096 on an H100.
+        """
+        return self.estimate(self.m, 28672, 4096, 132)
+
+    def units(self, m: int, n: int, k: int) -> int:
+        """Count the units of a product."""
+        return ceil(m, self.m) * ceil(n, self.n) * ceil(k, self.k)
+
+    def estimate(self, m: int, n: int, k: int, sms: int) -> float:
+        """Predict the microseconds of a product `[m, k] x [k, n]` on `sms` multiprocessors."""
+        rounds, per_block, _ = split(self, m, n, k, sms * self.blocks)
+        depth = ceil(k, self.k)
+        return (
+            (rounds * depth + per_block) * self.unit_us
+            + self.end_us
+            + depth / per_block * self.part_us
+        )
+
+
+#: Times are fitted to a sweep on an H100.
+PORTABLE_TILES = read_tiles("portable_tiles.csv", PortableTile)
+
+
+@dataclass(frozen=True, eq=False)
+class PortableTiles:
+    """The tiles of a layout or format. A stage takes `bytes_per_weight` of shared memory, scales
+    included.
+
+    `grouped`: scales change along k.
+    """
+
+    tiles: tuple[PortableTile, ...]
+    bytes_per_weight: float
+    grouped: bool = True
+
+    def tiles_for(self, dtype: torch.dtype) -> tuple[PortableTile, ...]:
+        """List the tiles that exist for activations of a dtype: bfloat16 would round scaled
+        weights.
+        """
+        if dtype == torch.float16 or not self.grouped:
+            return self.tiles
+        return tuple(tile for tile in self.tiles if not tile.scales_weights)
+
+    def of_experts(self) -> PortableTiles:
+        """Select the cheapest tile for each number of rows, among the tiles for all dtypes."""
+        by_rows: dict[int, PortableTile] = {}
+        for tile in sorted(
+            self.tiles_for(torch.bfloat16), key=lambda tile: tile.cost, reverse=True
+        ):
+            by_rows[tile.m] = tile
+        return replace(self, tiles=tuple(by_rows[rows] for rows in sorted(by_rows)))
+
+    def shared_bytes(self, tile: PortableTile) -> int:
+        """Compute the shared memory of a block: the stages, reused later for padded sums of some
+        tokens.
+        """
+        stage = int(tile.n * tile.k * self.bytes_per_weight) + 2 * tile.m * tile.k
+        tokens = tile.m * min(tile.fragments, FRAGMENTS_AT_ONCE) // tile.fragments
+        return max(tile.stages * stage, 4 * tile.wk * tokens * (tile.n + 4))
+
+    def choose(self, dtype: torch.dtype, m: int, n: int, k: int, sms: int) -> PortableTile:
+        """Choose the tile with the least estimate for a product `[m, k] x [k, n]`; of equals the
+        first.
+        """
+        return min(self.tiles_for(dtype), key=lambda tile: tile.estimate(m, n, k, sms))
+
+    def workspace_size(self, sms: int) -> tuple[int, int]:
+        """Count the float32 sums and int32 counters of a launch: per block parts of two tiles, and
+        one counter.
+        """
+        sums = max(2 * sms * tile.blocks * tile.m * tile.n for tile in self.tiles)
+        return sums, sms * max(tile.blocks for tile in self.tiles)
+
+
+def split(tile: PortableTile, m: int, n: int, k: int, resident: int) -> tuple[int, int, int]:
+    """Compute the whole tiles of each block, its units of the others, and the number of blocks, at
+    most `resident`.
+
+    The remaining units are one to two tiles for each block, if any tile is whole, so few blocks
+    share a tile.
+    """
+    depth = ceil(k, tile.k)
+    tiles = tile.units(m, n, k) // depth
+    rounds = max(tiles // resident - 1, 0)
+    units = (tiles - rounds * resident) * depth
+    per_block = ceil(units, resident)
+    return rounds, per_block, resident if rounds else ceil(units, per_block)
+
+
+# Hopper kernels. Without clusters, every block takes whole tiles in rounds, and all share the steps
+# along k of the remaining tiles. With clusters, each tile belongs to one of two to eight blocks.
 
 #: As in the source: BK, threads of a warpgroup, blocks of the largest cluster.
 K_STEP, WARPGROUP, MAX_CLUSTER = 128, 128, 8
@@ -74,6 +255,10 @@ class HopperTile:
     def resident(self) -> int:
         """Blocks that run on a multiprocessor at the same time."""
         return 2 if self.warpgroups == 1 else 1
+
+
+#: Times are fitted to the sweeps benchmarks/gpu/*_tiles.csv.
+HOPPER_TILES = read_tiles("hopper_tiles.csv", HopperTile)
 
 
 def rare_tiles(tiles: Iterable[HopperTile]) -> tuple[HopperTile, ...]:
@@ -182,6 +367,7 @@ def choose_tile(
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def representative(m: int) -> int:
     """Return a number of tokens with the tile and the grid of m tokens, one for each 64 past the
     largest tile.
@@ -191,7 +377,6 @@ def representative(m: int) -> int:
     return m if m <= 256 else ceil(m, 64) * 64
 
 
-@functools.lru_cache(maxsize=4096)
 def launch_sizes(
     choice: HopperTiles, tile: HopperTile, m: int, n: int, k: int, sms: int
 ) -> tuple[int, int, int]:
@@ -249,10 +434,6 @@ def grid_size(tile: HopperTile, m: int, n: int, k: int, sms: int) -> int:
         if tiles >= most
         else min(tiles, most, key=lambda grid: _time_in_rounds(tile, tiles, k, grid))
     )
-
-
-def ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _time_in_rounds(tile: HopperTile, tiles: int, k: int, grid: int) -> float:

@@ -1,4 +1,4 @@
-"""The operator for inference engines: values, torch.compile, handles, and operands that kernels would read wrongly."""
+"""The operator of products: values, torch.compile, handles, and operands that kernels would read wrongly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.inference.engine_linear import PREPARED, multiply, prepare
+from quantkit.inference.kernel_weight import KernelWeight
+from quantkit.inference.products import PRODUCTS, multiply, prepare
 from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.layouts import LAYOUTS
@@ -24,7 +25,7 @@ from tests.inference.samples import KERNELS, compiled, gauss, same, values
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.operands import weight
 
-OPERATOR = torch.ops.quantkit.engine_linear
+OPERATOR = torch.ops.quantkit.multiply
 Packed = dict[str, Tensor]
 Calls = tuple[list[Callable[[], Tensor]], list[Tensor]]
 
@@ -35,7 +36,7 @@ def ready(
     """Prepare a weight; returns the handle, its tensors and its record."""
     q = values(label, n, k)
     tensors = LAYOUTS[layout].pack(q)
-    return prepare(layout, label, n, k, out or n, tensors, dtype), tensors, q
+    return prepare(KernelWeight(layout, q.scheme, (n, k), tensors), out or n, dtype), tensors, q
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -45,23 +46,24 @@ def test_a_cpu_multiplies_as_the_decoded_weight(layout: str, label: str, dtype: 
     bias = gauss(128, seed=3).to(dtype)
     for x in (gauss(3, 256).to(dtype), gauss(2, 3, 256).to(dtype), gauss(0, 256).to(dtype)):
         for shift in (None, bias):
-            assert same(OPERATOR(x, [*tensors.values()], shift, handle, 128), linear(x, q.dequantize(dtype), shift))
+            others = [] if shift is None else [shift]
+            assert same(OPERATOR(x, [*tensors.values()], others, handle, 128), linear(x, q.dequantize(dtype), shift))
 
 
 def test_a_compiled_graph_has_one_operator_for_any_number_of_tokens() -> None:
     handle, tensors, q = ready("marlin", "int4:g128")
-    call, operators = compiled(lambda x: OPERATOR(x, [*tensors.values()], None, handle, 128))
+    call, operators = compiled(lambda x: OPERATOR(x, [*tensors.values()], [], handle, 128))
     for m in (3, 5, 300):
         x = gauss(m, 256).half()
         assert same(call(x), linear(x, q.dequantize(torch.float16)))
-    assert operators == ["quantkit.engine_linear"]
+    assert operators == ["quantkit.multiply"]
 
 
 @pytest.mark.parametrize("shape", [(3, 256), (2, 3, 256), (256,)])
 def test_the_operator_passes_the_checks_of_torch(shape: tuple[int, ...]) -> None:
     """Among them: the fake has the shape and strides of the product, and no output is a view of an input."""
     handle, tensors, _ = ready("marlin", "int4:g128", out=100)
-    args = (gauss(*shape).half(), [*tensors.values()], gauss(100).half(), handle, 100)
+    args = (gauss(*shape).half(), [*tensors.values()], [gauss(100).half()], handle, 100)
     torch.library.opcheck(OPERATOR.default, args)
 
 
@@ -71,37 +73,38 @@ def test_weights_of_one_kind_share_a_handle_and_others_do_not() -> None:
     others = [
         ready("marlin", "int4:channel")[0],
         ready("quick", "int4:g128")[0],
-        ready("marlin", "int4:g128", dtype=torch.bfloat16)[0],
         ready("marlin", "int4:g128", n=256)[0],
         ready("marlin", "int4:g128", out=127)[0],
     ]
-    assert len({first, *others}) == 6
+    assert len({first, *others}) == 5
 
 
 def test_a_handle_of_another_order_is_refused() -> None:
     """An engine that caches compiled code might bring a handle from an earlier start."""
     handle, tensors, _ = ready("marlin", "int4:g128")
-    for wrong, out in ((handle, 64), (len(PREPARED), 128)):
+    for wrong, out in ((handle, 64), (len(PRODUCTS), 128)):
         with pytest.raises(KernelError, match=f"no weight of {out} rows was prepared as {wrong}"):
-            OPERATOR(gauss(1, 256).half(), [*tensors.values()], None, wrong, out)
+            OPERATOR(gauss(1, 256).half(), [*tensors.values()], [], wrong, out)
 
 
 def test_what_kernels_would_read_wrongly_is_refused_before_a_token() -> None:
     _, tensors, _ = ready("marlin", "int4:g128")
-    given: dict[str, Any] = dict(layout="marlin", label="int4:g128", n=128, k=256, out=128, dtype=torch.float16)
+    given: dict[str, Any] = dict(layout="marlin", label="int4:g128", shape=(128, 256), out=128, dtype=torch.float16)
     for says, change in {
         "no kernel of quantkit's own multiplies gptq": {"layout": "gptq"},
         "symmetric int4 in groups": {"label": "int4:g128:asym"},
         "float16 and bfloat16, not float32": {"dtype": torch.float32},
-        "n to be a multiple of 64": {"n": 96},
+        "n to be a multiple of 64": {"shape": (96, 256)},
         "takes B, s for 128 rows, not B for 128": {"tensors": {"B": tensors["B"]}},
         "takes B, s for 128 rows, not B, s for 129": {"out": 129},
         "must have shape": {"tensors": tensors | {"B": tensors["B"][:8].contiguous()}},
         "must be float16": {"tensors": tensors | {"s": tensors["s"].float()}},
         "must be contiguous": {"tensors": tensors | {"B": tensors["B"].t().contiguous().t()}},
     }.items():
+        use = {"tensors": tensors, **given, **change}
+        packed = KernelWeight(use["layout"], Scheme.parse(use["label"]), use["shape"], use["tensors"])
         with pytest.raises(KernelError, match=says) as caught:
-            prepare(**{"tensors": tensors, **given, **change})
+            prepare(packed, use["out"], use["dtype"])
         assert "\n" not in str(caught.value)
 
 
@@ -111,27 +114,27 @@ def test_kernels_get_matrices_whatever_the_activations_are(fake_gpu: FakeDriver)
     q = QuantizedTensor(q.scheme, q.codes.clone(), q.scales)
     q.codes[:, 200:] = INT4.zero_code
     tensors = LAYOUTS["marlin"].pack(recast(q, q.scheme, (128, 256)))
-    one = PREPARED[prepare("marlin", "int4:g128", 128, 256, 100, tensors, torch.float16)]
+    handle = prepare(KernelWeight("marlin", q.scheme, (128, 256), tensors), 100, torch.float16)
     bias = gauss(100).half()
     wide = gauss(6, 201).half()
     for x in (gauss(200).half(), wide[:, 1:], wide[::2, :200], gauss(200, 5).half().t(), gauss(2, 3, 200).half()):
         before = len(fake_gpu.grids)
-        y = multiply(one, x, [*tensors.values()], bias)
+        y = multiply(x, [*tensors.values()], [bias], handle, 100)
         assert y.shape == (*x.shape[:-1], 100) and y.is_contiguous() and y.dtype == x.dtype
         assert len(fake_gpu.grids) == before + 1
-    assert multiply(one, gauss(2, 0, 200).half(), [*tensors.values()], bias).shape == (2, 0, 100)
+    assert multiply(gauss(2, 0, 200).half(), [*tensors.values()], [bias], handle, 100).shape == (2, 0, 100)
     assert len(fake_gpu.grids) == before + 1, "nothing is launched for no tokens"
 
 
 @pytest.mark.parametrize(("layout", "label"), KERNELS)
 def test_kernels_get_the_tensors_in_their_own_order(layout: str, label: str, fake_gpu: FakeDriver) -> None:
-    _, tensors, _ = ready(layout, label)
-    turned = dict(reversed(tensors.items()))
-    one = PREPARED[prepare(layout, label, 128, 256, 128, turned, torch.float16)]
+    _, tensors, q = ready(layout, label)
+    backwards = dict(reversed(tensors.items()))
+    handle = prepare(KernelWeight(layout, q.scheme, (128, 256), backwards), 128, torch.float16)
     kernel = LAUNCHERS[layout].fastest(Scheme.parse(label), 128, 256, torch.device("cpu"))
     maps = 3 if layout in ("quick", "marlin24", "marlin24-ct") else 2
     bias, x = gauss(128).half(), gauss(3, 256).half()
-    y = multiply(one, x, [*turned.values()], bias)
+    y = multiply(x, [*backwards.values()], [bias], handle, 128)
     assert isinstance(kernel, HopperKernel)
     found = [fake_gpu.argument(1 + maps + i) for i in range(3)]
     assert found == [[*tensors.values()][-1].data_ptr(), bias.data_ptr(), y.data_ptr()]
@@ -141,11 +144,17 @@ def test_a_weight_of_another_kind_is_refused_by_its_address(fake_gpu: FakeDriver
     handle, tensors, _ = ready("marlin", "int4:g128")
     other = ready("marlin", "int4:channel")[1]
     x = gauss(3, 256).half()
-    multiply(PREPARED[handle], x, [*tensors.values()], None)
+    multiply(x, [*tensors.values()], [], handle, 128)
     with pytest.raises(KernelError, match="must have shape"):
-        multiply(PREPARED[handle], x, [*other.values()], None)
-    with pytest.raises(KernelError, match="prepared for float16 got bfloat16 activations"):
-        multiply(PREPARED[handle], x.bfloat16(), [*tensors.values()], None)
+        multiply(x, [*other.values()], [], handle, 128)
+
+
+def test_a_gradient_is_refused() -> None:
+    """It would silently be zero."""
+    handle, tensors, _ = ready("marlin", "int4:g128")
+    x = gauss(3, 256).requires_grad_()
+    with pytest.raises(KernelError, match="packed weights have no gradient"):
+        OPERATOR(x, [*tensors.values()], [], handle, 128).sum().backward()
 
 
 @pytest.mark.gpu
@@ -156,12 +165,12 @@ def test_a_gpu_multiplies_as_float32(layout: str, label: str, dtype: torch.dtype
         pytest.skip("needs a CUDA GPU, and torch sees none")
     q = values(label, 256, 512)
     tensors = {name: tensor.cuda() for name, tensor in LAYOUTS[layout].pack(q).items()}
-    handle = prepare(layout, label, 256, 512, 256, tensors, dtype)
+    handle = prepare(KernelWeight(layout, q.scheme, (256, 512), tensors), 256, dtype)
     w, bias = q.dequantize().cuda(), gauss(256).cuda().to(dtype)
     for x in (gauss(m, 512).cuda().to(dtype) for m in (1, 17, 300)):
-        y = OPERATOR(x, [*tensors.values()], bias, handle, 256)
+        y = OPERATOR(x, [*tensors.values()], [bias], handle, 256)
         assert proof.mismatch(y, (proof.reference(x, w) + bias.float()).to(dtype)) is None
-        assert torch.equal(OPERATOR(x[None], [*tensors.values()], bias, handle, 256)[0], y)
+        assert torch.equal(OPERATOR(x[None], [*tensors.values()], [bias], handle, 256)[0], y)
 
 
 @pytest.fixture(
@@ -175,9 +184,10 @@ def calls(request: pytest.FixtureRequest) -> Calls:
     found = []
     for seed, m in ((1, 5), (2, 20)):
         tensors = {name: tensor.cuda() for name, tensor in LAYOUTS[layout].pack(weight(label, 768, 3072, seed)).items()}
-        handle = prepare(layout, label, 768, 3072, 768, tensors, torch.float16)
+        packed = KernelWeight(layout, Scheme.parse(label), (768, 3072), tensors)
+        handle = prepare(packed, 768, torch.float16)
         x = gauss(m, 3072, seed=seed).cuda().half()
-        found.append(partial(OPERATOR, x, [*tensors.values()], None, handle, 768))
+        found.append(partial(OPERATOR, x, [*tensors.values()], [], handle, 768))
     results = [call().clone() for call in found]
     torch.cuda.synchronize()
     return found, results
@@ -238,10 +248,11 @@ def test_a_compiled_product_with_padding_has_the_bits_of_an_eager_one() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
     tensors = {name: tensor.cuda() for name, tensor in LAYOUTS["marlin"].pack(values("int4:g128", 128, 256)).items()}
-    handle = prepare("marlin", "int4:g128", 128, 256, 100, tensors, torch.float16)
+    packed = KernelWeight("marlin", Scheme.parse("int4:g128"), (128, 256), tensors)
+    handle = prepare(packed, 100, torch.float16)
 
     def call(x: Tensor) -> Tensor:
-        return OPERATOR(x, [*tensors.values()], None, handle, 100) + 1
+        return OPERATOR(x, [*tensors.values()], [], handle, 100) + 1
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
     for m in (3, 5, 300):

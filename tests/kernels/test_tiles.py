@@ -1,9 +1,11 @@
-"""The schedule of blocks on Hopper, and the choice of tiles, without a GPU."""
+"""The tiles of kernels without a GPU: each fits, blocks do each step once, and the choice is near the best."""
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,16 +14,20 @@ from hypothesis import given, settings, strategies as st
 
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, hopper_tiles
+from quantkit.kernels import LAUNCHERS, SOURCES, grouped, tiles
 from quantkit.kernels.hopper import MAX_TOKENS, token_parts
-from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil, choose_tile
+from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, PortableTile, ceil, choose_tile
+from quantkit.kernels.weights import FAMILIES
 from tests.kernels import sweeps
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.hopper_cases import ALL, CASES, FIRST
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight
 from tests.kernels.products import TYPES
-from tests.kernels.sweeps import H200
+from tests.kernels.sweeps import FOLDER, H200
+
+# Tiles of the kernels for Hopper.
 
 LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (73728, 18432)]
 #: layout -> shapes that do not fill their tiles.
@@ -128,14 +134,14 @@ def test_no_cluster_has_an_idle_block_or_waits_for_another_cluster(
     for tile in found:
         assert tile.cluster in (0, *range(2, MAX_CLUSTER + 1)) and tile.cluster <= ceil(k, K_STEP), tile
         if tile.cluster > 2:
-            assert hopper_tiles.grid_size(tile, m, n, k, sms) <= hopper_tiles.CLUSTERED * sms * tile.resident, tile
+            assert tiles.grid_size(tile, m, n, k, sms) <= tiles.CLUSTERED * sms * tile.resident, tile
 
 
 def test_a_cluster_with_an_idle_block_is_not_launched() -> None:
     kernel = CASES["tcfpx"].kernel("fp6:channel")
     tile = next(tile for tile in kernel.choice.tiles if tile.cluster == MAX_CLUSTER)
     with pytest.raises(KernelError, match=r"cluster of 8 .* k = 320"):
-        hopper_tiles.launch_sizes(kernel.choice, tile, 1, 320, 320, 132)
+        tiles.launch_sizes(kernel.choice, tile, 1, 320, 320, 132)
 
 
 def chosen(layout: str, label: str, dtype: torch.dtype, m: int, n: int, k: int) -> HopperTile:
@@ -148,7 +154,7 @@ def test_the_chosen_tile_exists_and_its_grid_covers_the_product(layout: str, lab
     for (n, k), m, dtype in itertools.product([*LAYERS, *SMALL[layout]], (1, 7, 8, 9, 64, 300, 4096), TYPES):
         tile = chosen(layout, label, dtype, m, n, k)
         assert kernel.instance(dtype, tile) in kernel.instances_by_dtype[dtype], "it would be compiled in a capture"
-        grid = hopper_tiles.grid_size(tile, m, n, k, H200)
+        grid = tiles.grid_size(tile, m, n, k, H200)
         whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
         assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200 * tile.resident)
         assert tile.cluster <= ceil(k, K_STEP), "a block of a cluster without a step would miss the barrier"
@@ -160,10 +166,10 @@ def test_many_tokens_have_the_tile_and_the_grid_of_their_representative(layout: 
     choice = CASES[layout].kernel(label).choice
     for (n, k), dtype in itertools.product([LAYERS[1], LAYERS[2], *SMALL[layout]], TYPES):
         for m in (257, 300, 320, 321, 383, 1000, 4097, 65535):
-            other = hopper_tiles.representative(m)
+            other = tiles.representative(m)
             tile = chosen(layout, label, dtype, m, n, k)
             assert chosen(layout, label, dtype, other, n, k) == tile
-            sizes = [hopper_tiles.launch_sizes(choice, tile, tokens, n, k, H200) for tokens in (m, other)]
+            sizes = [tiles.launch_sizes(choice, tile, tokens, n, k, H200) for tokens in (m, other)]
             assert sizes[0] == sizes[1]
 
 
@@ -221,3 +227,94 @@ def test_many_tokens_are_divided_into_launches_of_nearly_equal_size(m: int, fake
     kernel, described = CASES["marlin"].kernel("int4:g128"), LAUNCHERS["marlin"].weight(q.scheme, 64, 128)
     kernel.launch(described, torch.zeros(m, 128).half(), [*packed("marlin", q).values()], None, out)
     assert len(fake_gpu.grids) == len(found) and fake_gpu.argument(5) == out[found[-1][0]].data_ptr()
+
+
+# Tiles of portable kernels.
+
+EVERY = [kernel for family in FAMILIES.values() for kernel in family.every if isinstance(kernel, PortableKernel)]
+KERNELS = sorted(EVERY, key=lambda kernel: kernel.function is not None)  # those of experts last
+PORTABLE_TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.choice.tiles]
+PORTABLE_LAYERS = [*LAYERS[:6], (8192, 28672)]
+SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
+#: Shared memory of a block on sm_86 and sm_89, the smallest of all, and of a multiprocessor of sm_90, the largest.
+SHARED, MULTIPROCESSOR = 99 * 1024, 228 * 1024
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
+def test_every_tile_fits_into_every_gpu(kernel: PortableKernel) -> None:
+    for tile in kernel.choice.tiles:
+        assert tile.wn * tile.wm * tile.wk == tiles.THREADS // 32
+        used = kernel.choice.shared_bytes(tile) + (8 * tile.m if kernel.function else 0)  # and numbers of rows
+        assert used <= SHARED, tile
+        assert tile.blocks * (used + tiles.RESERVED) <= MULTIPROCESSOR, tile
+    assert len(set(kernel.instances)) == sum(len(kernel.choice.tiles_for(dtype)) for dtype in TYPES)
+
+
+def test_every_instance_is_compiled() -> None:
+    listed = [instance for name, instances in SOURCES.items() if name.endswith("_portable") for instance in instances]
+    assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in kernel.instances)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
+def test_every_tile_is_chosen_for_some_product(kernel: PortableKernel) -> None:
+    """A tile that is never chosen is compiled for nothing; and a token never gets a tile of many."""
+    choice = kernel.choice
+    if kernel.function:
+        chosen = {grouped.choose(choice.tiles, mean / 8) for mean in range(1, 4096)}
+    else:
+        tokens = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+        sizes = itertools.product(TYPES, tokens, PORTABLE_LAYERS, (108, 132))
+        chosen = {choice.choose(dtype, m, n, k, sms) for dtype, m, (n, k), sms in sizes}
+        assert all(choice.choose(torch.float16, 1, n, k, 132).m <= 32 for n, k in PORTABLE_LAYERS)
+    assert chosen == set(choice.tiles)
+
+
+@pytest.mark.parametrize(("kernel", "tile"), PORTABLE_TILES)
+def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableKernel, tile: PortableTile) -> None:
+    for m, (n, k), sms in itertools.product((1, 7, 64, 300, 1 << 14), SHAPES, (1, 46, 108, 132)):
+        resident, depth = sms * tile.blocks, -(-k // tile.k)
+        rounds, per, blocks = tiles.split(tile, m, n, k, resident)
+        shared = tile.units(m, n, k) - rounds * blocks * depth
+        assert 0 < shared <= per * blocks and blocks <= resident and (blocks == resident or not rounds)
+        assert rounds or per * (blocks - 1) < shared, "no block is idle"
+        assert not rounds or per >= depth, "few blocks share a tile"
+        assert tile.units(m, n, k) + per < 2**32, "the kernel counts units in 32 bits"
+        sums, counters = kernel.choice.workspace_size(sms)
+        assert 2 * blocks * tile.m * tile.n <= sums and blocks <= counters
+
+
+def test_kernels_of_a_function_have_the_same_workspace() -> None:
+    names = [kernel.function or kernel.source for kernel in KERNELS]
+    sizes = {(name, kernel.choice.workspace_size(132)) for name, kernel in zip(names, KERNELS, strict=True)}
+    assert len(sizes) == len(set(names)), "it is kept by this name"
+
+
+def test_parts_of_two_tiles_never_share_a_place() -> None:
+    """In the source, block b has place 2b for the tile it starts in, and 2b + 1 for one that begins in it."""
+    for depth, count, per in itertools.product(range(1, 8), range(1, 8), range(1, 17)):
+        places, counters = [], []
+        for first in range(0, depth * count, depth):
+            start, last = first // per, (first + depth - 1) // per
+            if start < last:
+                counters.append(start)
+                places += [2 * block + (first > block * per) for block in range(start, last + 1)]
+        assert len(set(places)) == len(places) and len(set(counters)) == len(counters)
+
+
+#: The first portable kernel of each source.
+SWEPT = {kernel.source: kernel for kernel in reversed(KERNELS) if kernel.function is None}.values()
+
+
+@pytest.mark.parametrize("kernel", SWEPT, ids=lambda kernel: kernel.instances[0])
+def test_the_choice_of_a_portable_tile_is_near_the_best_of_the_sweep(kernel: PortableKernel) -> None:
+    """The sweep has the time of most tiles on an H100, for some shapes and token counts."""
+    times: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
+    with (FOLDER / "portable_tiles.csv").open() as file:
+        for layout, scheme, n, k, m, *sizes, us in list(csv.reader(file))[1:]:
+            if f"{layout}_portable" == kernel.source and scheme != "fp5:channel":
+                times[int(m), int(n), int(k)][", ".join(sizes)] = float(us)
+    behind = []
+    for (m, n, k), found in times.items():
+        chosen = kernel.choice.choose(torch.float16, m, n, k, 132).arguments
+        behind += [found[chosen] / min(found.values())] if chosen in found else []
+    assert len(behind) > 25 and max(behind) < 1.15 and sum(behind) / len(behind) < 1.02
