@@ -91,7 +91,7 @@ from typing import Any, Literal, TypedDict
 '''
 #: Keywords that differ from the option of their name.
 KEYWORDS = {
-    "act_budget": "Bytes of calibration activations kept in RAM; more go to disk [all].",
+    "act_budget": "Bytes of calibration activations in RAM; more go to disk [all].",
     "calib": f"Calibration text, or a list of texts, each with `:WEIGHT` behind it or not: {CALIBRATION} [packaged].",
     "probe": "Measure a part of a long run to estimate its duration.",
     "gpu_memory": "Plan for a GPU with so many bytes of memory, which need not be here.",
@@ -121,7 +121,7 @@ weights again and reports the loss. It is never implied.
   after a shift (`0 <= code - zero point + 8 <= 15`), as with zero points of 8. GPTQ v1 stores zero points minus one, so
   it cannot hold 0.
 - **2:4.** Sparse-MARLIN keeps two of each four values along `k`, and a dense weight must have no more. The values come
-  back. If a quad has fewer than two, a convention decides which positions are marked, so the marks do not come back.
+  back. If four values have fewer than two, a convention decides which positions are marked; marks do not return.
 - **Act-order.** Columns whose group is not `k // group size` have no other layout. `quantize` dequantizes them.
 - **Other releases in few bits.** FP8, INT8, NVFP4 and MXFP4 folders are sources of `quantize`, not layouts
   ([docs/layouts.md](layouts.md), section 9c).
