@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment of its own, which `setup` fills and the other targets call first.
 #   make demo   the whole job on the packaged model, no network, under a minute
 #   make test   the tests that need no GPU
+#   make amx    those that depend on AMX, on the other kind of processor
 #   make fast   the quick ones of them, under a minute
 #   make lint   ruff, mypy and import-linter
 #   make check  lint and test
@@ -19,12 +20,13 @@ STAMP := $(VENV)/.complete
 # Without compiled files each process would compile the tests again, which takes as long as 300 of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo fast test lint docs site census check real gpu reliability reliability-nightly
+.PHONY: setup demo fast test amx lint docs site census check real gpu reliability reliability-nightly
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	# Runs the programs of benchmarks/study; its dependencies are clients of other people's models.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps evalplus
@@ -36,6 +38,12 @@ demo: setup
 # Two processes of one thread each: threads that share two cores wait for each other.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal
+
+# The tests of what asks for AMX, as if this processor had it; as if it had none, if it has.
+AMX := $(addprefix tests/models/test_,repeated.py block_runner.py fused_norms.py)
+AMX += $(addprefix tests/calibration/,stages/test_tune.py stages/test_gradients.py test_backward.py)
+amx: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --flip-amx $(AMX)
 
 # The tests of an edit-run loop.
 FAST := tests/core tests/io tests/checkpoint tests/layouts tests/text/test_sequences.py tests/recipes/test_recipe.py

@@ -18,7 +18,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--amx", choices=("on", "off"), help="let the processor claim that it has AMX, or has not")
+    parser.addoption(
+        "--flip-amx", action="store_true", help="let a processor claim AMX, and one that has it claim none"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,14 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
     import torch
 
+    from quantkit.models.devices import is_fast_in_bfloat16
     from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
 
     # A shell that runs the tests in the background ignores it, and so would each process that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.amx:
-        has_amx = config.option.amx == "on"
-        torch.cpu._is_amx_tile_supported = lambda: has_amx
-        torch.backends.cpu.get_cpu_capability = lambda: "AVX512" if has_amx else "AVX2"
+    if config.option.flip_amx:
+        has_amx = is_fast_in_bfloat16(torch.device("cpu"))
+        torch.cpu._is_amx_tile_supported = lambda: not has_amx
+        torch.backends.cpu.get_cpu_capability = lambda: "AVX2" if has_amx else "AVX512"
     torch.set_num_threads(1)  # the models here are too small for two
     # The same examples in every run, and no deadline, because other programs may share the machine.
     hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
@@ -67,6 +70,26 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_llama(tiny_llama: Path) -> Path:
     """Return `tiny_llama`, which was larger once, under its other name."""
     return tiny_llama
+
+
+@pytest.fixture(scope="session")
+def int4(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Round `tiny_llama` without a search of scales. Tests must not change it."""
+    from tests.command_line import RTN, call
+
+    out = tmp_path_factory.mktemp("made") / "int4"
+    call("quantize", tiny_llama, "-o", out, *RTN)
+    return out
+
+
+@pytest.fixture(scope="session")
+def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a short calibration text. Tests must not change it."""
+    from tests.folders import TEXT
+
+    path = tmp_path_factory.mktemp("text") / "calib.txt"
+    path.write_text(TEXT)
+    return path
 
 
 @pytest.fixture(scope="session")
