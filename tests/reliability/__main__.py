@@ -23,12 +23,9 @@ from typing import Any
 from tests.reliability.campaign import COLUMNS, MODULES, Family, Run, alone, entry, families, problems
 
 MEMORY = Path("/dev/shm")
-#: Each family is a fork of a server that has these imports, which would take it five seconds.
+#: Each family is a fork of a server that has run its commands once, which would take it some eight seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
-PRELOADED = [f"tests.reliability.{name}" for name in MODULES]
-PRELOADED += ["datasets", "transformers.generation", "transformers.quantizers.auto", "compressed_tensors.compressors"]
-PRELOADED += ["transformers.models.llama.modeling_llama", "quantkit.api", "quantkit.cli.commands"]
-PRELOADED += ["quantkit.calibration.loop", "quantkit.inference.load"]
+PRELOADED = [*(f"tests.reliability.{name}" for name in MODULES), "tests.reliability.warmed"]
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 #: Seconds after which a family is stopped.
 LIMIT = {"pr": 900, "nightly": 4 * 3600, "release": 24 * 3600}

@@ -21,7 +21,7 @@ from typing import Any
 
 from quantkit.pipeline import quantize
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import Ended, command, run, warm
+from tests.reliability.forks import Ended, command, run
 from tests.reliability.jobs import Job, Jobs, at_operation, case, chosen, continued, hooked, same
 from tests.reliability.samples import one_line, quantkit, text
 from tests.tiny_models import write_model
@@ -350,7 +350,6 @@ def planned(found: Run) -> None:
         **{name: write_model(name, found.folder / name) for name in ("gpt2", "mixtral", "qwen3_moe")},
     }
     words = text(found.folder / "text.txt")
-    warm("quantize", written["llama"], "--method", "rtn", "-o", found.folder / "warm", "-q")
     most = 0
     for name, options in COMBINATIONS:
         out = found.folder / "out"

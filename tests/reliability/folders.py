@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import BROKE, Ended, command, run, warm
+from tests.reliability.forks import BROKE, Ended, command, run
 from tests.reliability.jobs import at_operation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,11 +67,8 @@ def watched(work: Callable[[], int | None], model: Path, places: tuple[Path, ...
                 if event in RUNS:
                     caught(f"{event} {values!r}")
                 if event in ("open", "exec", "compile") and values:
-                    name = (
-                        getattr(values[0], "co_filename", values[0])
-                        if event == "exec"
-                        else values[-1 if event == "compile" else 0]
-                    )
+                    first = values[-1 if event == "compile" else 0]
+                    name = getattr(first, "co_filename", first)
                     if isinstance(name, (str, bytes, os.PathLike)):
                         path = os.path.realpath(os.fsdecode(name))
                         if event == "open" and path not in DEVICES and not path.startswith(allowed):
@@ -165,6 +162,11 @@ def moved(tensor: int, drop: bool = False, change: bool = False) -> Change:
     return act
 
 
+def copied(name: str) -> Change:
+    """Let the model have its first shard under another name too."""
+    return lambda model: shutil.copy(model / FIRST, model / name) and None
+
+
 def unlisted(model: Path) -> None:
     found = index(model)
     del found["weight_map"][next(iter(found["weight_map"]))]
@@ -238,10 +240,7 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
     "a folder": (in_place_of(lambda path, outside: path.mkdir()), True),
     "a shard that nobody may read": (lambda model: (model / FIRST).chmod(0), os.geteuid() != 0),  # root may
     "a missing shard": (removed(FIRST), True),
-    "a shard that is not listed": (
-        lambda model: shutil.copy(model / FIRST, model / "more.safetensors") and None,
-        False,
-    ),
+    "a shard that is not listed": (copied("more.safetensors"), False),
     "a tensor that is listed and absent": (moved(0, drop=True), True),
     "a tensor that is not listed": (unlisted, True),
     "a tensor in two shards": (moved(0), True),
@@ -255,23 +254,17 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
     "NaN in the index": (as_text(INDEX, r'"total_size": \d+', '"total_size": NaN'), True),
     "1e999 in the index": (as_text(INDEX, r'"total_size": \d+', '"total_size": 1e999'), True),
     "a wrong total_size": (as_text(INDEX, r'"total_size": \d+', '"total_size": 1'), False),
-    "one file and an index": (lambda model: shutil.copy(model / FIRST, model / "model.safetensors") and None, True),
+    "one file and an index": (copied("model.safetensors"), True),
     "pickled weights beside": (written("pytorch_model.bin", PICKLE), False),
     "pickled weights alone": (both(removed("*.safetensors*"), written("pytorch_model.bin", PICKLE)), True),
     "the hub's cache": (cached, False),
     "an adapter alone": (both(removed("*.safetensors*", "config.json"), entered("adapter_config.json", a=1)), True),
-    "a consolidated twin": (
-        lambda model: shutil.copy(model / FIRST, model / "consolidated.safetensors") and None,
-        False,
-    ),
+    "a consolidated twin": (copied("consolidated.safetensors"), False),
 }
 
 
 def attack_folders(found: Run) -> None:
     words = samples.text(found.folder / "text.txt")
-    plain = samples.model(found.folder / "plain", 1)
-    warm("eval", "ppl", plain, "--data", words, "--window", 64, "--tokens", 256, "-q")
-    warm("quantize", plain, "--method", "rtn", "-o", found.folder / "warm", "-q")
     for name, (change, refused) in FOLDERS.items():
         place = found.folder / f"{found.cases}"
         model = samples.model(_made(place / "snapshots" / "abc"), blocks=1)
@@ -377,14 +370,8 @@ CODES: dict[str, Change] = {
 
 def attack_with_code(found: Run) -> None:
     words = samples.text(found.folder / "text.txt")
-    plain = samples.model(found.folder / "plain", 1)
     out = found.folder / "outputs"
     out.mkdir()
-    for line in (
-        samples.calibrated(plain, words, out / "warm"),
-        ("generate", plain, "Hi", "--chat", "--max-new-tokens", 2, "-q"),
-    ):
-        warm(*line)
     for name, change in CODES.items():
         model = samples.model(found.folder / f"model {found.cases}", blocks=1)
         (model / "evil.py").write_text(CODE)
@@ -414,7 +401,7 @@ def attack_outputs(found: Run) -> None:
     folder = found.folder
     source = samples.model(folder / "source", blocks=1)
     made = folder / "made"
-    warm("quantize", source, "--method", "rtn", "-o", made, "-q")
+    samples.quantkit(folder, "quantize", source, "--method", "rtn", "-o", made, "-q")
     file = folder / "file"
     file.write_text("x")
     (folder / "link").symlink_to(made)
@@ -425,8 +412,7 @@ def attack_outputs(found: Run) -> None:
     (folder / "empty").mkdir()
     (folder / "inside").mkdir()
     (folder / "up").symlink_to(source)
-    partial = folder / next(iter(_beside(folder, "taken")))
-    partial.symlink_to(made)
+    (folder / partial_name(folder, "taken")).symlink_to(made)
     refused: dict[str, tuple[Any, ...]] = {
         "exists": (made,),
         "a link": (folder / "link",),
@@ -477,21 +463,21 @@ def attack_outputs(found: Run) -> None:
         }
 
 
-def _beside(folder: Path, name: str) -> list[str]:
+def partial_name(folder: Path, name: str) -> str:
     """Return the name of the folder in which a run for the output `name` works."""
-    seen: list[str] = []
+    from quantkit.io.staging import staging
+
+    noted = folder / "noted"
 
     def work() -> int | None:
-        from quantkit.io.staging import staging
-
         with staging(folder / name) as partial:
-            (folder / "partial name").write_text(partial.name)
+            noted.write_text(partial.name)
         return 0
 
     run(work, folder)
-    seen.append((folder / "partial name").read_text())
-    (folder / "partial name").unlink()
-    return seen
+    found = noted.read_text()
+    noted.unlink()
+    return found
 
 
 def tree(folder: Path) -> dict[str, Any]:

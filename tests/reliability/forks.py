@@ -113,11 +113,3 @@ def command(*arguments: object) -> Callable[[], int | None]:
         return main(list(map(str, arguments)))  # type: ignore[func-returns-value]
 
     return work
-
-
-def warm(*arguments: object) -> None:
-    """Run the command line in this process, so that no fork of it has to import anything; it must end well."""
-    try:
-        command(*arguments)()
-    except SystemExit as left:
-        assert not left.code, f"exit {left.code}"

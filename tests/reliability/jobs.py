@@ -16,7 +16,7 @@ from quantkit.io import files
 from quantkit.io.staging import JOURNAL
 from tests.reliability import samples
 from tests.reliability.campaign import Run
-from tests.reliability.forks import command, run, warm
+from tests.reliability.forks import command, run
 
 Work = Callable[[], int | None]
 #: Called before each operation on the disk, with its name and its path.
@@ -48,7 +48,7 @@ class Job:
 
 
 class Jobs(dict[str, Job]):
-    """The jobs of a model of some blocks; each runs once when it is first asked for. Forks find all imports done."""
+    """The jobs of a model of some blocks; each runs once when it is first asked for."""
 
     def __init__(self, folder: Path, blocks: int = 2) -> None:
         self.folder = folder
@@ -63,8 +63,7 @@ class Jobs(dict[str, Job]):
             "mapped": ("quantize", self.source, "--act-budget", "1KB", *text),
             "pack": ("pack", packed, "--layout", "marlin", "-q"),
         }
-        warm(*rounding, "-o", packed)
-        warm(*self.lines["calibrated"], "-o", folder / "warm")
+        samples.quantkit(folder, *rounding, "-o", packed)
 
     def __missing__(self, name: str) -> Job:
         words, out, counted = self.lines[name], self.folder / f"{name}-reference", self.folder / "counted.json"

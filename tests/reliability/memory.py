@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.promises.model import CONFIG, shapes, write_json
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import Ended, command, run, warm
+from tests.reliability.forks import Ended, command, run
 from tests.reliability.jobs import Job, Jobs, Work, at_operation, case, chosen, continued, same
-from tests.reliability.samples import calibrated, model, one_line, quantkit, text
+from tests.reliability.samples import model, one_line, quantkit, text
 
 MIB = 2**20
 #: Bytes from which on M3 counts an allocation, and the most of them that fail in the nightly column.
 LARGE, MOST = 64 * 2**10, 400
 #: Runs of M1 and M2: the model's changes, and options of quantize. `TEXT` is the calibration text.
-WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 2048, "num_attention_heads": 8}
+WIDE = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 2048, "num_attention_heads": 8}
 SMALL: dict[str, object] = {}
 SHORT, LONG = "--samples 8 --max-length 64", "--samples 32 --max-length 512"
 RUNS: list[tuple[dict[str, Any], str]] = [
@@ -77,9 +77,6 @@ class Bench:
         self.folder = folder
         self.text = text(folder / "text.txt")
         self.models = {0: model(folder / "small"), 1: model(folder / "wide", 1, **WIDE, num_key_value_heads=8)}
-        small = self.models[0]
-        warm("quantize", small, "--method", "rtn", "-o", folder / "warm", "-q")
-        warm(*calibrated(small, self.text, folder / "solved"))
         #: The RAM of this process and so of every fork, with all imports.
         self.imported = status("VmRSS")
 
@@ -284,8 +281,6 @@ def streaming(found: Run) -> None:
     """Quantize and repack a checkpoint of 8 GB, on a disk: the most RAM is that of a few tensors."""
     with tempfile.TemporaryDirectory() as scratch:  # memory has no space for it
         folder = Path(scratch)
-        small = model(found.folder / "small")
-        warm("quantize", small, "--method", "rtn", "-o", found.folder / "warm", "-q")
         largest = large_model(folder / "model")
         size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
         allowed = 3 * largest + 600 * 10**6

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quantkit.layouts import arrangement
 from quantkit.pipeline import convert
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import command, run, warm
-from tests.reliability.jobs import at_operation
+from tests.reliability.forks import command, run
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Runs several command lines in one new process: `umask threads [[arguments], ...]`. OMP_NUM_THREADS above the number
@@ -118,28 +113,6 @@ def attack_surroundings(found: Run) -> None:
         number += 1
     same = sum(by_threads["gptq", "1"][0] == by_threads["gptq", other][0] for other in counts[1:])
     found.facts = {"processes": number, "calibrated runs equal to that of one thread": f"{same} of {len(counts) - 1}"}
-    warm(*samples.calibrated(model, text, found.folder / "warm"))
-    for before, after in itertools.combinations(counts, 2):
-        with found.case(f"--resume with {after} threads of a run with {before}"):
-            another_number_of_threads(found.folder, model, text, before, after)
-
-
-def another_number_of_threads(folder: Path, model: Path, text: Path, before: str, after: str) -> None:
-    """A calibrated run that was killed with some threads is not continued with others."""
-    out = folder / f"threads {before} {after}"
-    line = list(map(str, samples.calibrated(model, text, out)))
-    for threads, words, killed_at, code, says in (
-        (before, line, 60, -9, ""),
-        (after, [*line, "--resume"], 0, 1, f"OMP_NUM_THREADS was {before} and is now {after}"),
-        (before, [*line, "--resume"], 0, 0, ""),
-    ):
-
-        def work(threads: str = threads, words: list[str] = words) -> int | None:
-            torch.set_num_threads(int(threads))
-            return command(*words)()
-
-        ended = run(at_operation(killed_at, lambda: os.kill(os.getpid(), signal.SIGKILL), work), folder)
-        assert ended.code == code and says in ended.stderr, f"exit {ended.code}: {ended.stderr}"
 
 
 def attack_sizes(found: Run) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +30,6 @@ from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import command
 from tests.reliability.samples import calibrated, model, one_line, quantkit, text
 
 N = K = 256
@@ -103,6 +104,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "fp5 rtn": ("--format", "fp5", "--method", "rtn"),
     "2:4 sparsegpt": ("--prune", "2:4"),
 }
+ROUNDING = ("int4 rtn", "fp6 rtn", "fp5 rtn")
 
 
 def gauss(*shape: int, seed: int = 0) -> Tensor:
@@ -154,15 +156,25 @@ def refuses(words: str, call: Callable[[], object]) -> None:
 
 # --- N1 ---------------------------------------------------------------------------------------------------------------
 
-#: A check of a result: the weight, its record, its facts, and how it was made.
-Check = Callable[[Tensor, QuantizedTensor, dict[str, Any], Method], None]
+
+class Result(NamedTuple):
+    """A weight, its record, the facts of the record, and how it was made."""
+
+    weight: Tensor
+    tensor: QuantizedTensor
+    facts: dict[str, Any]
+    method: Method
 
 
-def rounded_well(weight: Tensor, tensor: QuantizedTensor, rows: slice | int, method: Method) -> None:
+Check = Callable[[Result], None]
+
+
+def half_a_step(result: Result, rows: slice | int | list[int] = 7) -> None:
     """Ask that no weight of some rows errs by more than half a step of its group's largest, if it survived.
 
     With signed scales the grid ends a step short of the largest on one side, so that its code may err by a step.
     """
+    weight, tensor, _, method = result
     w, q = weight[rows].float().view(-1, K), tensor.dequantize()[rows].view(-1, K)
     groups = tensor.scales.shape[1]
     kept = torch.ones_like(q, dtype=torch.bool)
@@ -181,38 +193,27 @@ def rounded_well(weight: Tensor, tensor: QuantizedTensor, rows: slice | int, met
     assert bool((error <= limit).all()), f"off by {float((error / limit).max()):.2f} of half a step"
 
 
-def exactly_zero(rows: slice | int) -> Check:
-    def check(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
-        assert bool((tensor.dequantize()[rows] == 0).all())
-        assert bool((tensor.scales[rows] == (0 if method.published else 1)).all()), tensor.scales[rows]
-        zero = tensor.scheme.format.zero_code if tensor.zeros is None else tensor.zeros[rows].flatten()[0]
-        sign = 1 << (tensor.scheme.format.bits - 1) if tensor.scheme.format.is_float else 0
-        assert bool(((tensor.codes[rows] == zero) | (tensor.codes[rows] == zero + sign)).all())
-        assert facts["zero_scales"] == int((tensor.scales == 0).sum())
-
-    return check
+def exactly_zero(result: Result, rows: slice | int = 7) -> None:
+    _, tensor, facts, method = result
+    assert bool((tensor.dequantize()[rows] == 0).all())
+    assert bool((tensor.scales[rows] == (0 if method.published else 1)).all()), tensor.scales[rows]
+    zero = tensor.scheme.format.zero_code if tensor.zeros is None else tensor.zeros[rows].flatten()[0]
+    sign = 1 << (tensor.scheme.format.bits - 1) if tensor.scheme.format.is_float else 0
+    assert bool(((tensor.codes[rows] == zero) | (tensor.codes[rows] == zero + sign)).all())
+    assert facts["zero_scales"] == int((tensor.scales == 0).sum())
 
 
-def half_a_step(*rows: int) -> Check:
-    def check(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
-        for row in rows:
-            rounded_well(weight, tensor, row, method)
-
-    return check
-
-
-def lowest_two(row: int) -> Check:
-    def check(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
-        half_a_step(row)(weight, tensor, facts, method)
-        if tensor.scheme.sparsity:
-            kept = (tensor.codes[row] != tensor.scheme.format.zero_code).view(-1, 4)
-            assert bool((kept == torch.tensor([True, True, False, False])).all()), "a tie went to a higher index"
-
-    return check
+def lowest_two(result: Result) -> None:
+    half_a_step(result)
+    tensor = result.tensor
+    if tensor.scheme.sparsity:
+        kept = (tensor.codes[7] != tensor.scheme.format.zero_code).view(-1, 4)
+        assert bool((kept == torch.tensor([True, True, False, False])).all()), "a tie went to a higher index"
 
 
-def counted(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
+def counted(result: Result) -> None:
     """Ask that the report counts small scales, and that none is silently zero."""
+    _, tensor, facts, method = result
     scales = tensor.scales.float().abs()
     assert facts["subnormal_scales"] == int((scales < SMALLEST_NORMAL).sum()) > 0
     assert facts["zero_scales"] == int((scales == 0).sum())
@@ -220,45 +221,42 @@ def counted(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], meth
     assert facts["floored_scales"] == int((scales == SMALLEST_SCALE).sum())
 
 
-def floored(row: int) -> Check:
-    def check(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
-        counted(weight, tensor, facts, method)
-        assert facts["zero_scales" if method.published else "floored_scales"] >= tensor.scales.shape[1]
-        finest = min(value for value in tensor.scheme.format.values if value > 0)
-        limit = 0.0 if method.published else finest * SMALLEST_SCALE / 2
-        q = tensor.dequantize()[row]
-        kept = q != 0
-        assert bool(((weight[row].float() - q).abs() <= limit)[kept].all())
-        assert tensor.scheme.sparsity or bool((weight[row].abs() <= finest * SMALLEST_SCALE)[~kept].all())
-
-    return check
+def floored(result: Result) -> None:
+    counted(result)
+    weight, tensor, facts, method = result
+    assert facts["zero_scales" if method.published else "floored_scales"] >= tensor.scales.shape[1]
+    finest = min(value for value in tensor.scheme.format.values if value > 0)
+    limit = 0.0 if method.published else finest * SMALLEST_SCALE / 2
+    q = tensor.dequantize()[7]
+    kept = q != 0
+    assert bool(((weight[7].float() - q).abs() <= limit)[kept].all())
+    assert tensor.scheme.sparsity or bool((weight[7].abs() <= finest * SMALLEST_SCALE)[~kept].all())
 
 
-def not_flushed(row: int) -> Check:
-    def check(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
-        counted(weight, tensor, facts, method)
-        w, q = weight[row].float(), tensor.dequantize()[row]
-        kept = tensor.codes[row] != tensor.scheme.format.zero_code if tensor.scheme.sparsity else w != 0
-        assert bool(kept.any()) and float((q - w)[kept].norm() / w[kept].norm()) < 0.3
-
-    return check
+def not_flushed(result: Result) -> None:
+    counted(result)
+    tensor, w, q = result.tensor, result.weight[7].float(), result.tensor.dequantize()[7]
+    kept = tensor.codes[7] != tensor.scheme.format.zero_code if tensor.scheme.sparsity else w != 0
+    assert bool(kept.any()) and float((q - w)[kept].norm() / w[kept].norm()) < 0.3
 
 
-def ranged(row: int, column: int) -> Check:
-    def check(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
-        q = tensor.dequantize()[row]
-        assert abs(float(q[column]) / float(weight[row, column]) - 1) < 0.1
-        group = slice(0, K // tensor.scales.shape[1])
-        small = [i for i in range(group.stop) if i != column]
-        assert bool((q[small] == 0).all()) and facts["zeroed"] >= len(small) - 1
-        assert bool(torch.isfinite(q).all())
-
-    return check
+def ranged(result: Result, column: int = 5) -> None:
+    weight, tensor, facts, _ = result
+    q = tensor.dequantize()[7]
+    assert abs(float(q[column]) / float(weight[7, column]) - 1) < 0.1
+    small = [i for i in range(K // tensor.scales.shape[1]) if i != column]
+    assert bool((q[small] == 0).all()) and facts["zeroed"] >= len(small) - 1
+    assert bool(torch.isfinite(q).all())
 
 
-def no_worse(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
+def no_worse(result: Result) -> None:
     """Ask for the row guard's law."""
-    assert not method.solved or facts["loss"] <= facts["rtn_loss"] * (1 + 1e-9)
+    assert not result.method.solved or result.facts["loss"] <= result.facts["rtn_loss"] * (1 + 1e-9)
+
+
+def finite(result: Result) -> None:
+    assert bool(torch.isfinite(result.tensor.dequantize(torch.float16)).all())
+    no_worse(result)
 
 
 def weights() -> Iterator[tuple[str, Tensor, Tensor | None, Check]]:
@@ -276,26 +274,23 @@ def weights() -> Iterator[tuple[str, Tensor, Tensor | None, Check]]:
     zeros = torch.where(torch.arange(K) % 2 == 0, 0.0, -0.0)
     wide = 1e-9 * gauss(K, seed=3).clamp(-2, 2)
     wide[5] = 0.4
-    yield "a row of zeros", changed(7, 0.0), None, exactly_zero(7)
-    yield "a row of both zeros", changed(7, zeros), None, exactly_zero(7)
-    yield "all rows zero", torch.zeros(N, K), None, exactly_zero(slice(None))
-    yield "one value in a row", changed(7, alone), unrelated(K), half_a_step(7)
-    yield "one value in each row", alone.expand(N, K).contiguous(), unrelated(K), half_a_step(*range(0, N, 51))
-    yield "all equal", changed(7, 0.37), unrelated(K), lowest_two(7)
-    yield "all equal and negative", changed(7, -0.37), unrelated(K), lowest_two(7)
-    yield "equal magnitudes of both signs", changed(7, signs), unrelated(K), lowest_two(7)
-    yield "subnormal float16", changed(7, 2**-16 * signs.sign(), torch.float16), unrelated(K), not_flushed(7)
-    yield "subnormal bfloat16", changed(7, 1e-40 * signs.sign(), torch.bfloat16), unrelated(K), floored(7)
+    every = partial(exactly_zero, rows=slice(None))
+    yield "a row of zeros", changed(7, 0.0), None, exactly_zero
+    yield "a row of both zeros", changed(7, zeros), None, exactly_zero
+    yield "all rows zero", torch.zeros(N, K), None, every
+    yield "one value in a row", changed(7, alone), unrelated(K), half_a_step
+    some = partial(half_a_step, rows=list(range(0, N, 51)))
+    yield "one value in each row", alone.expand(N, K).contiguous(), unrelated(K), some
+    yield "all equal", changed(7, 0.37), unrelated(K), lowest_two
+    yield "all equal and negative", changed(7, -0.37), unrelated(K), lowest_two
+    yield "equal magnitudes of both signs", changed(7, signs), unrelated(K), lowest_two
+    yield "subnormal float16", changed(7, 2**-16 * signs.sign(), torch.float16), unrelated(K), not_flushed
+    yield "subnormal bfloat16", changed(7, 1e-40 * signs.sign(), torch.bfloat16), unrelated(K), floored
     yield "a scale below the normal halves", changed(7, 1e-4 * gauss(K, seed=4).clamp(-3, 3)), unrelated(K), counted
-    yield "a scale below the floor", changed(7, 2**-24 * signs.sign()), unrelated(K), floored(7)
-    yield "a range of 1e8", changed(7, wide), unrelated(K), ranged(7, 5)
+    yield "a scale below the floor", changed(7, 2**-24 * signs.sign()), unrelated(K), floored
+    yield "a range of 1e8", changed(7, wide), unrelated(K), ranged
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         yield f"weights in {str(dtype)[6:]}", changed(7, 59000 * signs.sign(), dtype), None, finite
-
-
-def finite(weight: Tensor, tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
-    assert bool(torch.isfinite(tensor.dequantize(torch.float16)).all())
-    no_worse(weight, tensor, facts, method)
 
 
 def largest_half() -> Tensor:
@@ -339,19 +334,20 @@ def hessians(found: Run) -> None:
     for method in METHODS:
         if not method.solved:
             continue
-        plain = replace(method, method="rtn")
         for name, tokens in inputs.items():
-            made: list[QuantizedTensor] = []
-            with found.case(f"{name}, {method.name}"):
+
+            def calibrated(method: Method = method, name: str = name, tokens: Tensor = tokens) -> QuantizedTensor:
                 tensor, facts = method.quantize(weight, tokens)
-                made.append(tensor)
-                no_worse(weight, tensor, facts, method)
+                no_worse(Result(weight, tensor, facts, method))
                 assert facts["tokens"] == len(tokens) and facts["dead_columns"] == (name == "a dead channel")
                 if name == "a dead channel":
                     assert_nearest(weight, tensor, 17)
                 if "channel x" in name:
-                    gains(weight, tensor, plain.quantize(weight)[0], tokens, alone="correlated" not in name)
-            in_each_layout(found, f"{name}, {method.name}", made)
+                    rounded, _ = replace(method, method="rtn").quantize(weight)
+                    gains(weight, tensor, rounded, tokens, alone="correlated" not in name)
+                return tensor
+
+            recorded(found, f"{name}, {method.name}", calibrated)
         for name, tokens, words in (
             ("all channels dead", torch.zeros(300, K), "no input channel ever moved"),
             ("activations that overflow the Hessian", torch.full((300, K), 1e25), "NaN or infinite"),
@@ -365,10 +361,9 @@ def hessians(found: Run) -> None:
             with found.case(f"{name}, {method.name}"):
                 refuses(words, lambda method=method, h=h: gptq.quantize(weight, method.scheme, h, Options()))
         for name, tokens in (("all channels dead", torch.zeros(300, K)), ("no token", torch.zeros(0, K))):
-            made = []
-            with found.case(f"{name} where rounding is allowed, {method.name}"):
-                made.append(allowed(method, weight, tokens))
-            in_each_layout(found, f"{name} where rounding is allowed, {method.name}", made)
+            recorded(
+                found, f"{name} where rounding is allowed, {method.name}", partial(allowed, method, weight, tokens)
+            )
 
 
 def uncorrelated(x: Tensor) -> Tensor:
@@ -431,12 +426,17 @@ def impossible() -> Iterator[tuple[str, Tensor, str]]:
     yield "a Hessian with NaN", h.index_fill(0, torch.tensor([3]), torch.nan), "NaN or infinite"
 
 
-def in_each_layout(found: Run, name: str, made: list[QuantizedTensor]) -> None:
-    """Count a case for each layout that holds a record; none if there is no record."""
-    for tensor in made:
-        for layout in holding(tensor.scheme, *tensor.shape):
+def recorded(found: Run, name: str, work: Callable[[], QuantizedTensor]) -> QuantizedTensor | None:
+    """Count a case that makes a record, and one for each layout that holds it; on each change for one layout."""
+    tensor = None
+    with found.case(name):
+        tensor = work()
+    if tensor is not None:
+        layouts = holding(tensor.scheme, *tensor.shape)
+        for layout in layouts if found.column != "pr" else found.random(name).sample(layouts, min(1, len(layouts))):
             with found.case(f"{name}, {layout}"):
                 survives(layout, tensor)
+    return tensor
 
 
 def odd_shapes(found: Run) -> None:
@@ -447,24 +447,24 @@ def odd_shapes(found: Run) -> None:
                 for group in sorted({None, method.scheme.group_size, 32}, key=str):
                     scheme = replace(method.scheme, group_size=group)
                     odd = replace(method, label=scheme.label)
-                    made: list[QuantizedTensor] = []
-                    fits = (group is None or k % group == 0) and (scheme.sparsity is None or k % 4 == 0)
-                    with found.case(f"{n} x {k}, {scheme.label}, {method.name}"):
-                        weight = 0.04 * gauss(n, k)
-                        if not fits:
-                            words = "multiple of 4" if scheme.sparsity and k % 4 else "does not divide"
-                            refuses(words, lambda odd=odd, weight=weight: odd.quantize(weight))
-                        else:
-                            tensor, facts = odd.quantize(weight)
-                            made.append(tensor)
-                            assert tensor.shape == (n, k)
-                            no_worse(weight, tensor, facts, odd)
-                            assert scheme.sparsity or facts["relative_error"] < 0.6, facts["relative_error"]
-                    in_each_layout(found, f"{n} x {k}, {scheme.label}, {method.name}", made)
-                    if made:
+                    name, weight = f"{n} x {k}, {scheme.label}, {method.name}", 0.04 * gauss(n, k)
+                    if (group is not None and k % group) or (scheme.sparsity and k % 4):
+                        words = "multiple of 4" if scheme.sparsity and k % 4 else "does not divide"
+                        with found.case(name):
+                            refuses(words, partial(odd.quantize, weight))
+                        continue
+
+                    def shaped(odd: Method = odd, weight: Tensor = weight) -> QuantizedTensor:
+                        tensor, facts = odd.quantize(weight)
+                        assert tensor.shape == weight.shape
+                        no_worse(Result(weight, tensor, facts, odd))
+                        assert odd.scheme.sparsity or facts["relative_error"] < 0.6, facts["relative_error"]
+                        return tensor
+
+                    if (made := recorded(found, name, shaped)) is not None:
                         for layout in set(LAYOUTS) - set(holding(scheme, n, k)):
-                            with found.case(f"{n} x {k}, {scheme.label}, {method.name}, not in {layout}"):
-                                refuses("", lambda layout=layout, made=made: LAYOUTS[layout].pack(made[0]))
+                            with found.case(f"{name}, not in {layout}"):
+                                refuses("", partial(LAYOUTS[layout].pack, made))
 
 
 def ties(found: Run) -> None:
@@ -485,17 +485,20 @@ def numeric(found: Run) -> None:
     torch.set_num_threads(1)
     for method in METHODS:
         for name, weight, tokens, check in weights():
-            made: list[QuantizedTensor] = []
-            with found.case(f"{name}, {method.name}"):
+
+            def checked(
+                method: Method = method, weight: Tensor = weight, tokens: Tensor | None = tokens, check: Check = check
+            ) -> QuantizedTensor:
                 tensor, facts = method.quantize(weight, tokens)
-                made.append(tensor)
-                check(weight, tensor, facts, method)
-            in_each_layout(found, f"{name}, {method.name}", made)
+                check(Result(weight, tensor, facts, method))
+                return tensor
+
+            recorded(found, f"{name}, {method.name}", checked)
         if method.signed:
             with found.case(f"65504 in float16 is held, {method.name}"):
                 tensor, _ = method.quantize(largest_half(), unrelated(K))
                 assert bool(torch.isfinite(tensor.dequantize(torch.float16)).all())
-                half_a_step(200)(largest_half(), tensor, {}, method)
+                half_a_step(Result(largest_half(), tensor, {}, method), 200)
         for name, weight, words in refused_weights(method):
             with found.case(f"{name}, {method.name}"):
                 refuses(words, lambda method=method, weight=weight: method.quantize(weight))
@@ -555,74 +558,52 @@ def odd_values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def folders(found: Run) -> None:
-    """Run the command line on folders with odd values."""
-    folder = found.folder
-    warm(folder)
-    words = text(folder / "text.txt")
+#: Folders that are refused: a tensor, its dtype, the value that its row 3 or all of it gets, and words of the refusal.
+REFUSED: dict[str, tuple[str, torch.dtype, float, str]] = {
+    "NaN": (LINEAR, torch.float16, torch.nan, "the first [3, 0] = nan"),
+    "infinity": (LINEAR, torch.bfloat16, torch.inf, "the first [3, 0] = inf"),
+    "65504": (LINEAR, torch.float16, 65504.0, "row 3 has weights too large"),
+    "3e38": (LINEAR, torch.bfloat16, 3e38, "row 3 has weights too large"),
+    "3e38 in float32": (LINEAR, torch.float32, 3e38, "row 3 has weights too large"),
+    "infinite activations": (NORM, torch.float32, 3e38, "calibration document 0: "),
+    "a Hessian that overflows": (NORM, torch.float32, 1e25, "NaN or infinite"),
+}
 
-    def refused(name: str, source: Path, said: str, *options: object) -> None:
-        with found.case(f"quantize {name}"):
+
+def folders(found: Run) -> None:
+    """Run the command line on folders with odd values and dtypes; on each change by two methods drawn for a folder."""
+    folder, words = found.folder, text(found.folder / "text.txt")
+
+    def each(name: str, *without: str) -> list[tuple[str, tuple[object, ...]]]:
+        methods = [item for item in COMMANDS.items() if item[0] not in without]
+        return methods if found.column != "pr" else found.random(name).sample(methods, min(2, len(methods)))
+
+    def refused(name: str, method: str, source: Path, options: tuple[object, ...], *said: str) -> None:
+        with found.case(f"quantize {name}, {method}"):
             ended = quantkit(folder, *calibrated(source, words, folder / "out", *options), code=1)
             one_line(ended)
-            assert said in ended.stderr, ended.stderr
+            assert all(words in ended.stderr for words in said), ended.stderr
             assert not (folder / "out").exists(), "an output is left"
 
-    for name, dtype, value, said in (
-        ("NaN", torch.float16, torch.nan, "the first [3, 0] = nan"),
-        ("infinity", torch.bfloat16, torch.inf, "the first [3, 0] = inf"),
-        ("65504", torch.float16, 65504.0, "row 3 has weights too large"),
-        ("3e38", torch.bfloat16, 3e38, "row 3 has weights too large"),
-        ("3e38 in float32", torch.float32, 3e38, "row 3 has weights too large"),
-    ):
-        source = edited(folder / name, with_values(LINEAR, dtype, 3, value), torch_dtype=str(dtype)[6:])
-        for method, options in COMMANDS.items():
-            if name == "65504" and method == "int4 gptq":
-                continue  # signed scales hold it
-            refused(f"{name}, {method}", source, said, *options)
-            with found.case(f"{name}, {method}, the linear is named"):
-                assert LINEAR.removesuffix(".weight") in (folder / "fork.err").read_text()
-    for name, value, said in (
-        ("infinite activations", 3e38, "calibration document 0: "),
-        ("a Hessian that overflows", 1e25, "NaN or infinite"),
-    ):
-        source = edited(folder / name, with_values(NORM, torch.float32, slice(None), value), torch_dtype="float32")
-        for method in ("int4 gptq", "2:4 sparsegpt"):
-            refused(f"{name}, {method}", source, said, *COMMANDS[method])
-            with found.case(f"{name}, {method}, the linear is named"):
-                assert "model.layers.0.self_attn.q_proj" in (folder / "fork.err").read_text()
-    source_dtypes(found, folder, refused)
-    shared_tensors(found, folder, words)
-    source = edited(folder / "odd", odd_values)
-    for method, options in COMMANDS.items():
-        layouts = holding(next(m for m in METHODS if m.name == method).scheme)
-        for layout in layouts[:1] if method == "int4 gptq" else layouts:  # int4 rtn has the same scheme
-            with found.case(f"odd values, {method}, {layout}, quantized and verified"):
-                out = folder / f"odd-{method}-{layout}"
-                quantkit(folder, *calibrated(source, words, out, *options, "--layout", layout, "--set", "clip=search"))
-                quantkit(folder, "verify", out, "-q")
+    def verified(name: str, method: str, source: Path, *options: object) -> None:
+        with found.case(f"{name}, {method}, quantized and verified"):
+            quantkit(folder, *calibrated(source, words, folder / "out", *options))
+            quantkit(folder, "verify", folder / "out", "-q")
+        shutil.rmtree(folder / "out", ignore_errors=True)
 
-
-def warm(folder: Path) -> None:
-    """Import what every case needs, in this process, which starts no work of its own."""
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    try:
-        command("plan", model(folder / "warm", 1), "--method", "rtn", "-q")()
-    except SystemExit as left:
-        assert not left.code
-
-
-def source_dtypes(found: Run, folder: Path, refused: Callable[..., None]) -> None:
-    """Weights of every float dtype are converted; integers and bare FP8 are refused."""
+    for name, (tensor, dtype, value, said) in REFUSED.items():
+        rows = 3 if tensor == LINEAR else slice(None)
+        source = edited(folder / name, with_values(tensor, dtype, rows, value), torch_dtype=str(dtype)[6:])
+        # Signed scales hold 65504. Rounding reads no activations.
+        without = ("int4 gptq",) if name == "65504" else ROUNDING if tensor == NORM else ()
+        named = LINEAR.removesuffix(".weight") if tensor == LINEAR else "model.layers.0.self_attn.q_proj"
+        for method, options in each(name, *without):
+            refused(name, method, source, options, said, named)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):  # float16 has every other folder
         name = str(dtype)[6:]
         source = edited(folder / name, lambda t, d=dtype: {key: x.to(d) for key, x in t.items()}, torch_dtype=name)
-        for method, options in COMMANDS.items():
-            with found.case(f"source in {name}, {method}"):
-                out = folder / f"{name}-{method}"
-                quantkit(folder, *calibrated(source, folder / "text.txt", out, *options))
-                quantkit(folder, "verify", out, "-q")
+        for method, options in each(name):
+            verified(f"source in {name}", method, source, *options)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         name = str(dtype)[6:]
 
@@ -630,37 +611,15 @@ def source_dtypes(found: Run, folder: Path, refused: Callable[..., None]) -> Non
             return tensors | {LINEAR: (tensors[LINEAR].clamp(-1, 1) * 100).to(dtype)}
 
         source = edited(folder / name, change)
-        for method, options in COMMANDS.items():
-            refused(f"source in {name}, {method}", source, LINEAR.removesuffix(".weight"), *options)
-
-
-def shared_tensors(found: Run, folder: Path, words: Path) -> None:
-    """Tied embeddings stay dense, once; what is quantized already is refused."""
-
-    def untie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x for name, x in tensors.items() if not name.startswith("lm_head")}
-
-    source = edited(folder / "tied", untie, tie_word_embeddings=True)
-    every = folder / "every.yaml"
-    every.write_text("scheme: {format: int4}\nmethod: rtn\nskip: []\n")
-    for method, options in COMMANDS.items():
-        out = folder / f"tied-{method}"
-        with found.case(f"tied embeddings, {method}"):
-            quantkit(folder, *calibrated(source, words, out, *options))
-            names = [name for file in out.glob("*.safetensors") for name in load_file(file)]
-            assert sum(name.startswith(("lm_head", "model.embed_tokens")) for name in names) == 1, names
-        with found.case(f"quantized already, {method}"):
-            ended = quantkit(folder, *calibrated(out, words, folder / "twice", *options), code=1)
-            one_line(ended)
-            assert "quantkit pack" in ended.stderr and not (folder / "twice").exists(), ended.stderr
-    with found.case("tied embeddings asked for"):
-        ended = quantkit(folder, "quantize", source, "--recipe", every, "-o", folder / "head", "-q", code=None)
-        if ended.code:
-            one_line(ended)
-            assert "tied" in ended.stderr and not (folder / "head").exists(), ended.stderr
-        else:
-            names = [name for file in (folder / "head").glob("*.safetensors") for name in load_file(file)]
-            assert sum(name.startswith(("lm_head", "model.embed_tokens")) for name in names) == 1, names
+        for method, options in each(name):
+            refused(f"source in {name}", method, source, options, LINEAR.removesuffix(".weight"))
+    source = edited(folder / "odd", odd_values)
+    for method, options in each("odd"):
+        layouts = holding(next(m for m in METHODS if m.name == method).scheme)
+        # int4 rtn has the scheme of int4 gptq.
+        for layout in layouts[:1] if method == "int4 gptq" or found.column == "pr" else layouts:
+            given = (*options, "--layout", layout, "--set", "clip=search")
+            verified(f"odd values in {layout}", method, source, *given)
 
 
 # --- N2 ---------------------------------------------------------------------------------------------------------------
