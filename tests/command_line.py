@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quantkit.cli.commands import quantkit
-from tests.folders import TEXT
 
 #: Without the search of scales, which takes a third of such a run: tests/algorithms and tests/promises have it.
 RTN = ("--method", "rtn", "--set", "clip=none")
@@ -35,20 +34,6 @@ def refused(*args: object, code: int = 1, lines: int = 1, out: Path | None = Non
     if out is not None:
         assert not list(out.parent.glob(f"{out.name}*"))
     return result.stderr
-
-
-@pytest.fixture(scope="module")
-def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calib.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture(scope="module")
-def int4(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "int4"
-    call("quantize", tiny_llama, "-o", out, *RTN)
-    return out
 
 
 @pytest.fixture

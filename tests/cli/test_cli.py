@@ -24,10 +24,7 @@ from quantkit.cli.parsing import Command
 from quantkit.errors import RecipeError
 from quantkit.recipes.files import shipped_recipes
 from quantkit.recipes.options import RunKeywords, RunOptions
-from tests import command_line
 from tests.command_line import ROOT, call, commands, refused
-
-calib, int4 = command_line.calib, command_line.int4
 
 # ------------------------------------------------------------------------------------------------ help and results
 

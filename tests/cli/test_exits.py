@@ -15,11 +15,10 @@ import pytest
 from quantkit.cli.exits import STOP, Stopped, catch_signals
 from quantkit.pipeline import convert
 from quantkit.progress import Progress
-from tests import command_line
 from tests.command_line import ROOT, RTN, call
 from tests.faults import faults, memory_path
 
-calib, int4, tmp_path = command_line.calib, command_line.int4, memory_path
+tmp_path = memory_path
 
 
 @pytest.mark.usefixtures("handlers")

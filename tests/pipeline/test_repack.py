@@ -22,10 +22,10 @@ from quantkit.planning.plan import plan_pack
 from quantkit.progress import Progress
 from tests.command_line import call
 from tests.faults import faults, memory_path
-from tests.properties.conversions import damage, nothing_is_left, packed
+from tests.properties.conversions import damage, nothing_is_left
 
 tmp_path = memory_path
-__all__ = ["nothing_is_left", "packed"]
+__all__ = ["nothing_is_left"]
 
 
 @pytest.fixture(params=[1, 3])
@@ -48,13 +48,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_threads_write_the_same_files_with_their_hashes(
-    layout: str, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = packed
+    source = int4
     if layout in ("tcfpx", "marlin24", "marlin24-ct"):  # from what holds their scheme
         source = tmp_path / "source"
         held = "tcfpx" if layout == "tcfpx" else "marlin24-ct"
-        pack(packed, source, held, requantize=True, pad=True)
+        pack(int4, source, held, requantize=True, pad=True)
     for name, count, batch in (("one", 1, 60_000), ("five", 5, 1)):
         monkeypatch.setattr(convert, "workers", lambda count=count: count)
         monkeypatch.setattr(convert, "BATCH", batch)
@@ -69,9 +69,9 @@ def test_many_threads_write_the_same_files_with_their_hashes(
 
 
 @pytest.mark.parametrize("which", [0, 1, -2, -1])
-def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, tmp_path: Path, workers: int) -> None:
+def test_the_damaged_weight_is_the_one_that_is_named(which: int, int4: Path, tmp_path: Path, workers: int) -> None:
     """Not one behind it that a thread has found before; and the first of two."""
-    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+    call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
     for module in {modules[which], modules[-1]}:
         damage(tmp_path / "ct", f"{module}.weight_packed")
@@ -81,9 +81,9 @@ def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, t
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_the_data_do_not_allow_is_said_as_ever(packed: Path, tmp_path: Path) -> None:
+def test_what_the_data_do_not_allow_is_said_as_ever(int4: Path, tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"weight: .* quads have more than two values .* add --requantize"):
-        pack(packed, tmp_path / "out", "marlin24")
+        pack(int4, tmp_path / "out", "marlin24")
     assert not any(tmp_path.iterdir())
 
 
@@ -91,7 +91,7 @@ def test_what_the_data_do_not_allow_is_said_as_ever(packed: Path, tmp_path: Path
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_signal_while_a_weight_is_written(
-    number: signal.Signals, code: int, step: int, packed: Path, tmp_path: Path
+    number: signal.Signals, code: int, step: int, int4: Path, tmp_path: Path
 ) -> None:
     writes = 0
 
@@ -104,18 +104,18 @@ def test_a_signal_while_a_weight_is_written(
 
     with faults(hook):
         small = ("--max-shard-size", "40KB")  # a file is written when it is full
-        shown = call("pack", packed, "--layout", "gptq", *small, "-o", tmp_path / "out", code=code).stderr
+        shown = call("pack", int4, "--layout", "gptq", *small, "-o", tmp_path / "out", code=code).stderr
     assert "run the same command again" in shown and "Traceback" not in shown
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("budget", [1, 100_000, 300_000])
 def test_no_more_is_read_than_the_budget_holds(
-    budget: int, packed: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+    budget: int, int4: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slow writing is: one tensor, or as many as fit the budget, until the next is asked for."""
     monkeypatch.setattr(convert, "BUDGET", budget)
-    src = Checkpoint(packed)
+    src = Checkpoint(int4)
     begun: list[str] = []
     lock, get = threading.Lock(), Checkpoint.get
 
@@ -139,11 +139,9 @@ def test_no_more_is_read_than_the_budget_holds(
     assert given == src.logical()
 
 
-def test_notices_come_in_the_order_of_the_weights(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notices_come_in_the_order_of_the_weights(int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in that in which threads have found them."""
-    modules = Checkpoint(packed).modules()
+    modules = Checkpoint(int4).modules()
     unpacking = Checkpoint.unpacking
     turn = threading.Condition()
     last = [len(modules)]
@@ -161,18 +159,18 @@ def test_notices_come_in_the_order_of_the_weights(
 
     monkeypatch.setattr(Checkpoint, "unpacking", late)
     monkeypatch.setattr(convert, "workers", lambda: 3)
-    pack(packed, tmp_path / "out", "gptq")
+    pack(int4, tmp_path / "out", "gptq")
     found = [line for line in load(tmp_path / "out")["notices"] if line.startswith("found in")]
     assert found == [f"found in {module}" for module in modules]
 
 
 @pytest.mark.parametrize("batch", [1, 2**20], ids=["each alone", "both at once"])
 def test_an_unreadable_weight_is_named_in_its_turn(
-    batch: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: int, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One weight does not pack, the next cannot be read: the error names the first."""
     monkeypatch.setattr(convert, "BATCH", batch)
-    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+    call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
     damage(tmp_path / "ct", f"{modules[0]}.weight_packed")
     stored = Checkpoint.stored

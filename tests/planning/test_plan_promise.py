@@ -20,10 +20,8 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.planning.needs import Memory
 from quantkit.recipes.patterns import nearest_names, require_effect
 from quantkit.recipes.recipe import from_mapping
-from tests import command_line
 from tests.command_line import RTN, call
 
-calib = command_line.calib
 GPTQ = ("--samples", 2, "--max-length", 64)
 
 

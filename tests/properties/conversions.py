@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quantkit.io.safetensors_files import read_header
-from tests.command_line import RTN, call
 
 
 def threads() -> list[str]:
@@ -23,13 +22,6 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert torch.get_num_threads() == before
     assert not threads()
-
-
-@pytest.fixture(scope="module")
-def packed(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("packed") / "ct"
-    call("quantize", small_llama, "-o", out, *RTN, "-q")
-    return out
 
 
 def damage(folder: Path, name: str) -> None:

@@ -15,7 +15,7 @@ from tests import command_line
 from tests.command_line import RTN, call, refused
 from tests.tiny_models import write_model
 
-calib, copy, int4 = command_line.calib, command_line.copy, command_line.int4
+copy = command_line.copy
 
 READ_A_MODEL = ["quantize {bad} --method rtn -o {out}", "plan {bad}", "inspect {bad}", "eval ppl {bad} --data {text}"]
 

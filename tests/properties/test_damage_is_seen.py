@@ -13,21 +13,14 @@ import quantkit
 from quantkit.checkpoint.report import REPORT, SEAL, load, seal
 from quantkit.errors import CheckpointError
 from quantkit.io.safetensors_files import read_header
-from tests.command_line import RTN, call, refused
+from tests.command_line import call, refused
 
 TENSOR = "model.norm.weight"
 
 
-@pytest.fixture(scope="module")
-def intact(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "int4"
-    call("quantize", small_llama, *RTN, "-o", out, "-q")
-    return out
-
-
 @pytest.fixture
-def folder(intact: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(intact, tmp_path / "int4"))
+def folder(int4: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(int4, tmp_path / "int4"))
 
 
 @pytest.fixture
@@ -100,19 +93,17 @@ def test_codes_that_nothing_is_known_of_are_not_called_verified(folder: Path) ->
     assert "nothing can be checked" in refused("inspect", folder, "--check")
 
 
-def test_another_checkpoint_is_compared_in_its_dense_tensors_too(folder: Path, intact: Path) -> None:
+def test_another_checkpoint_is_compared_in_its_dense_tensors_too(folder: Path, int4: Path) -> None:
     (folder / REPORT).unlink()
     path = shard_of(folder)
     tensors = load_file(path)
     tensors[TENSOR][3] += 1
     save_file(tensors, path, metadata={"format": "pt"})
     without_digests(folder)
-    assert (
-        f"{TENSOR}: its bits differ from those in" in call("verify", folder, "--against", intact, "-q", code=3).stdout
-    )
+    assert f"{TENSOR}: its bits differ from those in" in call("verify", folder, "--against", int4, "-q", code=3).stdout
     tensors[TENSOR] = tensors[TENSOR].bfloat16()
     save_file(tensors, path, metadata={"format": "pt"})
-    assert f"{TENSOR}: is [" in call("verify", folder, "--against", intact, "-q", code=3).stdout
+    assert f"{TENSOR}: is [" in call("verify", folder, "--against", int4, "-q", code=3).stdout
 
 
 def test_an_edited_report_is_refused_and_one_without_a_seal_does_not_verify(folder: Path) -> None:

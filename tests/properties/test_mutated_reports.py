@@ -73,7 +73,7 @@ def test_a_report_with_every_entry_can_be_read(tmp_path: Path) -> None:
     assert "2, then 1" in summary(found)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(st.sampled_from(list(places(RICH))), st.sampled_from(ODD))
 def test_a_mutated_report_is_refused_or_drawn(tmp_path_factory: Any, place: tuple[Any, ...], value: Any) -> None:
     folder = tmp_path_factory.getbasetemp()
@@ -86,13 +86,6 @@ def test_a_mutated_report_is_refused_or_drawn(tmp_path_factory: Any, place: tupl
         return
     assert summary(found) and line(found) and model_card(found) and len(rows(found)) == len(found.get("layers", []))
     assert "<script>alert" not in page(found, {"ok": False, "failures": [HOSTILE], **found})
-
-
-@pytest.fixture(scope="module")
-def packed(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "int4"
-    call("quantize", small_llama, "--method", "rtn", "-o", out, "-q")
-    return out
 
 
 #: Of each entry that a conversion copies: a value of another kind, and one that only its readers would refuse.
@@ -110,9 +103,9 @@ COPIED: list[tuple[tuple[Any, ...], Any]] = [
 
 @pytest.mark.parametrize(("path", "value"), COPIED, ids=repr)
 def test_pack_of_a_mutated_report_is_refused_or_writes_what_can_be_opened(
-    path: tuple[Any, ...], value: Any, packed: Path, tmp_path: Path
+    path: tuple[Any, ...], value: Any, int4: Path, tmp_path: Path
 ) -> None:
-    source, out = shutil.copytree(packed, tmp_path / "source"), tmp_path / "out"
+    source, out = shutil.copytree(int4, tmp_path / "source"), tmp_path / "out"
     report = mutated(json.loads((source / REPORT).read_text()), path, value)
     (source / REPORT).write_text(json.dumps(report))
     try:
@@ -139,8 +132,8 @@ def test_a_report_that_is_no_report_is_one_line(text: str, tmp_path: Path) -> No
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_verification_that_is_none_is_drawn_or_one_line(packed: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(packed, tmp_path / "folder")
+def test_a_verification_that_is_none_is_drawn_or_one_line(int4: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(int4, tmp_path / "folder")
     for value in ODD[::2]:
         (folder / "verify.json").write_text(json.dumps({"ok": True, "hashes": value, "linears": value, "note": value}))
         result = call("report", folder, "--html", tmp_path / "page.html", "-q", code=None)

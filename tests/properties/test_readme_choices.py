@@ -12,9 +12,7 @@ from click.testing import CliRunner
 
 from quantkit.checkpoint.report import load
 from quantkit.cli.commands import quantkit
-from tests import command_line
 
-calib = command_line.calib
 ROOT = Path(__file__).resolve().parents[2]
 #: Programs that open folders. A row's second column says where its output runs.
 PROGRAMS = ("vLLM", "SGLang", "GPTQModel", "transformers", "quantkit.load")

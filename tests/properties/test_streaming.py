@@ -23,21 +23,21 @@ from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
 from tests.command_line import call
 from tests.faults import faults, memory_path
-from tests.properties.conversions import damage, nothing_is_left, packed
+from tests.properties.conversions import damage, nothing_is_left
 from tests.reliability.forks import run
 from tests.reporting.samples import write_report
 
 tmp_path = memory_path
-__all__ = ["nothing_is_left", "packed"]
+__all__ = ["nothing_is_left"]
 
 
 @pytest.mark.parametrize("batch", [1, 50_000, convert.BATCH], ids=["each alone", "some", "all at once"])
 def test_order_and_hashes_are_those_of_one_thing_after_another(
-    batch: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: int, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "BATCH", batch)
-    pack(packed, tmp_path / "out", "gptq", max_shard_size=40_000)
-    src, out = Checkpoint(packed), Checkpoint(tmp_path / "out")
+    pack(int4, tmp_path / "out", "gptq", max_shard_size=40_000)
+    src, out = Checkpoint(int4), Checkpoint(tmp_path / "out")
     assert len(out.files()) > 5
     assert out.logical() == src.logical()
     report = load(tmp_path / "out")
@@ -48,9 +48,9 @@ def test_order_and_hashes_are_those_of_one_thing_after_another(
     }
 
 
-def test_digests_are_those_of_what_was_written_not_of_what_was_read(packed: Path, tmp_path: Path) -> None:
+def test_digests_are_those_of_what_was_written_not_of_what_was_read(int4: Path, tmp_path: Path) -> None:
     """A weight that is stated in another scheme has another digest than its source's report says."""
-    pack(packed, tmp_path / "sparse", "marlin24", requantize=True)
+    pack(int4, tmp_path / "sparse", "marlin24", requantize=True)
     pack(tmp_path / "sparse", tmp_path / "out", "gptq")
     for folder in ("sparse", "out"):
         out, layers = Checkpoint(tmp_path / folder), load(tmp_path / folder)["layers"]
@@ -59,8 +59,8 @@ def test_digests_are_those_of_what_was_written_not_of_what_was_read(packed: Path
         }
 
 
-def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Path, tmp_path: Path) -> None:
-    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+def test_reports_of_older_versions_are_still_held_against_the_weights(int4: Path, tmp_path: Path) -> None:
+    call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     src, path = Checkpoint(tmp_path / "ct"), tmp_path / "ct" / REPORT
     report = json.loads(path.read_text())
     for layer in report["layers"]:
@@ -121,8 +121,8 @@ def another(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["the last shard", "config.json"])
-def test_a_source_that_changes_after_its_last_weight_is_refused(what: str, packed: Path, tmp_path: Path) -> None:
-    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+def test_a_source_that_changes_after_its_last_weight_is_refused(what: str, int4: Path, tmp_path: Path) -> None:
+    call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     src = Checkpoint(tmp_path / "ct")
 
     def hook(operation: str, path: Path) -> None:
@@ -134,9 +134,9 @@ def test_a_source_that_changes_after_its_last_weight_is_refused(what: str, packe
     assert not any(tmp_path.glob("out*"))
 
 
-def test_a_source_that_changes_on_the_way_is_refused(packed: Path, tmp_path: Path) -> None:
+def test_a_source_that_changes_on_the_way_is_refused(int4: Path, tmp_path: Path) -> None:
     """Its hashes are taken behind the reading: they must be those of the bytes that were read."""
-    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+    call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     shard = Checkpoint(tmp_path / "ct").files()[0]
 
     def hook(operation: str, path: Path) -> None:

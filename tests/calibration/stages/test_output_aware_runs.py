@@ -21,13 +21,12 @@ from quantkit.io.json_files import load_json
 from quantkit.models import block_runner
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
-from tests import command_line
 from tests.command_line import call, refused
 from tests.faults import Killed, faults, memory_path
 from tests.folders import hashes
 from tests.tiny_models import write_model
 
-calib, tmp_path = command_line.calib, memory_path
+tmp_path = memory_path
 SHORT = ("--samples", 9, "--max-length", 64)
 AWARE = (*SHORT, "--set", "output_aware=true", "--set", "tune=2")
 #: Changes that make a model small, so that a run takes a second.
