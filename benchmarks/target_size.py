@@ -1,4 +1,4 @@
-"""Time the harms and the programme of a target size for a shape, by random weights of one and of two blocks.
+"""Time the loss increases and the programme of a target size for a shape, by random weights of one and of two blocks.
 
     python -m benchmarks.target_size --shape llama3-8b --blocks 32 --device cuda -o target_size_8b.jsonl
 
@@ -34,7 +34,7 @@ from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline import quantize as pipeline
 from quantkit.planning import survey as surveys
-from quantkit.planning.fit import Group, Space, expected_harm, groups_of, schemes_of
+from quantkit.planning.fit import Group, Space, expected_increase, groups_of, schemes_of
 from quantkit.recipes.options import RunOptions
 
 SAMPLES, LENGTH = 8, 1024
@@ -68,11 +68,11 @@ def main() -> None:
         say(what="the folder is rounded", where=str(memory) if in_memory else "disk", device=name)
         seconds: dict[int, float] = {}
         for turn, blocks in enumerate((1, 1, 2)):  # the first turn also loads kernels
-            facts, harms, linears = measured(folder, sources[blocks], text, args.device)
+            facts, increases, linears = measured(folder, sources[blocks], text, args.device)
             seconds[blocks] = facts["seconds"]
             say(turn=turn, blocks=blocks, **facts)
             if not turn:
-                for facts in programme(harms, linears, args.blocks):
+                for facts in programme(increases, linears, args.blocks):
                     say(**facts)
         block = seconds[2] - seconds[1]
         say(measured_block_s=block, blocks=args.blocks, computed_s=seconds[1] + (args.blocks - 1) * block)
@@ -111,7 +111,7 @@ def write_sources(folder: Path, shape: str, device: torch.device) -> dict[int, P
 
 
 def measured(folder: Path, source: Path, text: Path, device: str) -> tuple[dict[str, Any], Any, Any]:
-    """Measure the harms of the rounded folder's linears; return seconds and sizes, the harms, and the linears."""
+    """Measure how much the rounded linears increase the loss; return seconds and sizes, the increases, the linears."""
     recipe = api.build_recipe(None, calib=str(text), samples=SAMPLES, max_length=LENGTH, group_size=64)
     options = RunOptions(device=device, min_share=0.0)
     src = surveys.dense_source(source, options, recipe)
@@ -123,32 +123,32 @@ def measured(folder: Path, source: Path, text: Path, device: str) -> tuple[dict[
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         since = time.perf_counter()
-        harms = sensitivity.measure(run, Checkpoint(folder / "made"))
+        increases = sensitivity.measure(run, Checkpoint(folder / "made"))
         if on_gpu:
             torch.cuda.synchronize()
         facts = {
             "tokens": min(sum(map(len, drawn)), sensitivity.TOKENS),
-            "linears": len(harms),
+            "linears": len(increases),
             "seconds": time.perf_counter() - since,
             "phases": run.clock.take(),
             "peak_vram": torch.cuda.max_memory_allocated() if on_gpu else 0,
         }
-    return facts, harms, job.model.linears
+    return facts, increases, job.model.linears
 
 
-def programme(harms: dict[str, float], linears: dict[str, tuple[int, int]], blocks: int) -> list[dict[str, Any]]:
-    """Time the programme of many blocks, whose harms are those of the first one times lognormal factors."""
+def programme(increases: dict[str, float], linears: dict[str, tuple[int, int]], blocks: int) -> list[dict[str, Any]]:
+    """Time the programme of many blocks, whose loss increases are those of the first one times lognormal factors."""
     draw, whole, many = random.Random(0), dict[str, tuple[int, int]](), dict[str, float]()
     for number in range(blocks):
-        for linear, harm in harms.items():
+        for linear, increase in increases.items():
             if ".layers.0." in linear:
                 name = linear.replace(".layers.0.", f".layers.{number}.")
-                whole[name], many[name] = linears[linear], harm * draw.lognormvariate(0, 1)
+                whole[name], many[name] = linears[linear], increase * draw.lognormvariate(0, 1)
     recipe = api.build_recipe(None)
     layout = LAYOUTS["compressed-tensors"]
     held = [each for each in schemes_of(None, recipe) if each is not None and layout.holds(each.format)]
     groups = groups_of(whole, dict.fromkeys(whole, recipe.scheme), lambda name: 0, held, layout, recipe)
-    space, expected = Space(layout.NAME, groups), partial(expected_harm, recipe)
+    space, expected = Space(layout.NAME, groups), partial(expected_increase, recipe)
 
     def harm_in(group: Group, label: str) -> float:
         return sum(many[linear] for linear in group.linears) * expected(group, label) / group.weights

@@ -100,7 +100,7 @@ def _plan(found: Plan) -> str:
 
 def _curve(fit: Mapping[str, Any]) -> str:
     """Format the uniform schemes that a target size chooses from; a run mixes them by measured
-    harm.
+    loss increase.
     """
     header = ("uniform scheme", "layout", "bytes", "bits/weight", "squared error", "fits")
     rows = [

@@ -41,9 +41,9 @@ from quantkit.planning import survey as surveys
 from quantkit.planning.fit import (
     Choice,
     Group,
-    Harm,
+    LossIncrease,
     Space,
-    expected_harm,
+    expected_increase,
     groups_of,
     recipe_of,
     schemes_of,
@@ -75,14 +75,14 @@ ATTEMPTS = 8
 
 class _Found(NamedTuple):
     """A choice whose folder fits: MIXED or the label of its scheme, its plan, and the sum of its
-    harm.
+    loss increase.
     """
 
     name: str
     space: Space
     choice: Choice
     job: Job
-    harm: float
+    increase: float
 
     @property
     def folder(self) -> str:
@@ -116,18 +116,18 @@ class _Search:
         bits, size = self.asked.target_bits, self.asked.target_size
         return (size or 0) - overhead if bits is None else space.budget(bits)
 
-    def uniform(self, harm: Harm, reach: float = 1.0) -> list[_Found]:
+    def uniform(self, increase: LossIncrease, reach: float = 1.0) -> list[_Found]:
         """Find the uniform scheme of least loss that fits, and the best schemes of other formats
         within `reach` times that loss.
         """
         found: dict[str, _Found] = {}
         every = [
-            _Found(n, s, c, self.job, s.harm(c, harm))
+            _Found(n, s, c, self.job, s.increase(c, increase))
             for s in self.spaces
             for n, c in s.uniform.items()
         ]
-        for each in sorted(every, key=lambda each: each.harm):
-            if found and each.harm > reach * next(iter(found.values())).harm:
+        for each in sorted(every, key=lambda each: each.increase):
+            if found and each.increase > reach * next(iter(found.values())).increase:
                 break
             space, kind = each.space, each.name.partition(":")[0]
             if kind not in found and space.size(each.choice) <= self.budget(space, space.overhead):
@@ -135,14 +135,14 @@ class _Search:
                 found |= {kind: each._replace(job=job)} if excess <= 0 else {}
         return list(found.values())
 
-    def mix(self, harm: Harm) -> _Found | None:
+    def mix(self, increase: LossIncrease) -> _Found | None:
         """Find the choice of least loss that fits and that the reader opens."""
-        found = [each for space in self.spaces for each in self._mix_of(space, harm)]
-        return min(found, key=lambda each: each.harm, default=None)
+        found = [each for space in self.spaces for each in self._mix_of(space, increase)]
+        return min(found, key=lambda each: each.increase, default=None)
 
-    def some(self, harm: Harm) -> _Found:
+    def some(self, increase: LossIncrease) -> _Found:
         """Find a choice that fits; RecipeError if the reader opens none."""
-        for found in (self.mix(harm), *self.uniform(harm)):
+        for found in (self.mix(increase), *self.uniform(increase)):
             if found is not None:
                 return found
         rule = (
@@ -150,16 +150,16 @@ class _Search:
         )
         raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
 
-    def _mix_of(self, space: Space, harm: Harm) -> Iterator[_Found]:
+    def _mix_of(self, space: Space, increase: LossIncrease) -> Iterator[_Found]:
         budget, planned = self.budget(space, space.overhead), self.job.plan
         share = 1.0 if planned.share is None else planned.share
         most_dense = (share - self.run.min_share) * sum(planned.output.decoder.values())
         for _ in range(ATTEMPTS):
-            if (choice := space.choose(harm, budget, most_dense)) is None:
+            if (choice := space.choose(increase, budget, most_dense)) is None:
                 return
             job, _, excess = self.planned(space, choice)
             if excess <= 0:
-                found = _Found(MIXED, space, choice, job, space.harm(choice, harm))
+                found = _Found(MIXED, space, choice, job, space.increase(choice, increase))
                 yield from [found] if self.opens(job.plan.output.folder) else []
                 return
             budget = min(budget, space.size(choice)) - excess
@@ -170,10 +170,10 @@ class _Search:
             folder is not None and refusal(folder, TARGETS[self.asked.target]) is None
         )
 
-    def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
+    def curve(self, increase: LossIncrease, mixes: bool) -> list[dict[str, Any]]:
         """List size and loss of each possible folder, the smallest first, and whether it fits."""
         bits, size = self.asked.target_bits, self.asked.target_size
-        rows = [row for space in self.spaces for row in space.curve(harm, mixes)]
+        rows = [row for space in self.spaces for row in space.curve(increase, mixes)]
         found = [
             {**row, "fits": row["bits"] <= bits if bits else row["bytes"] <= (size or 0)}
             for row in rows
@@ -207,7 +207,7 @@ def plan(
     except RecipeError as error:
         made = surveys.plan(model, recipe, out=out, **options)
         return replace(made, verdict=replace(made.verdict, refusal=error))
-    expected = partial(expected_harm, search.job.recipe)
+    expected = partial(expected_increase, search.job.recipe)
     found = search.uniform(expected)
     best = found[0] if found else search.some(expected)
     curve = [
@@ -326,7 +326,7 @@ def _decide(
                 pipeline.quantize(model, work / each.folder, each.job.recipe, text=drawn, **given)
         return Checkpoint(work / each.folder, options.trust_remote_code)
 
-    expected = partial(expected_harm, job.recipe)
+    expected = partial(expected_increase, job.recipe)
     first = next(iter(search.uniform(expected)), None) or search.some(expected)._replace(
         name="expected"
     )
@@ -347,7 +347,7 @@ def _decide(
             append_journal(work / JOURNAL, {"harms": known})
     reachable = known
 
-    def harm(group: Group, label: str) -> float:
+    def increase(group: Group, label: str) -> float:
         """Scale the loss increase in the first folder by the expected errors of both schemes."""
         found = reachable.get(group.name)
         return (
@@ -360,9 +360,9 @@ def _decide(
         search = replace(
             search, spaces=[space.with_fixed(known, first.choice) for space in search.spaces]
         )
-        mix = search.mix(harm)
-        uniform = search.uniform(harm, REACH)
-    first = first._replace(harm=first.space.harm(first.choice, harm))
+        mix = search.mix(increase)
+        uniform = search.uniform(increase, REACH)
+    first = first._replace(increase=first.space.increase(first.choice, increase))
     made = {each.name: each for each in (*uniform, first)}
     if mix is not None and mix.job.recipe not in [each.job.recipe for each in made.values()]:
         made[MIXED] = mix
@@ -385,14 +385,14 @@ def _decide(
         "chosen": "uniform" if best.name in best.space.uniform else MIXED,
         "best_uniform": uniform[0].name if uniform else None,
         "kld": judged,
-        "predicted": {name: each.harm for name, each in made.items()},
+        "predicted": {name: each.increase for name, each in made.items()},
         "held_out": {"source": source, "sequences": len(judging), "tokens": sum(map(len, judging))},
         "harm": {
-            group.name: harm(group, best.choice[group.name])
+            group.name: increase(group, best.choice[group.name])
             for group in best.space.groups
             if group.name in free
         },
-        "curve": search.curve(harm, mixes=True),
+        "curve": search.curve(increase, mixes=True),
         "seconds": seconds,
     }
     report["notices"] += search.notices

@@ -32,7 +32,7 @@ from quantkit.recipes.options import DENSE
 from quantkit.recipes.recipe import Recipe, from_mapping, matches, written
 
 #: The loss increase of a group in a scheme, by its label.
-Harm = Callable[["Group", str], float]
+LossIncrease = Callable[["Group", str], float]
 #: The label of the scheme of each group, by the group's name.
 Choice = dict[str, str]
 #: Sizes between the least and the largest at which the curve has a mix.
@@ -86,9 +86,9 @@ class Space:
         """Add up the bytes of all linears."""
         return sum(group.bytes[choice[group.name]] for group in self.groups)
 
-    def harm(self, choice: Choice, harm: Harm) -> float:
+    def increase(self, choice: Choice, increase: LossIncrease) -> float:
         """Add up the loss increases of all groups."""
-        return sum(harm(group, choice[group.name]) for group in self.groups)
+        return sum(increase(group, choice[group.name]) for group in self.groups)
 
     @cached_property
     def weights(self) -> int:
@@ -109,7 +109,7 @@ class Space:
     def _dense(self) -> int:
         return sum(group.bytes[DENSE] for group in self.groups if group.is_dense)
 
-    def choose(self, harm: Harm, budget: int, most_dense: float = 0.0) -> Choice | None:
+    def choose(self, increase: LossIncrease, budget: int, most_dense: float = 0.0) -> Choice | None:
         """Choose a scheme for each group: least loss, linears in at most `budget` bytes; None if
         there is no choice.
 
@@ -119,7 +119,7 @@ class Space:
         from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
         found = [(group, label) for group in self.groups for label in sorted(group.bytes)]
-        costs = np.array([harm(*each) for each in found])
+        costs = np.array([increase(*each) for each in found])
         limits = [
             [group.bytes[label] / max(1, budget) for group, label in found],
             [
@@ -147,16 +147,18 @@ class Space:
             if taken > 0.5
         }
 
-    def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
+    def curve(self, increase: LossIncrease, mixes: bool) -> list[dict[str, Any]]:
         """List bytes, bits and loss of each uniform scheme and, if asked, of mixes between them."""
         rows = [(label, choice) for label, choice in self.uniform.items()]
         sizes = [self.size(choice) for _, choice in rows]
         for point in range(POINTS if mixes and rows else 0):
             choice = self.choose(
-                harm, min(sizes) + point * (max(sizes) - min(sizes)) // (POINTS - 1)
+                increase, min(sizes) + point * (max(sizes) - min(sizes)) // (POINTS - 1)
             )
             rows += [] if choice is None or choice in self.uniform.values() else [("mixed", choice)]
-        facts = [(name, self.size(choice), self.harm(choice, harm)) for name, choice in rows]
+        facts = [
+            (name, self.size(choice), self.increase(choice, increase)) for name, choice in rows
+        ]
         return [
             {
                 "scheme": n,
@@ -337,7 +339,7 @@ def _any(options: Iterable[str]) -> str:
     return listed[0] if len(listed) == 1 else f"({'|'.join(listed)})"
 
 
-def expected_harm(recipe: Recipe, group: Group, label: str) -> float:
+def expected_increase(recipe: Recipe, group: Group, label: str) -> float:
     """Compute the loss in a plan: the squared error of normally distributed weights, times their
     number.
     """

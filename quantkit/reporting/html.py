@@ -185,17 +185,17 @@ def _sizes(report: Mapping[str, Any]) -> Table:
     some, measured.
     """
     fit, totals = report.get("fit", {}), report.get("totals", {})
-    harms, kld = fit.get("predicted", {}), fit.get("kld", {})
+    increases, kld = fit.get("predicted", {}), fit.get("kld", {})
     made = {
         "scheme": "chosen",
         **totals,
         "bits": totals.get("bits_per_weight"),
-        "harm": harms.get("mixed"),
+        "harm": increases.get("mixed"),
         "fits": True,
     }
     rows = []
     for row in [*([made] if fit.get("chosen") == "mixed" else []), *fit.get("curve", [])]:
-        size, bits, harm = (number(row.get(key)) for key in ("bytes", "bits", "harm"))
+        size, bits, increase = (number(row.get(key)) for key in ("bytes", "bits", "harm"))
         judged = number(
             kld.get("mixed" if row is made else row["scheme"] if row["scheme"] != "mixed" else None)
         )
@@ -203,12 +203,12 @@ def _sizes(report: Mapping[str, Any]) -> Table:
             figures = [
                 (size, format_bytes),
                 (bits, "{:.3f}".format),
-                (harm, "{:.6f}".format),
+                (increase, "{:.6f}".format),
                 (judged, "{:.6f}".format),
             ]
             shown = ("–" if value is None else form(value) for value, form in figures)
             rows.append((row["scheme"], *shown, "yes" if row.get("fits") else "no"))
-    head = ("scheme", "size", "bits/weight", "predicted harm", "KL divergence", "fits")
+    head = ("scheme", "size", "bits/weight", "predicted loss increase", "KL divergence", "fits")
     return Table(head, rows, "dense", range(1, 5))
 
 

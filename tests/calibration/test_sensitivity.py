@@ -1,4 +1,4 @@
-"""Harms are those of gradients through the whole model, token by token, for the weights that a folder has."""
+"""Loss increases are those of gradients through the whole model, token by token, for the weights that a folder has."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def seen_in_the_whole_model(folder: Path, seed: int) -> dict[str, list[tuple[Ten
     return seen
 
 
-def test_a_harm_weighs_the_errors_of_a_folder_by_inputs_and_gradients_of_the_same_token(
+def test_a_loss_increase_weighs_the_errors_of_a_folder_by_inputs_and_gradients_of_the_same_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
@@ -56,8 +56,8 @@ def test_a_harm_weighs_the_errors_of_a_folder_by_inputs_and_gradients_of_the_sam
     found = sensitivity.measure(run, made)
     seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
     assert found.keys() == seen.keys() - {"model.layers.1.self_attn.o_proj"}
-    for linear, harm in found.items():
+    for linear, increase in found.items():
         x, g = (torch.cat(parts).double() for parts in zip(*seen[linear], strict=True))
         error = (made.quantized(linear).dequantize() - src.get(f"{linear}.weight")).double()
         expected = (x @ error.T * g).sum(1).square().sum() / tokens / 2
-        assert harm == pytest.approx(float(expected), rel=1e-3)
+        assert increase == pytest.approx(float(expected), rel=1e-3)

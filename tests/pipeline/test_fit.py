@@ -132,7 +132,7 @@ def test_the_defaults_leave_documents_of_the_packaged_text_to_judge_by(small: Pa
     assert load_report(tmp_path / "out")["fit"]["held_out"]["sequences"] == 16
 
 
-def test_the_predicted_harm_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:
+def test_the_predicted_loss_increase_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:
     """The written weights are those of the prediction: rounded to nearest, without a search."""
     text = str(shared / "data" / "wikitext2" / "valid.txt")
     rounded = from_mapping(
@@ -213,7 +213,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_folder(
         ("write", "activations-entered", 2, ("int4-g64", False)),  # behind int5-g64, which is not made again
     ],
 )
-def test_a_kill_before_the_harms_are_known_loses_no_finished_block(
+def test_a_kill_before_the_loss_increases_are_known_loses_no_finished_block(
     operation: str,
     name: str,
     number: int,

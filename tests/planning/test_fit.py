@@ -1,4 +1,4 @@
-"""The choice of schemes: least harm within the bytes, joined linears as one, pins, exact patterns."""
+"""The choice of schemes: least loss increase within the bytes, joined linears as one, pins, exact patterns."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_the_programme_is_as_good_as_trying_everything(seed: int) -> None:
         Group(f"g{i}", (f"g{i}",), 100, {each: draw.randrange(1, 2000) for each in labels[: draw.randrange(1, 5)]})
         for i in range(6)
     ]
-    harms = {(group.name, each): draw.random() for group in some for each in group.bytes}
+    increases = {(group.name, each): draw.random() for group in some for each in group.bytes}
     space, budget = Space("x", some), draw.randrange(2000, 9000)
     share = draw.choice([0.0, 0.2, 1.0])
-    found = space.choose(lambda group, each: harms[group.name, each], budget, share * 600)
+    found = space.choose(lambda group, each: increases[group.name, each], budget, share * 600)
     every = [
-        sum(harms[group.name, each] for group, each in zip(some, choice, strict=True))
+        sum(increases[group.name, each] for group, each in zip(some, choice, strict=True))
         for choice in itertools.product(*(group.bytes for group in some))
         if sum(group.bytes[each] for group, each in zip(some, choice, strict=True)) <= budget
         and sum(100 for g, each in zip(some, choice, strict=True) if each == "dense") <= share * 600
@@ -54,7 +54,7 @@ def test_the_programme_is_as_good_as_trying_everything(seed: int) -> None:
     assert (found is None) == (not every)
     if found is not None:
         assert space.size(found) <= budget
-        assert sum(harms[name, each] for name, each in found.items()) == pytest.approx(min(every), rel=2e-4)
+        assert sum(increases[name, each] for name, each in found.items()) == pytest.approx(min(every), rel=2e-4)
 
 
 def test_members_of_a_joined_linear_and_experts_never_get_two_schemes() -> None:
