@@ -42,13 +42,22 @@ def values(folder: Path) -> Mapping[str, Tensor]:
     return {name: src.get(name) for name in src.names()}
 
 
-@pytest.mark.parametrize(("family", "rule"), [*(("llama", rule) for rule in RULES), ("qwen2", "sparsegpt")])
+@pytest.fixture(scope="module")
+def pruned(folders: dict[str, Path], calib: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A Llama pruned by each rule, and one with biases and tied embeddings; no test changes them."""
+    root = tmp_path_factory.mktemp("pruned")
+    for name, family, rule in (*((rule, "llama", rule) for rule in RULES), ("tied", "qwen2", "sparsegpt")):
+        result = call("prune", folders[family], "-o", root / name, "--method", rule, "--calib", calib, *TEXT)
+        assert "fine-tuning" in result.stderr and "--skip" in result.stderr and f"linears by {rule}" in result.stdout
+    return {name: root / name for name in (*RULES, "tied")}
+
+
+@pytest.mark.parametrize("name", [*RULES, "tied"])
 def test_a_pruned_model_differs_from_its_source_only_in_pruned_linears(
-    rule: str, family: str, folders: dict[str, Path], calib: Path, tmp_path: Path
+    name: str, pruned: dict[str, Path], folders: dict[str, Path], calib: Path
 ) -> None:
-    out = tmp_path / "out"
-    result = call("prune", folders[family], "-o", out, "--method", rule, "--calib", calib, *TEXT)
-    assert "fine-tuning" in result.stderr and "--skip" in result.stderr and f"linears by {rule}" in result.stdout
+    family, rule = ("qwen2", "sparsegpt") if name == "tied" else ("llama", name)
+    out = pruned[name]
     before, after = values(folders[family]), values(out)
     assert before.keys() == after.keys()
     for name, tensor in after.items():
@@ -73,33 +82,29 @@ def test_a_pruned_model_differs_from_its_source_only_in_pruned_linears(
     assert "2:4" in call("report", out).stdout
 
 
-def test_later_blocks_are_calibrated_on_pruned_earlier_ones(small_llama: Path, calib: Path, tmp_path: Path) -> None:
+def test_later_blocks_are_calibrated_on_pruned_earlier_ones(
+    pruned: dict[str, Path], folders: dict[str, Path], calib: Path, tmp_path: Path
+) -> None:
     first = ("--skip", ".*layers.0.*", "--min-share", 0.5)
-    call("prune", small_llama, "-o", tmp_path / "all", "--calib", calib, *TEXT, "-q")
-    call("prune", small_llama, "-o", tmp_path / "late", "--calib", calib, *TEXT, *first, "-q")
-    whole, late = values(tmp_path / "all"), values(tmp_path / "late")
+    call("prune", folders["llama"], "-o", tmp_path / "late", "--calib", calib, *TEXT, *first, "-q")
+    whole, late = values(pruned["sparsegpt"]), values(tmp_path / "late")
     name = "model.layers.1.mlp.up_proj.weight"
     assert is_24(whole[name]) and is_24(late[name]) and not torch.equal(whole[name], late[name])
     assert not is_24(late[name.replace(".1.", ".0.")])
 
 
 def test_rules_rank_on_a_whole_model_and_quantization_preserves_the_mask(
-    small_llama: Path, calib: Path, tmp_path: Path
+    pruned: dict[str, Path], folders: dict[str, Path], calib: Path, tmp_path: Path
 ) -> None:
     text = {"calib": str(calib), "samples": 8, "max_length": 128}
-    lost = {}
-    for rule in RULES:
-        made = quantkit.prune(small_llama, tmp_path / rule, method=rule, **text)
-        lost[rule] = sum(layer.get("loss", 0) for layer in made["layers"])
+    lost = {rule: sum(layer.get("loss", 0) for layer in report.load(pruned[rule])["layers"]) for rule in RULES}
     assert lost["magnitude"] == 0 and lost["sparsegpt"] < lost["wanda"]
-    joint = quantkit.quantize(small_llama, tmp_path / "joint", prune="2:4", **text)
-    in_turn = quantkit.quantize(
-        tmp_path / "sparsegpt", tmp_path / "gptq", prune="2:4", prune_method="magnitude", **text
-    )
+    joint = quantkit.quantize(folders["llama"], tmp_path / "joint", prune="2:4", **text)
+    in_turn = quantkit.quantize(pruned["sparsegpt"], tmp_path / "gptq", prune="2:4", prune_method="magnitude", **text)
     assert joint["scheme"] == in_turn["scheme"] == "int4:g128:24"
     assert {layer["prune"] for layer in joint["layers"]} == {"sparsegpt"}
     assert {layer["prune"] for layer in in_turn["layers"]} == {"magnitude"}
-    dense = values(tmp_path / "sparsegpt")
+    dense = values(pruned["sparsegpt"])
     for folder in ("joint", "gptq"):
         src = Checkpoint(tmp_path / folder)
         for module in src.modules():
