@@ -26,7 +26,6 @@ from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.io import files
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import Layout
 from quantkit.models.outside import Outside
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.repack import Repacker
@@ -81,7 +80,11 @@ def pack(
     progress = progress or Progress(quiet=True)
     clock = Clock(torch.device("cpu"))
     with clock.phase("prepare"):
-        src, given = packed_source(checkpoint)
+        src = Checkpoint(Path(checkpoint))
+        if (given := src.layout) is None:
+            held = f"{src.low_bit} weights, a source" if src.low_bit else "no quantized weights"
+            way = Words("use", Command("quantize"), "first")
+            raise CheckpointError(f"holds {held}", way, subject=checkpoint)
         if expect is not None and given.family != LAYOUTS[expect].family:
             raise CheckpointError(
                 f"is in the {given.NAME} layout, not {expect}",
@@ -91,11 +94,11 @@ def pack(
         outside = require_complete_source(src)
         options: Any = {"pad": pad, "requantize": requantize, "outside": outside}
         planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)
-        planned.verdict.require()
+        planned.require()
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
     known, known_files = list(src.notices), recorded_hashes(src)
-    report, recorded = begin_report(checkpoint, src, planned, outside)
+    report, recorded = _begin_report(checkpoint, src, planned, outside)
     with staging(
         Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append
     ) as partial:
@@ -241,22 +244,7 @@ def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, An
     return found
 
 
-def packed_source(
-    checkpoint: str | Path, trust_remote_code: bool = False
-) -> tuple[Checkpoint, Layout]:
-    """Open a quantized checkpoint, and name its layout. CheckpointError for a dense checkpoint."""
-    src = Checkpoint(Path(checkpoint), trust_remote_code)
-    if src.layout is None:
-        held = (
-            f"holds {src.low_bit} weights, a source"
-            if src.low_bit
-            else "holds no quantized weights"
-        )
-        raise CheckpointError(held, Words("use", Command("quantize"), "first"), subject=checkpoint)
-    return src, src.layout
-
-
-def begin_report(
+def _begin_report(
     checkpoint: str | Path, src: Checkpoint, planned: Plan, outside: Outside
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Begin the report of a rewritten checkpoint; return it, and the facts of each layer of `src`.

@@ -31,7 +31,7 @@ from quantkit.inference.swap_linears import swap
 from quantkit.keys import keys_of
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.recast import broken_rule, nearest, padded_shape, target
+from quantkit.layouts.recast import GROUP_SIZES, broken_rule, nearest, padded_shape, target
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
@@ -54,7 +54,7 @@ FILLED = "to fill it up with zeros"
 #: The most ways out that a message names.
 MOST_OPTIONS = 2
 #: Group sizes to suggest, in this order; one scale per row (None) fits every k.
-GROUP_SIZES = (128, 64, 32, None)
+SUGGESTED = (*GROUP_SIZES, None)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _one_change(
         return []
     options = [] if recipe is not None else _for_conversion(group, layout)
     if recipe is not None:
-        size = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
+        size = next((g for g in SUGGESTED if _fits(group, layout, group_size=g)), ...)
         options += [] if size is ... else [Words("use", Setting("group_size", size or "channel"))]
         asymmetric = any(not misfit.scheme.symmetric for misfit in group)
         if asymmetric and _fits(group, layout, symmetric=True):
@@ -258,7 +258,7 @@ def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
     both = (
         (name, g)
         for name, layout in LAYOUTS.items()
-        for g in GROUP_SIZES
+        for g in SUGGESTED
         if _fits(misfits, layout, group_size=g)
     )
     return [
