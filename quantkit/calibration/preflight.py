@@ -128,7 +128,7 @@ def new_run(
     )
 
 
-class Led(NamedTuple):
+class SharedRun(NamedTuple):
     """Hold the values that the first rank of a calibrated run sends to the others."""
 
     recipe: Recipe

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from quantkit.calibration.budget import BESIDE, READERS
 from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import Led, on_own_device, require_devices
+from quantkit.calibration.preflight import SharedRun, on_own_device, require_devices
 from quantkit.calibration.uncalibrated import streamed
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.ranks import Ranks, ranks
@@ -78,9 +78,9 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
     """Compute this rank's part of a run that the first rank leads."""
     runner = runner_of(dense_source(model, run), run)
     require_devices(runner.device, here)
-    led: Led | None = here.broadcast(None)
-    if led is not None:
-        for _ in calibrated(led.begin(runner, run, here), led.done):
+    shared: SharedRun | None = here.broadcast(None)
+    if shared is not None:
+        for _ in calibrated(shared.begin(runner, run, here), shared.done):
             pass  # the first rank stores it
 
 
@@ -134,9 +134,9 @@ def _lead(
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated:
-            led = Led(recipe, job.text.sequences, work, writer.done)
-            here.broadcast(led)
-            begun = led.begin(job.model, run, here, goals=job.goals, beside=BESIDE[kind])
+            shared = SharedRun(recipe, job.text.sequences, work, writer.done)
+            here.broadcast(shared)
+            begun = shared.begin(job.model, run, here, goals=job.goals, beside=BESIDE[kind])
             items = calibrated(begun, writer.done)
         else:
             done = writer.items_done()

@@ -44,7 +44,7 @@ IMPORTERS = {
     "click": {"cli"},
     "filelock": {"io.staging"},
     "greenlet": {"calibration.waiting"},
-    "typing_extensions": {"api", "pipeline"},
+    "typing_extensions": {"api", "pipeline", "planning.survey"},
 }
 #: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.
 LATE = {
