@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
-from quantkit.errors import CheckpointError, NumericError, QuantkitError
+from quantkit.errors import CheckpointError, NumericError
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.command_line import call
-from tests.faults import Killed, faults, memory_path
+from tests.faults import memory_path
 from tests.folders import TEXT, gptq, tensors
 from tests.tiny_models import write_model
 
@@ -55,7 +55,7 @@ def put(folder: Path, found: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("command", "weights"),
-    [("quantize", "adapter_model.safetensors"), ("quantize", None), ("prune", "adapter_model.bin"), ("pack", None)],
+    [("quantize", "adapter_model.safetensors"), ("prune", "adapter_model.bin"), ("pack", None)],
 )
 def test_an_adapter_is_left_out_with_its_config(command: str, weights: str | None, model: Path, tmp_path: Path) -> None:
     source = model
@@ -209,21 +209,6 @@ def test_norms_that_transformers_keeps_for_float16_alone_are_cast_to_bfloat16(tm
         made = Checkpoint(tmp_path / dtype)
         assert made.dtype("model.layers.0.input_layernorm.weight") == made.dtype("model.norm.weight") == expected
         assert made.dtype("model.layers.0.self_attn.sinks") == getattr(torch, dtype)
-
-
-def test_a_resumed_run_has_the_same_dense_dtype(model: Path, tmp_path: Path) -> None:
-    def kill(what: str, path: Path) -> None:
-        if what == "rename" and path.name.startswith("config.json"):
-            raise Killed
-
-    recipe = from_mapping({**RTN, "dense_dtype": "bfloat16"})
-    quantize(model, tmp_path / "whole", recipe)
-    with faults(kill), pytest.raises(Killed):
-        quantize(model, tmp_path / "out", recipe)
-    with pytest.raises(QuantkitError, match=r"dense-dtype was bfloat16 and is now none: use --dense-dtype bfloat16"):
-        quantize(model, tmp_path / "out", from_mapping(RTN), resume=True)
-    quantize(model, tmp_path / "out", recipe, resume=True)
-    assert tensors(tmp_path / "out") == tensors(tmp_path / "whole")
 
 
 def test_a_value_that_the_dense_dtype_lacks_is_refused(model: Path, tmp_path: Path) -> None:

@@ -11,12 +11,10 @@ import pytest
 
 from quantkit import api
 from quantkit.checkpoint.report import REPORT
-from quantkit.errors import CheckpointError, RecipeError
-from quantkit.pipeline.quantize import quantize
+from quantkit.errors import RecipeError
 from quantkit.recipes.files import load
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
-from tests.faults import Killed, faults
 from tests.folders import TEXT
 from tests.tiny_models import CHAT_TEMPLATE
 
@@ -72,28 +70,6 @@ def test_report_and_card_state_each_source_of_a_mixture(
     assert not any("has a chat template" in notice for notice in found["notices"])
     again = from_mapping(load(out / "quantkit_recipe.yaml"))
     assert again.sha256() == found["recipe_sha256"]
-
-
-def test_a_resumed_run_must_have_the_same_mixture(small_llama: Path, texts: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text(TEXT)
-
-    def calibration(weight: int) -> dict[str, Any]:
-        return {"data": [f"{texts / 'b.txt'}:{weight}", str(other)], "samples": 4, "max_length": 32}
-
-    def kill(what: str, path: Path) -> None:
-        if what == "rename" and path.name.startswith("config.json"):
-            raise Killed
-
-    with faults(kill), pytest.raises(Killed):
-        quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(1)}))
-    with pytest.raises(CheckpointError, match=r"calib was .* and is now .*: use --calib"):
-        quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(3)}), resume=True)
-    other.write_text(TEXT.replace("fox", "cat"))
-    with pytest.raises(CheckpointError, match="calibration"):
-        quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(1)}), resume=True)
-    other.write_text(TEXT)
-    quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(1)}), resume=True)
 
 
 def test_plain_text_for_a_chat_model_is_said_everywhere(chat_model: Path, texts: Path, tmp_path: Path) -> None:
