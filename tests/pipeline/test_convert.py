@@ -86,11 +86,11 @@ def test_a_width_that_headers_know_only_roughly_is_padded_from_its_true_one(tmp_
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ([160], "two positive sizes"),
-        ([True, 160], "two positive sizes"),
-        ([0, 160], "two positive sizes"),
-        ("160x160", "two positive sizes"),
-        ([160.0, 160], "two positive sizes"),
+        ([160], "padded["),
+        ([True, 160], "padded["),
+        ([0, 160], "padded["),
+        ("160x160", "padded["),
+        ([160.0, 160], "padded["),
         ([2**62, 160], "stored as"),
         ([160, 257], "stored as"),
         ([100, 160], "config.json asks for [160, 160]"),
@@ -108,7 +108,8 @@ def test_hostile_true_shapes(shape: object, words: str, odd: Path, tmp_path: Pat
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
     (tmp_path / "b" / REPORT).unlink()
     error = refused("pack", tmp_path / "b", "--layout", "gptq", out=tmp_path / "c")
-    assert words in error and ("no.such" if shape is None else module) in error
+    named = "no.such" if shape is None else module
+    assert words in error and (named in error or "config.json" in error)
 
 
 # ------------------------------------------------------------------------------------------------ rounding again
