@@ -28,7 +28,7 @@ import sys
 import quantkit
 from quantkit.cli import demo, main
 from quantkit.kernels import SOURCES, loader
-from quantkit.recipes.named import shipped_recipes
+from quantkit.recipes.files import shipped_recipes
 print(quantkit.__file__, loader.source_dir(), sep="\\n", file=sys.stderr)
 print(" ".join(SOURCES), " ".join(shipped_recipes()), sep="\\n", file=sys.stderr)
 demo.EVALUATION, demo.SAMPLES = "pathlib tempfile", 32
