@@ -148,7 +148,7 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
 @fit_options("target")
 @run_options()
 def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **given: Any) -> None:
-    """Print the plan of quantize, and end with the exit code of quantize.
+    """Say what quantize would do, and end with its exit code.
 
     Exact bytes of the output, memory, duration, and everything that quantize would refuse before it
     computes.
