@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from benchmarks import random_model
 from benchmarks.random_source import WORDS, draw_text, random_weight, shortened, word_tokenizer
 from quantkit import api
-from quantkit.calibration import sensitivity
+from quantkit.calibration import divergence
 from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.io import files
@@ -123,11 +123,11 @@ def measured(folder: Path, source: Path, text: Path, device: str) -> tuple[dict[
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         since = time.perf_counter()
-        increases = sensitivity.measure(run, Checkpoint(folder / "made"))
+        increases = divergence.loss_increases(run, Checkpoint(folder / "made"))
         if on_gpu:
             torch.cuda.synchronize()
         facts = {
-            "tokens": min(sum(map(len, drawn)), sensitivity.TOKENS),
+            "tokens": min(sum(map(len, drawn)), divergence.TOKENS),
             "linears": len(increases),
             "seconds": time.perf_counter() - since,
             "phases": run.clock.take(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.algorithms.grid import (
+from quantkit.algorithms.numerics import (
     LARGEST_HALF,
     SMALLEST_SCALE,
     largest_value,

@@ -13,9 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.grid import LARGEST_HALF, largest_value, round_to_codes, stored_scale
 from quantkit.algorithms.hessian import row_losses
-from quantkit.algorithms.numerics import factor_dtype, working_dtype
+from quantkit.algorithms.numerics import (
+    LARGEST_HALF,
+    factor_dtype,
+    largest_value,
+    round_to_codes,
+    stored_scale,
+    working_dtype,
+)
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,12 +18,11 @@ from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, rtn
 from quantkit.algorithms.cholesky import Factor, factor_bytes, factorize
-from quantkit.algorithms.grid import encode
 from quantkit.algorithms.hessian import check_size, row_losses
-from quantkit.algorithms.numerics import check_weight, working_dtype
+from quantkit.algorithms.numerics import check_weight, encode, working_dtype
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.scale_search import GroupError, choose_scales, group_errors, search_bytes
-from quantkit.algorithms.sparsegpt import survivors, sweep_pattern
+from quantkit.algorithms.pruning import survivors, sweep_pattern
+from quantkit.algorithms.scale_search import choose_scales, group_errors, search_bytes
 from quantkit.algorithms.sweep import sweep
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.scheme import Scheme
@@ -71,6 +71,13 @@ class Solution:
         }
         return {**self.solver, **rtn.scale_facts(self.tensor), **sums}
 
+    def rows(self, part: slice) -> Solution:
+        """Take some rows, as views."""
+        changes = {name: changed[part] for name, changed in self.changes.items()}
+        loss, rtn_loss, norm = self.loss[part], self.rtn_loss[part], self.norm[part]
+        guard, tensor = self.guard_rows[part], self.tensor.rows(part)
+        return Solution(tensor, loss, rtn_loss, norm, guard, self.solver, changes)
+
 
 def quantize(
     weight: Tensor,
@@ -102,9 +109,11 @@ def quantize(
     errors = None
     if options.clip == "search":
         errors = group_errors(h, factor.diagonal, groups, options.metric, working_dtype(weight))
+    pattern, covered, facts = None, weight, dict[str, Any]()
     if scheme.sparsity is not None:
-        return _quantize_sparse(weight, scheme, h, options, factor, errors)
-    grid = choose_scales(weight, scheme, options.clip, errors, options.signed)
+        pattern, facts = sweep_pattern(weight, h, options, factor), {"prune": options.prune}
+        covered = _moved(weight, survivors(weight, factor, options, pattern))
+    grid = choose_scales(covered, scheme, options.clip, errors, options.signed)
     raised = {}
     if floor is not None:
         binades = (
@@ -112,19 +121,26 @@ def quantize(
         )
         raised = {"raised_scales": binades > 0}
         grid = grid._replace(scales=grid.scales * binades.exp2().half().unsqueeze(-1))
-    scales_by_group = options.act_order == "off" and groups > 1
-    swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
+    scales_by_group = options.act_order == "off" and groups > 1 and pattern is None
+    swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid, pattern)
     refined = coordinate_descent.refine(
         weight, swept, h, descent=options.descent, refit=options.refit
     )
     # Last, because the check of a record waits for the GPU, and before it the launches of the sweep
     # hide behind the search.
+    rounded = weight
+    if pattern is not None:
+        mask = torch.empty_like(pattern.mask).index_copy_(0, factor.order, pattern.mask).T
+        rounded = weight.masked_fill(~mask, 0)
+        grid = choose_scales(rounded, scheme, options.clip, errors, options.signed)
     if scheme.format.is_float and options.clip == "none":
         plain, _ = rtn.quantize(weight, scheme)
     else:
-        plain = QuantizedTensor(scheme, encode(weight, scheme, grid), *grid)
+        plain = QuantizedTensor(scheme, encode(rounded, scheme, grid), *grid)
     solution = _guarded(weight, refined, plain, h, factor)
-    return replace(solution, changes={**solution.changes, **raised})
+    return replace(
+        solution, solver={**facts, **solution.solver}, changes={**solution.changes, **raised}
+    )
 
 
 def step_bytes(
@@ -159,55 +175,23 @@ def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
     """Split a joint solution into linears of `rows` rows each; ValueError if the rows do not add
     up.
     """
-    parts = []
-    first = 0
-    for count in rows:
-        part = slice(first, first + count)
-        changes = {name: changed[part] for name, changed in solution.changes.items()}
-        own = (
-            solution.loss[part],
-            solution.rtn_loss[part],
-            solution.norm[part],
-            solution.guard_rows[part],
-        )
-        parts.append(Solution(solution.tensor.rows(part), *own, solution.solver, changes))
-        first += count
-    if first != len(solution.loss):
-        raise ValueError(f"the parts have {first} rows, the solution {len(solution.loss)}")
-    return parts
+    if sum(rows) != len(solution.loss):
+        raise ValueError(f"the parts have {sum(rows)} rows, the solution {len(solution.loss)}")
+    return [
+        solution.rows(slice(end - n, end)) for n, end in zip(rows, accumulate(rows), strict=True)
+    ]
 
 
-def _quantize_sparse(
-    weight: Tensor,
-    scheme: Scheme,
-    h: Tensor,
-    options: Options,
-    factor: Factor,
-    errors: list[GroupError] | None,
-) -> Solution:
-    """Choose mask and codes together, in two sweeps over one factor (ALGORITHMS 9).
+def _moved(weight: Tensor, survivors: Tensor) -> Tensor:
+    """Choose the weights that scales of a 2:4 weight must cover: those that a first sweep without
+    rounding has moved (ALGORITHMS 9).
 
-    The first sweep does not round: it shows how large the survivors grow, so that scales can cover
-    them. The second starts from the original weight with these scales. It chooses the mask again,
-    now with rounding errors.
+    A row that would overflow float16 gets scales for its original weights; the row guard applies as
+    usual. The second sweep starts from the original weights, and chooses the mask again, now with
+    rounding errors.
     """
-    pattern = sweep_pattern(weight, h, options, factor)
-    moved = survivors(weight, factor, options, pattern)
-    # A row that would overflow float16 gets scales for its original weights; the row guard applies
-    # as usual.
-    grown = moved.abs().amax(-1, keepdim=True) > TALLEST
-    moved = torch.where(grown & (moved != 0), weight, moved)
-    grid = choose_scales(moved, scheme, options.clip, errors, options.signed)
-    swept = sweep(weight, scheme, factor, options, grid, pattern)
-    refined = coordinate_descent.refine(
-        weight, swept, h, descent=options.descent, refit=options.refit
-    )
-    mask = torch.empty_like(pattern.mask).index_copy_(0, factor.order, pattern.mask).T
-    masked = weight.masked_fill(~mask, 0)
-    own = choose_scales(masked, scheme, options.clip, errors, options.signed)
-    plain = QuantizedTensor(scheme, encode(masked, scheme, own), *own)
-    solution = _guarded(weight, refined, plain, h, factor)
-    return replace(solution, solver={"prune": options.prune, **solution.solver})
+    grown = survivors.abs().amax(-1, keepdim=True) > TALLEST
+    return torch.where(grown & (survivors != 0), weight, survivors)
 
 
 def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reason: str) -> Solution:

@@ -1,33 +1,43 @@
-"""Round to nearest (RTN): choose scales, then take the nearest code (ALGORITHMS 3, 4 and 10)."""
+"""Round to nearest (RTN): choose scales, then take the nearest code (ALGORITHMS 3, 4 and 10).
+
+The facts of the report about any solved weight are computed here too.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from quantkit.algorithms.grid import (
+from quantkit.algorithms.hessian import check_size, live_diagonal
+from quantkit.algorithms.numerics import (
     LARGEST_HALF,
     SMALLEST_SCALE,
+    check_weight,
     divide,
     encode,
     half_precision,
     refuse_overflow,
+    row_slices,
+    working_dtype,
 )
-from quantkit.algorithms.hessian import check_size, live_diagonal
-from quantkit.algorithms.masks import fixed_mask
-from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
+from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.scale_search import check_signed, choose_scales, group_errors
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
+from quantkit.core.threads import one_thread
 from quantkit.errors import RecipeError
 from quantkit.names import Clip, Metric, Rule
 
 #: Bytes for each weight while it is rounded, packed or unpacked: the source, its float32 copy, the
 #: scale search's scratch, the codes, the words (measured: 11.4).
 ROUNDING_BYTES = 12
+#: A weight counts as far smaller than another if their ratio is below this.
+FAR_SMALLER = 2.0**-20
 
 
 def quantize(
@@ -118,3 +128,54 @@ def published_codes(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """
     scale = divide(x.abs().amax(-1).clamp_(min=1e-12), fmt.largest)
     return fmt.encode(x / scale.unsqueeze(-1)), scale
+
+
+def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
+    """Compute `||W - Q|| / ||W||`, 0 for a weight of zeros; padding columns of Q do not count."""
+    decoded = (
+        value.dequantize()
+        if isinstance(value, QuantizedTensor)
+        else value.to(torch.float32, copy=True)
+    )
+    difference = decoded[:, : weight.shape[1]]
+    difference.sub_(weight)  # in place, without a float32 copy of the weight: memory peaks here
+    with one_thread(weight.device):
+        norm = torch.linalg.vector_norm(weight, dtype=working_dtype(weight)).clamp_min(1e-30)
+        return float(torch.linalg.vector_norm(difference) / norm)
+
+
+def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
+    """Count weights `[n, k]` that became 0 because others of their group are far larger; {} if
+    there are none.
+
+    Weights below 2^-20 of the largest are counted, in groups where they are at least an eighth of
+    the nonzero weights. Single small weights among normal weights are not counted.
+    """
+    columns = tensor.codes.shape[1]  # padded, so that the last group is whole
+    count = 0
+    for rows in row_slices(weight, columns):
+        parts = widened(weight[rows], columns).abs().unflatten(1, (tensor.scales.shape[1], -1))
+        small = (parts < parts.amax(-1, keepdim=True).to(working_dtype(weight)) * FAR_SMALLER) & (
+            parts > 0
+        )
+        small &= 8 * small.sum(-1, keepdim=True) >= (parts > 0).sum(-1, keepdim=True)
+        if bool(small.any()):
+            count += int((small.flatten(1) & (tensor.rows(rows).dequantize() == 0)).sum())
+    return {"zeroed": count} if count else {}
+
+
+def total(losses: Tensor) -> float | None:
+    """Add up the losses of rows; None if the sum is not finite, as with an unusable Hessian."""
+    with one_thread(losses.device):
+        found = float(losses.sum(dtype=torch.float64))
+    return found if math.isfinite(found) else None
+
+
+def widened(weight: Tensor, width: int) -> Tensor:
+    """Add columns of zeros to a weight, up to `width`; they do not change the scale of a last
+    group.
+    """
+    if weight.shape[1] == width:
+        return weight
+    check_weight(weight)  # an error must name the shape without padding
+    return pad(weight, (0, width - weight.shape[1]))

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.cholesky import factorize_blocks
-from quantkit.algorithms.grid import (
+from quantkit.algorithms.numerics import (
     LARGEST_HALF,
     Grid,
     divide,
     largest_value,
     refuse_overflow,
     round_to_codes,
+    row_slices,
     stored_scale,
+    working_dtype,
 )
-from quantkit.algorithms.numerics import row_slices, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.scheme import Scheme
 from quantkit.core.threads import side_by_side

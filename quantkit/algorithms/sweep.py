@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.cholesky import Factor
-from quantkit.algorithms.grid import Grid, round_to_codes
-from quantkit.algorithms.numerics import working_dtype
+from quantkit.algorithms.numerics import Grid, round_to_codes, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import (
     GroupError,
@@ -47,10 +46,10 @@ class Pattern(NamedTuple):
     """Mark the entries of a 2:4 weight that stay: `mask` bool `[k, n]`, in processing order,
     columns in groups of four.
 
-    With `r` and `ahead` the sweep fills in `mask` as each group of four begins. `r` `[k, 1]` is the
-    diagonal of R. `ahead` `[k, 4]` is the effect of `t - w` of a column, times R's diagonal, on the
-    later columns of its group. A target assumes that the earlier columns of its group are done
-    without error; a score assumes that they are not done yet.
+    With `r` and `ahead` the sweep fills in `mask` as each group begins. `r` `[k, 1]` is R's
+    diagonal. `ahead` `[k, 4]` says how `t - w` of a group's columns, times R's diagonal, affects its
+    later columns. A target assumes that the earlier columns of its group are done without error; a
+    score assumes that they are not done yet.
     """
 
     mask: Tensor
@@ -64,9 +63,7 @@ class Pattern(NamedTuple):
         )
 
     def begin(self, q: int, t: Tensor, w: Tensor) -> None:
-        """Choose the two entries to keep in the group of four at `q`, from targets and weights `[4,
-        n]`.
-        """
+        """Choose the two entries to keep of the four at `q`, from targets and weights `[4, n]`."""
         if self.r is not None and self.ahead is not None:
             quad = slice(q, q + QUAD)
             self.mask[quad] = best_two(

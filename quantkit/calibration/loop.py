@@ -1,26 +1,38 @@
-"""The loop over blocks that quantizes with activations.
+"""The loop over blocks that quantizes with activations, and the continuation of a stopped run.
 
 Each stage of the recipe works before the groups of a block, at each group, and after them. Solved
 weights replace the original ones before the next group is calibrated (ALGORITHMS 2 and 12), so the
 finished block turns the stored activations into the inputs of the next. Several ranks divide
 documents and solving, and all put back the same weights.
+
+Activations are saved before the commit of a block, on a GPU after every eighth block (RELIABILITY
+1.2, 1.3). A run that continues behind its last finished block gives the same bits. Blocks that were
+committed later than the activations run again with their solved weights, which are in the files of
+the journal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from quantkit.calibration import resume
-from quantkit.calibration.groups import tasks
-from quantkit.calibration.run import Run, Stream
+from torch import Tensor
+
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.budget import SAVED_BLOCKS
+from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages import row_sums, stages_of
-from quantkit.calibration.stages.base import LoadedBlock, Stage
+from quantkit.calibration.stages.base import LoadedBlock, Stage, tasks
 from quantkit.calibration.uncalibrated import solve_uncalibrated
+from quantkit.checkpoint.shards import committed_files
 from quantkit.checkpoint.writer import Commit, Item
 from quantkit.core.memory_limits import release_heap
-from quantkit.errors import RecipeError, Setting, Words
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError, RecipeError, Setting, Words, about
+from quantkit.io import files
+from quantkit.io.safetensors_files import read_header
 from quantkit.kernels import gptq
 from quantkit.progress import Recorder
 
@@ -54,7 +66,7 @@ def calibrated(
         stages = stages_of(run.recipe, before_solving)
         for stage in stages:
             stage.start(run, len(finished))
-        stream = resume.resume(run, finished, done)
+        stream = resume(run, finished, done)
         with closing(stream.waiting):
             for block in run.progress.bar(
                 range(len(finished), last), "calibrate", last - len(finished), "block"
@@ -110,7 +122,7 @@ def _commit(run: Run, stream: Stream, index: int) -> Commit:
     """Save the activations after a block, print the notes of other ranks, and make the commit of
     the block.
     """
-    saved, late = resume.save(run, stream, index)
+    saved, late = save(run, stream, index)
     form = run.model.forms.get(index)
     _print_warnings(run)
     phases, count = run.clock.take(), run.ranks.count
@@ -122,8 +134,8 @@ def _commit(run: Run, stream: Stream, index: int) -> Commit:
 def _print_warnings(run: Run) -> None:
     """Let the first rank print the notes of the other ranks since the last call."""
     said = run.progress.take() if isinstance(run.progress, Recorder) else []
-    told = run.ranks.exchange(said)
-    for rank, warnings in enumerate(told) if run.ranks.first else ():
+    of_ranks = run.ranks.exchange(said)
+    for rank, warnings in enumerate(of_ranks) if run.ranks.first else ():
         for text in warnings:
             run.progress.warn(f"rank {rank}: {text}")
 
@@ -147,3 +159,107 @@ def _rest(run: Run) -> Iterator[Item]:
                 linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks"
             )
         yield item
+
+
+def save(
+    run: Run, stream: Stream, block: int
+) -> tuple[list[dict[str, Any]] | None, Callable[[], dict[str, Any]] | None]:
+    """Save the activations after a block, if a snapshot is due and the block is not the last.
+
+    Two snapshots alternate, so that the last commit's stays while another is written. The result
+    has the facts of each rank's part, or the function that saves a copy.
+    """
+    model = run.model
+    every = SAVED_BLOCKS[model.device.type]
+    if block + 1 == len(model.blocks) or (block + 1) % every:
+        return None, None
+    parity = _parity(run, block)
+    with run.clock.phase("save"):
+        copied = (
+            stream.activations.copied(model.device) if run.beside and run.ranks.count == 1 else None
+        )
+        if copied is not None:
+            return None, lambda: {"activations": [copied.save(parity)]}
+        facts = stream.activations.save(parity)
+    with run.exchanging():
+        return run.ranks.exchange(facts), None
+
+
+def resume(
+    run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]
+) -> Stream:
+    """Make the stream that enters the first unfinished block. `finished` has the facts of the
+    finished blocks.
+
+    It comes from the last saved activations, through the blocks that finished after them. Without
+    any, it comes from the text.
+    """
+    first, stream = _load_saved(run, finished)
+    if stream is None:
+        stream = embedded(run)
+    for block in range(first, len(finished)):
+        with run.clock.phase("load"):
+            run.model.load_block(block)
+            for linear, value in committed(run, run.model.targets(block), done):
+                run.put_back(linear, value)
+        stream.forward(block)
+        run.model.unload_block(block)
+    return stream
+
+
+def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> tuple[int, Stream | None]:
+    """Load the last saved activations, and the number of the block that they enter; 0 and None if
+    there are none.
+    """
+    number = max(
+        (block for block, facts in enumerate(finished) if facts["activations"] is not None),
+        default=-1,
+    )
+    if number < 0:
+        return 0, None
+    problem, loaded = None, None
+    try:
+        parts, parity = finished[number]["activations"], _parity(run, number)
+        mine = range(run.first, run.first + len(run.sequences))
+        loaded = Activations.load(
+            run.work, run.act_budget, parity, parts, mine, run.model.device, run.ranks.rank
+        )
+    except CheckpointError as error:
+        problem = error.typed
+    problem = next((each for each in run.ranks.exchange(problem) if each is not None), None)
+    if problem is not None or loaded is None:
+        if run.ranks.first:
+            again = f"the activations of {len(finished)} finished blocks are computed again"
+            run.progress.warn(Words(problem, ":", again))
+        return 0, None
+    run.model.forms[number] = finished[number]["form"]
+    with run.clock.phase("load"):
+        run.model.prepare(embeddings=False)
+    return number + 1, Stream(run, loaded)
+
+
+def _parity(run: Run, block: int) -> int:
+    """Number the snapshot after a block, 0 or 1."""
+    return block // SAVED_BLOCKS[run.model.device.type] % 2
+
+
+def committed(
+    run: Run, linears: Iterable[str], done: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
+    """Yield those of `linears` that were solved, read back from the journal's files."""
+    layout = run.recipe.output_layout
+    paths = [run.work / name for name in committed_files(done)]
+    where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
+    for linear, goal in run.goals(linears).items():
+        parts: dict[str, Tensor] = {}
+        for suffix in layout.TENSORS if layout else ("weight",):
+            if f"{linear}.{suffix}" in where:
+                path, info = where[f"{linear}.{suffix}"]
+                with files.open_regular(path) as file:
+                    data = files.read_exactly(file, info.start, info.end - info.start, path)
+                parts[suffix] = data.view(info.dtype).reshape(info.shape)
+        with about(linear):
+            if layout is not None and isinstance(goal, Scheme):
+                yield linear, layout.unpack(parts, goal)
+            else:
+                yield linear, parts["weight"]

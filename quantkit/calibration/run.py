@@ -1,19 +1,25 @@
-"""The state of a calibrated run, and the stream of its documents through the blocks."""
+"""The state of a calibrated run, and the stream of its documents through the blocks.
+
+A pass of documents through a block may wait where it calls a linear, until that linear is solved.
+Otherwise each group of linears would need a pass from the start of the block. A pass that goes on
+gives the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.budget import PASS_STATES, TOKENS_AT_ONCE, fits_beside
-from quantkit.calibration.waiting import Waiting
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
@@ -24,6 +30,8 @@ from quantkit.models.passing import State
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,59 @@ class Run:
         n, k = self.model.linears[linear]
         dense = value.dequantize(self.model.dtype) if isinstance(value, QuantizedTensor) else value
         self.model.weights.replace(linear, dense[:n, :k].contiguous())
+
+
+class Waiting:
+    """Hold the passes that wait, by their documents.
+
+    Each runs in a greenlet, so that all share one thread: its CUDA handles, and torch's mode of
+    gradients, which is set anew at each switch. Only `close` frees their memory: Python collects no
+    cycle through a greenlet.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[tuple[int, ...], greenlet] = {}
+        self._running: greenlet | None = None
+
+    def __contains__(self, documents: tuple[int, ...]) -> bool:
+        return documents in self._passes
+
+    def run(self, documents: tuple[int, ...], work: Callable[[], T]) -> T | None:
+        """Do the work of a pass, or go on with the one that waits; None if it waits again."""
+        one, gradients = (
+            self._passes.pop(documents, None) or greenlet(work),
+            torch.is_grad_enabled(),
+        )
+        self._running = one
+        try:
+            found: T | None = one.switch()
+        finally:
+            torch.set_grad_enabled(gradients)
+        if not one.dead:
+            self._passes[documents] = one
+        return found
+
+    def wait(self) -> bool:
+        """Let the pass that calls this wait, and return True when it goes on; False at once if it
+        cannot wait.
+        """
+        gradients, autocast = (
+            torch.is_grad_enabled(),
+            map(torch.is_autocast_enabled, ("cuda", "cpu")),
+        )
+        if getcurrent() is not self._running or any(autocast):
+            return False
+        self._running.parent.switch()
+        torch.set_grad_enabled(gradients)
+        return True
+
+    def close(self) -> bool:
+        """End all passes that wait; False if there are none."""
+        waited, gradients = bool(self._passes), torch.is_grad_enabled()
+        while self._passes:
+            self._passes.popitem()[1].throw()
+        torch.set_grad_enabled(gradients)
+        return waited
 
 
 class Stream:

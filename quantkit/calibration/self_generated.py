@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from quantkit.calibration.budget import Sizes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.units import format_seconds
 from quantkit.errors import (
     FILE,
     CheckpointError,
@@ -61,8 +59,6 @@ LOOP, PERIOD = 64, 16
 SPARE, ROUNDS = 16, 4
 #: Bytes of keys and values of a batch.
 CACHE_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}
-#: Steps after which the time is estimated, and the fewest seconds that are worth a note.
-MEASURED, LONG = 16, 20
 #: Bytes of a step for each row and each entry of the vocabulary: float32 copies of the logits.
 LOGIT_BYTES = 32
 #: The part of memory of the model that writes, as a plan names it.
@@ -142,14 +138,17 @@ class Writer:
         rows: Sequence[Row],
         alphabet: Alphabet,
         draws: torch.Generator,
-        step: Callable[[], None],
+        progress: Progress,
+        bar: Any,
     ) -> None:
-        self.rows, self._alphabet, self._draws, self._step = rows, alphabet, draws, step
+        self.rows, self._alphabet, self._draws = rows, alphabet, draws
+        self._progress, self._bar = progress, bar
         self._masks: list[Tensor] = []
 
     def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """Return logits `[rows, v]` of 0 for each row's next token, and of -inf for all others."""
-        self._step()
+        self._progress.check()
+        self._bar.update(1)
         if not bool(scores.amax(-1).isfinite().all()):
             raise NumericError(
                 "the model's logits are not finite, and it can draw no text from them", INSTEAD
@@ -245,11 +244,9 @@ def draw_text(
                 else Row([drawn if first is None else first], None)
             )
         batches = [rows[i::parts] for parts in [-(-len(rows) // at_once)] for i in range(parts)]
-        step = _steps(
-            progress, len(batches) * (longest - 1), f"{count} sequences of up to {longest} tokens"
-        )
+        bar = progress.bar(len(batches) * (longest - 1), "write text")
         for batch in batches:
-            writer = Writer(batch, alphabet, draws, step)
+            writer = Writer(batch, alphabet, draws, progress, bar)
             begun = torch.tensor([row.tokens for row in batch], device=device)
             write_rows(module, begun, longest, writer, writer.is_done, INSTEAD)
         for row in (row for batch in batches for row in batch):
@@ -258,7 +255,7 @@ def draw_text(
             elif lacking[row.is_talk]:
                 lacking[row.is_talk] -= 1
                 found.append(row.tokens[:longest])
-        step(None)
+        bar.close()
         if not any(lacking.values()):
             break
     else:
@@ -397,24 +394,3 @@ def repeats(tokens: Sequence[int]) -> bool:
     row = torch.tensor(tokens)
     same = (row[period:] == row[:-period] for period in range(1, min(PERIOD, len(row) - LOOP) + 1))
     return any(bool(each.unfold(0, LOOP, 1).all(-1).any()) for each in same)
-
-
-def _steps(progress: Progress, total: int, what: str) -> Callable[..., None]:
-    """Return a function to call at each step, with None at the end: it moves a bar, and says once
-    how long it takes.
-    """
-    bar, begun, done = progress.bar(total, "write text"), time.perf_counter(), 0
-
-    def step(steps: int | None = 1) -> None:
-        nonlocal done
-        progress.check()
-        if steps is None:
-            bar.close()
-            return
-        bar.update(steps)
-        done += steps
-        seconds = (time.perf_counter() - begun) / done * total
-        if done == MEASURED and seconds > LONG:
-            progress.note(f"the model writes {what}: about {format_seconds(seconds)}")
-
-    return step

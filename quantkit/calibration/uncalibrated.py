@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.deviation import relative_error, widened, zeroed
-from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight
+from quantkit.algorithms.pruning import fixed_mask
+from quantkit.algorithms.rtn import relative_error, widened, zeroed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Commit, Item
 from quantkit.core import sparsity

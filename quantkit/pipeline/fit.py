@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from quantkit.calibration import sensitivity
-from quantkit.calibration.held_out import divergences
+from quantkit.calibration import divergence
 from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import load as load_report, peak_memory
@@ -336,7 +335,7 @@ def _decide(
         judging, others = held[::2], held[1::2] or held
     with clock.phase("sensitivities"), progress.loop():
         if known is None:
-            found = sensitivity.measure(
+            found = divergence.loss_increases(
                 begin(model=job.model, sequences=others), folders[first.name]
             )
             reached = {
@@ -368,7 +367,7 @@ def _decide(
         made[MIXED] = mix
     folders |= {name: make(each) for name, each in made.items() if name not in folders}
     with clock.phase("divergence"), progress.loop():
-        judged = divergences(begin(model=job.model, sequences=judging), folders)
+        judged = divergence.divergences(begin(model=job.model, sequences=judging), folders)
     best = min(made.values(), key=lambda each: judged[each.name])
     report, seconds = load_report(work / best.folder), clock.take()
     search_seconds, totals = (

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.deviation import relative_error, zeroed
+from quantkit.algorithms.rtn import relative_error, zeroed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, ROW_SUM
 from quantkit.checkpoint.writer import Item, Packed

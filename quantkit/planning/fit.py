@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.deviation import relative_error
+from quantkit.algorithms.rtn import relative_error
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import joined_name

@@ -18,7 +18,7 @@ import torch
 
 from quantkit.algorithms.hessian import Hessian
 from quantkit.algorithms.rtn import ROUNDING_BYTES
-from quantkit.calibration import self_generated, sensitivity
+from quantkit.calibration import divergence, self_generated
 from quantkit.calibration.budget import (
     ACTIVATIONS,
     DOCUMENT,
@@ -344,7 +344,7 @@ def calibrated_memory(
         gpu_memory = torch.cuda.mem_get_info()[0]
     peaks = [stage.bytes(sizes) for stage in stages_of(recipe)]
     passes = [each for peak in peaks for each in peak.before]
-    passes += sensitivity.pass_bytes(sizes) if sensitivities else []
+    passes += divergence.pass_bytes(sizes) if sensitivities else []
     program = program_bytes(sizes.on_gpu, training=bool(passes))
 
     def placed(parts: Mapping[str, int]) -> Memory:

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from quantkit.algorithms.masks import check_fixed
 from quantkit.algorithms.options import Options
+from quantkit.algorithms.pruning import check_fixed
 from quantkit.algorithms.scale_search import check_signed, takes_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme

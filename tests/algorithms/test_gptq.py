@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import gptq, rtn, scale_search
+from quantkit.algorithms import gptq, pruning, rtn, scale_search
 from quantkit.algorithms.cholesky import factorize
-from quantkit.algorithms.grid import Grid, encode
 from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.numerics import Grid, encode
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import sweep
@@ -32,16 +33,22 @@ def label(given: object) -> str:
 
 
 @pytest.mark.parametrize("words", ["NaN", "infinite", "diagonal allows", "damping 1", "negative", "ever moved"])
-def test_broken_hessians_are_refused_or_fall_back_to_rtn(words: str) -> None:
-    w, scheme = gauss(8, 64), Scheme.parse("int4:g32")
+@pytest.mark.parametrize("label", ["int4:g32", "int4:g32:24"])
+def test_broken_hessians_are_refused_or_fall_back_to_rtn(label: str, words: str) -> None:
+    w, scheme = gauss(8, 64), Scheme.parse(label)
     h = broken_hessians(64).get(words, torch.zeros(64, 64))
-    with pytest.raises(NumericError, match=words):
-        gptq.quantize(w, scheme, h, Options())
+    for solve in (gptq.quantize, *([lambda w, _, h, o: pruning.prune(w, h, o)] if scheme.sparsity else [])):
+        with pytest.raises(NumericError, match=words):
+            solve(w, scheme, h, Options())
     solution = gptq.quantize(w, scheme, h, Options(on_unsolvable="rtn"))
     assert solution.facts["fallback"] == "rtn" and words in solution.facts["reason"]
+    assert solution.facts.get("prune") == ("magnitude" if scheme.sparsity else None)
     assert solution.tensor.equal(rtn.quantize(w, scheme, clip="search")[0])
     if words == "ever moved":
         assert not solution.loss.any() and not solution.norm.any()
+    elif words not in ("diagonal allows", "damping 1") and not scheme.sparsity:
+        with pytest.raises(NumericError, match=words):
+            rtn.quantize(w, scheme, clip="search", metric="block", hessian=h)
 
 
 # The sweep ------------------------------------------------------------------------------------------------------------
@@ -311,15 +318,24 @@ def test_linears_solved_together_equal_those_solved_one_by_one(label: str, optio
 
 @pytest.mark.parametrize(
     ("options", "scheme"),
-    [(Options(act_order="off"), "int4:g64:asym"), (Options(), "int4:g64:24")],
-    ids=["off", "2:4"],
+    [
+        (Options(act_order="off"), "int4:g64:asym"),
+        (Options(), "int4:g64:24"),
+        (Options(signed=True, descent=2, refit=True), "int4:g64"),
+        *((metric, "int4:g64") for metric in ("mse", "block")),
+    ],
+    ids=["off", "2:4", "refined", "rtn mse", "rtn block"],
 )
-def test_the_number_of_threads_changes_no_bit(options: Options, scheme: str) -> None:
+def test_the_number_of_threads_changes_no_bit(options: Any, scheme: str) -> None:
     """The rows are more than one part, and the factor is one that the library shares out among threads."""
-    w, h = gauss(1100, 512).half(), correlated(512).float()
-    one, *others = on_threads(lambda: gptq.quantize(w, Scheme.parse(scheme), h, options))
-    for other in others:
-        assert one.tensor.equal(other.tensor) and torch.equal(one.loss, other.loss) and one.facts == other.facts
+    w, h, scheme = gauss(1100, 512).half(), correlated(512).float(), Scheme.parse(scheme)
+    if isinstance(options, Options):
+        one, *others = on_threads(lambda: gptq.quantize(w, scheme, h, options))
+        assert all(torch.equal(one.loss, other.loss) and one.facts == other.facts for other in others)
+        one, *others = (solution.tensor for solution in (one, *others))
+    else:
+        one, *others = on_threads(lambda: rtn.quantize(w, scheme, clip="search", metric=options, hessian=h)[0])
+    assert all(one.equal(other) for other in others)
 
 
 def test_the_order_of_documents_changes_few_codes() -> None:

@@ -70,14 +70,6 @@ def test_a_weighed_token_counts_as_often_as_its_weight_however_calls_are_cut() -
         assert torch.allclose(found.matrix().double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_of_one_give_the_plain_sum_bit_for_bit() -> None:
-    x = gauss(CHUNK + 700, 65).float()
-    weighed, plain = Hessian(65, "cpu"), Hessian(65, "cpu")
-    weighed.add(x, torch.ones(len(x)))
-    plain.add(x)
-    assert torch.equal(weighed.matrix(), plain.matrix())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("chunk", [CHUNK, LONG_CHUNK])

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.grid import Grid, encode
-from quantkit.algorithms.numerics import check_weight
+from quantkit.algorithms.numerics import Grid, check_weight, encode
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.names import Clip, Metric
-from tests.algorithms.inputs import LABELS, correlated, gauss, on_threads
+from tests.algorithms.inputs import LABELS, correlated, gauss
 from tests.golden import golden
 
 INT4, ASYM, FP6 = Scheme.parse("int4:channel"), Scheme.parse("int4:channel:asym"), Scheme.parse("fp6:channel")
@@ -134,14 +133,8 @@ def test_an_overflowing_scale_is_refused_with_its_row(label: str, clip: Clip, dt
     w[5, 3], w[5, 4] = top, -top
     with pytest.raises(NumericError, match=r"row 5 .*65504"):
         rtn.quantize(w, Scheme.parse(label), clip=clip)
-
-
-@pytest.mark.parametrize("label", LABELS)
-def test_the_largest_weights_that_pass_stay_finite_in_float16(label: str) -> None:
-    w = gauss(8, 128).half()
-    w[:, 0] = 59000
-    for clip in ("none", "search"):
-        assert torch.isfinite(rtn.quantize(w, Scheme.parse(label), clip=clip)[0].dequantize(torch.float16)).all()
+    w[:, 3], w[5, 4] = 59000, 0  # the largest that pass
+    assert torch.isfinite(rtn.quantize(w.half(), Scheme.parse(label), clip=clip)[0].dequantize(torch.float16)).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -216,17 +209,8 @@ def test_a_search_is_never_worse_than_the_base_scale(label: str, metric: Metric,
     assert after.sum() < 0.96 * before.sum(), "the search gains nothing"
     scales = found.scales.float()
     assert torch.isfinite(scales).all() and (scales > 0).all()
-    if dtype == torch.bfloat16:
-        assert torch.equal(scales.to(torch.bfloat16).float(), scales)
-
-
-def test_a_metric_with_more_information_gives_a_lower_loss() -> None:
-    w, h = gauss(64, 256), correlated(256)
-    scheme = Scheme.parse("int4:g64")
-    losses = [rtn.quantize(w, scheme)[0]]
-    losses += [rtn.quantize(w, scheme, clip="search", metric=m, hessian=h)[0] for m in ("mse", "diag", "block")]
-    none, mse, diag, block = (float(group_loss(w, q, h).sum()) for q in losses)
-    assert block < diag < none and block < mse
+    exact = torch.equal(scales.to(torch.bfloat16).float(), scales)
+    assert exact == (dtype == torch.bfloat16)
 
 
 def test_the_search_finds_the_best_candidate_and_the_larger_on_ties() -> None:
@@ -242,16 +226,6 @@ def test_the_search_finds_the_best_candidate_and_the_larger_on_ties() -> None:
     assert torch.allclose(group_loss(w, found, h).view(-1), best, rtol=1e-4)
     halves = torch.tensor([[1.0, -0.5, 0.25, 0.0]])  # the same values of FP6 at 1/28 as at 2/28
     assert rtn.quantize(halves, FP6, clip="search")[0].scales.item() == torch.tensor(2 / 28).half()
-
-
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_bfloat16_weights_get_scales_that_bfloat16_can_hold(label: str, dtype: torch.dtype) -> None:
-    w = gauss(64, 128).to(dtype)
-    for clip in ("none", "search"):
-        scales = rtn.quantize(w, Scheme.parse(label), clip=clip)[0].scales.float()
-        exact = torch.equal(scales.to(torch.bfloat16).float(), scales)
-        assert exact if dtype == torch.bfloat16 else not exact
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -281,9 +255,6 @@ def test_broken_hessians_and_missing_ones_are_refused() -> None:
     w = gauss(4, 64)
     with pytest.raises(RecipeError, match="calibration"):
         rtn.quantize(w, INT4, clip="search", metric="block")
-    for broken, words in ((torch.full((64, 64), torch.nan), "NaN"), (-torch.eye(64), "covariance")):
-        with pytest.raises(NumericError, match=words):
-            rtn.quantize(w, INT4, clip="search", metric="block", hessian=broken)
     indefinite = torch.ones(64, 64) * 3 - 2 * torch.eye(64)
     with pytest.raises(NumericError, match="indefinite"):
         rtn.quantize(w, INT4, clip="search", metric="block", hessian=indefinite)
@@ -304,11 +275,3 @@ def test_wide_rows_use_blocks_on_the_diagonal() -> None:
     h = torch.eye(k) * torch.exp(gauss(k, seed=4)).float()
     wide, _ = rtn.quantize(w, FP6, clip="search", metric="block", hessian=h)
     assert wide.equal(rtn.quantize(w, FP6, clip="search", metric="diag", hessian=h)[0])
-
-
-@pytest.mark.parametrize("metric", ["mse", "block"])
-def test_the_number_of_threads_changes_no_bit(metric: Metric) -> None:
-    w, h = gauss(4200, 256).half(), correlated(256).float()
-    scheme = Scheme.parse("int4:g64")
-    one, *others = on_threads(lambda: rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h)[0])
-    assert all(one.equal(other) for other in others)

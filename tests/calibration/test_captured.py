@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration import captured
-from quantkit.calibration.captured import CAPTURED, Captured
+from quantkit.calibration.backward import CAPTURED, Captured
 from quantkit.core.quantized_tensor import QuantizedTensor
 from tests.calibration.runs import small, solved
 
@@ -122,7 +121,7 @@ def test_a_run_tuned_by_graphs_has_the_codes_of_one_without(
     chosen = {"tune": 24, "output_aware": True}
     first, _ = solved(folder, "cuda", tmp_path / "graphs", **chosen)
     assert len(replays) == 2 * (24 - CAPTURED + 1)  # two blocks
-    monkeypatch.setattr(captured, "CAPTURED", 100)
+    monkeypatch.setattr("quantkit.calibration.backward.CAPTURED", 100)
     second, _ = solved(folder, "cuda", tmp_path / "without", **chosen)
     assert len(replays) == 2 * (24 - CAPTURED + 1) and first.keys() == second.keys()
     for name, value in first.items():

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration.groups import find_groups, tasks
-from quantkit.calibration.stages.base import Group, Task
+from quantkit.calibration.stages.base import Group, Task, find_groups, tasks
 from quantkit.calibration.stages.hessians import Hessians, collect
 from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,16 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import budget
-from quantkit.calibration.groups import find_groups
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
+from quantkit.calibration.stages.base import find_groups
 from quantkit.calibration.stages.hessians import collect
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
 from quantkit.errors import QuantkitError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
-from quantkit.progress import Clock as Phases, Progress
+from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import (
     COARSE,
@@ -30,7 +29,6 @@ from tests.calibration.runs import (
     PLAIN_SUM,
     digests,
     distance,
-    quantized,
     sequences,
     start,
 )
@@ -69,15 +67,6 @@ def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
         list(calibrated(new_run(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path), []))
 
 
-def test_activations_beyond_the_budget_give_the_same_bits(three: Path, tmp_path: Path) -> None:
-    recipe = from_mapping(COARSE)
-    inside, commits = quantized(three, recipe, tmp_path)
-    outside, mapped = quantized(three, recipe, tmp_path, act_budget=0)
-    assert (tmp_path / "activations-live.bin").stat().st_size == sum(len(s) for s in sequences()) * 128 * 4
-    assert digests(inside) == digests(outside)
-    assert [c.get("activations") for c in commits] == [c.get("activations") for c in mapped]
-
-
 @pytest.mark.parametrize("family", [*GROUPS, "gpt2", "mixtral", "gpt_oss", "llama4_text"])
 def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,32 +89,6 @@ def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
             found[-1].append(stream.activations.hidden.clone())
         assert taken == ([2, 1, 1, 1, 2] if tokens else [1] * 7)
     assert all(distance(batch, single) < 1e-5 for single, batch in zip(*found, strict=True))
-
-
-@pytest.mark.gpu
-def test_activations_on_a_gpu_that_is_nearly_full_give_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quantkit.calibration import activations
-
-    folder, recipe = write_model("llama", tmp_path / "model"), from_mapping({})
-    here, _ = quantized(folder, recipe, tmp_path, "cuda")
-    monkeypatch.setattr(activations, "stays_on_gpu", lambda size, free: False)
-    there, _ = quantized(folder, recipe, tmp_path, "cuda")
-    outside, _ = quantized(folder, recipe, tmp_path, "cuda", act_budget=0)
-    assert digests(here) == digests(there) == digests(outside)
-
-
-def test_the_seconds_of_phases_are_each_counted_once() -> None:
-    clock, started = Phases(torch.device("cpu")), time.perf_counter()
-    with clock.phase("forward"):
-        time.sleep(0.02)
-        with clock.phase("hessian"):
-            time.sleep(0.03)
-        time.sleep(0.02)
-    whole, found = time.perf_counter() - started, clock.take()
-    assert found["forward"] >= 0.04 and found["hessian"] >= 0.03 and sum(found.values()) <= whole
-    assert clock.take() == {}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides itself what it gives back")

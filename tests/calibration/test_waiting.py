@@ -11,45 +11,20 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration import budget
-from quantkit.calibration.groups import find_groups
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
-from quantkit.calibration.run import Stream
+from quantkit.calibration.run import Waiting
 from quantkit.calibration.stages import solve
-from quantkit.calibration.stages.base import LoadedBlock, Task
+from quantkit.calibration.stages.base import LoadedBlock, Task, find_groups
 from quantkit.calibration.stages.hessians import collect
 from quantkit.calibration.stages.solve import Solve
-from quantkit.calibration.waiting import Waiting
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
 from quantkit.errors import NumericError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.passing import State
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
-from tests.calibration.runs import COARSE, GROUPS, PLAIN_SUM, digests, quantized, sequences, start
-from tests.tiny_models import write_model
-
-
-@pytest.mark.parametrize("family", [*GROUPS, "qwen3_moe", "falcon"])
-def test_passes_that_wait_have_the_bits_of_passes_from_the_start(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, run, found, calls = write_model(family, tmp_path / "model"), BlockRunner.run, [], list[int]()
-
-    def counted(model: BlockRunner, *args: Any) -> State | None:
-        calls[-1] += 1
-        return run(model, *args)
-
-    monkeypatch.setattr(BlockRunner, "run", counted)
-    for most in (2**31, 0):
-        monkeypatch.setattr(budget, "PASSES_BYTES", most)
-        calls.append(0)
-        items, commits = quantized(folder, from_mapping(COARSE), tmp_path)
-        found.append((digests(items), [commit.get("activations") for commit in commits]))
-    assert found[0] == found[1]
-    assert calls[0] < calls[1] * (0.9 if "moe" in family else 0.4)
-    assert torch.is_grad_enabled()
+from tests.calibration.runs import COARSE, PLAIN_SUM, digests, quantized, sequences, start
 
 
 def test_a_document_that_calls_its_linears_in_another_order_loses_no_token(
@@ -147,14 +122,3 @@ def test_an_error_while_passes_wait_frees_them(three: Path, tmp_path: Path, monk
     with pytest.raises(NumericError, match="good enough"):
         quantized(three, from_mapping(COARSE), tmp_path)
     assert (0,) not in waiting[0]
-
-
-@pytest.mark.gpu
-def test_passes_that_wait_on_a_gpu_have_the_bits_of_passes_from_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, found = write_model("llama", tmp_path / "model"), []
-    for may_wait in (Stream.may_wait, lambda *_: False):
-        monkeypatch.setattr(Stream, "may_wait", may_wait)
-        found.append(digests(quantized(folder, from_mapping({}), tmp_path, "cuda")[0]))
-    assert found[0] == found[1]

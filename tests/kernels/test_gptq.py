@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantkit.algorithms import scale_search
 from quantkit.algorithms.gptq import quantize
-from quantkit.algorithms.grid import round_to_codes
+from quantkit.algorithms.numerics import round_to_codes
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import Pattern, round_block

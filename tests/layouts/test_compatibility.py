@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
-import shutil
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
-from quantkit.cli.commands import quantkit
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, RecipeError
@@ -28,8 +22,7 @@ from quantkit.layouts.compatibility import PRUNED, RECENTRED, SCHEMES, Conversio
 from quantkit.layouts.recast import broken_rule, recast, target
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call, refused
-from tests.faults import Killed, count, failing, faults, killer, memory_path
-from tests.folders import tensors
+from tests.faults import memory_path
 from tests.layouts.samples import record, write_folder
 from tests.tiny_models import FAMILIES, write_model
 
@@ -172,61 +165,6 @@ def test_recast_schemes_are_in_the_config_under_exact_names(small_llama: Path, t
         assert torch.equal(now.dequantize(), q.dequantize())
     layers = json.loads((tmp_path / "b" / REPORT).read_text())["layers"]
     assert {layer.get("restated_from") for layer in layers} == {None, "int4:channel"}
-
-
-def test_shards_have_the_requested_size(small_llama: Path, tmp_path: Path) -> None:
-    write_folder(small_llama, tmp_path / "a", "gptq", Schemes(INT4.default, ignore=("lm_head",)))
-    call("pack", tmp_path / "a", "--layout", "gptq", "-o", tmp_path / "b", "--max-shard-size", "50KB", "-q")
-    files = sorted((tmp_path / "b").glob("*.safetensors"))
-    assert len(files) > 5 and tensors(tmp_path / "b") == tensors(tmp_path / "a")
-    index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index == {name: path.name for path in files for name in load_file(path)}
-    for path in files:
-        sizes = [tensor.nbytes for tensor in load_file(path).values()]
-        assert sum(sizes) <= 50_000 or len(sizes) == 1
-
-
-# ------------------------------------------------------------------------------------------------ stopped at the end
-
-
-@pytest.mark.parametrize("fault", ["killed", "failing", "interrupted"])
-def test_a_conversion_interrupted_at_its_end_names_a_way_out_that_works(
-    fault: str, small_llama: Path, tmp_path: Path
-) -> None:
-    """A conversion cannot be resumed, and its folder may be complete already."""
-    write_folder(small_llama, tmp_path / "a", "gptq", INT4)
-    command = ("convert", "gptq-to-marlin", tmp_path / "a", "-q", "-o")
-    operations = count(lambda: call(*command, tmp_path / "good"))
-    hooks = {"killed": killer, "failing": partial(failing, error=errno.EIO, once=True), "interrupted": interrupting}
-    out, left = tmp_path / "out", 0
-    for step in range(operations - 15, operations + 1, 3):
-        with faults(hooks[fault](step)), suppress(Killed):
-            ended = CliRunner().invoke(quantkit, [str(arg) for arg in (*command, out)])
-            assert isinstance(ended.exception, SystemExit | None)
-        found = [path.name.partition("-")[0] for path in tmp_path.glob("out*")]
-        if found == ["out.partial"]:
-            left += 1
-            assert fault == "killed" or "--overwrite discards it" in ended.output or "input/output" in ended.output
-            again = CliRunner().invoke(quantkit, [str(arg) for arg in (*command, out)])
-            assert again.exit_code == 0 or "or discard it with --overwrite" in again.output
-            call(*command, out, "--overwrite")
-        elif not found:
-            call(*command, out)
-        assert tensors(out) == tensors(tmp_path / "good") and not list(tmp_path.glob("out.*"))
-        shutil.rmtree(out)
-    assert fault == "killed" or left <= 3  # from the removal of the lock to the rename the folder's owner is unknown
-
-
-def interrupting(step: int) -> Callable[[str, Path], None]:
-    seen = 0
-
-    def hook(operation: str, path: Path) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == step:
-            raise KeyboardInterrupt
-
-    return hook
 
 
 # ------------------------------------------------------------------------------------------------ losses are reported

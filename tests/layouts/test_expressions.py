@@ -67,12 +67,6 @@ def test_a_match_ends(pattern: str) -> None:
     assert time.process_time() - started < 10
 
 
-def test_patterns_of_a_recipe_end_too() -> None:
-    recipe = from_mapping({"skip": [ENDLESS[1]]})
-    with pytest.raises(CheckpointError, match="takes too long"):
-        recipe.scheme_of(NAME)
-
-
 def test_more_overrides_than_are_compiled_in_seconds_are_refused(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expressions, "MOST", 500)
     for count in (500, 501):

@@ -43,7 +43,7 @@ IMPORTERS = {
     "scipy": {"planning.fit"},
     "click": {"cli"},
     "filelock": {"io.staging"},
-    "greenlet": {"calibration.waiting"},
+    "greenlet": {"calibration.run"},
     "typing_extensions": {"api", "pipeline", "planning.survey"},
 }
 #: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.

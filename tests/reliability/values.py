@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.algorithms import gptq, rtn
-from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, half_precision
 from quantkit.algorithms.hessian import Hessian, row_losses
+from quantkit.algorithms.numerics import LARGEST_HALF, SMALLEST_SCALE, half_precision
 from quantkit.algorithms.options import Options
 from quantkit.calibration.stages.solve import solve
 from quantkit.calibration.uncalibrated import solve_uncalibrated

@@ -1,18 +1,23 @@
-"""The interface of a stage, a loaded block, and the tasks into which its linears are divided."""
+"""The interface of a stage, and a loaded block: its linears that share an input, divided into tasks
+in the order of solving.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
+from quantkit.calibration import budget
 from quantkit.calibration.budget import Peaks, Sizes
 from quantkit.calibration.run import Run, Stream
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.threads import divide
 from quantkit.recipes.goals import Goal
 
 
@@ -104,3 +109,120 @@ class Stage:
 
     def leave(self, block: LoadedBlock) -> None:
         """Work on a block whose linears are all solved."""
+
+
+def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
+    """Yield independent groups of a loaded block, as many at a time as memory allows.
+
+    The caller solves them, and puts the solved linears into the block, before it takes the next
+    ones. If the caller names an expert as starved, it is yielded again, with all tokens of the
+    layer.
+    """
+    run, model, moe = block.run, block.run.model, block.run.recipe.calibration.moe
+    if moe == "all":
+        model.run_on_all_tokens(
+            model.experts[name] for name in block.goals if name in model.experts
+        )
+    with run.clock.phase("forward"):
+        reached = [name for name in block.goals if name not in block.uncalled]
+        groups = find_groups(block, reached) if reached else []
+    for step in find_steps(run, groups):
+        experts = {name: {"moe": moe} for name in model.experts}
+        yield from _divided(run, step, experts)
+        starved = [name for group in step for name in group.linears if name in block.starved]
+        if starved:
+            model.run_on_all_tokens(model.experts[name] for name in starved)
+            facts = {name: {"moe": "all", "few_routed": block.starved[name]} for name in starved}
+            yield from _divided(run, find_groups(block, starved), facts)
+            model.run_on_all_tokens([])
+    model.run_on_all_tokens([])
+
+
+def _divided(
+    run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, Any]]
+) -> Iterator[list[Task]]:
+    """Divide groups into tasks with Hessians of at most `HESSIAN_BYTES`; the linears of a group
+    have the same facts.
+    """
+    width = {group: run.model.linears[group.linears[0]][1] for group in groups}
+    size = {group: Hessian.bytes(k) + Hessian.chunk_bytes(k) for group, k in width.items()}
+    for some in divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
+        yield [Task(group, {name: facts.get(name, {}) for name in group.linears}) for group in some]
+
+
+def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
+    """Group a loaded block's `targets` that receive the same tensor object, in order of first call.
+
+    Documents are run until every target was called. One is enough, unless tokens choose experts
+    that are not unfused. Targets that no document reaches become groups at the end, each with its
+    expert's targets of the same input. Groups from several ranks are merged in rank order.
+    """
+    groups: list[Group] = []
+    waiting = set(targets)
+    for group in chain.from_iterable(block.run.ranks.exchange(_seen_here(block, targets))):
+        if linears := tuple(linear for linear in group.linears if linear in waiting):
+            groups.append(replace(group, linears=linears))
+            waiting.difference_update(linears)
+    idle: dict[object, list[str]] = {}
+    for linear in targets:
+        if linear in waiting:
+            expert = block.run.model.experts.get(linear)
+            key = (expert.owner, expert.number, expert.role == "down") if expert else linear
+            idle.setdefault(key, []).append(linear)
+    return groups + [Group(tuple(linears)) for linears in idle.values()]
+
+
+def _seen_here(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
+    """Group the `targets` that the documents of this rank call."""
+    groups, waiting = list[Group](), set(targets)
+    for number in range(len(block.stream.sequences)):
+        block.run.progress.check()
+        found = _seen_in(block, number, sorted(waiting))
+        groups += found
+        waiting.difference_update(linear for group in found for linear in group.linears)
+        if waiting <= block.run.model.experts.keys():
+            break
+    return groups
+
+
+def _seen_in(block: LoadedBlock, number: int, targets: Sequence[str]) -> list[Group]:
+    """Group the `targets` that one document calls."""
+    model, tokens = block.run.model, block.stream.sequences[number]
+    inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
+    others = set[
+        str
+    ]()  # linears whose input is not what a norm returned, with a row for each token
+
+    def see(linear: str, x: Tensor) -> bool:
+        inputs.setdefault(linear, []).append(x)
+        if x.numel() != len(tokens) * x.shape[-1] or not is_normalised(x):
+            others.add(linear)
+        return False
+
+    with model.watching_norms(block.index) as is_normalised, model.watching(targets, see):
+        model.run(block.index, tokens, block.stream.activations.get(number))
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for linear, seen in inputs.items():
+        shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
+    return [
+        Group(tuple(linears), len(inputs[linears[0]]) == 1, others.isdisjoint(linears))
+        for linears in shared.values()
+    ]
+
+
+def find_steps(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
+    """Divide the groups into steps, one after the other; the groups of a step do not depend on each
+    other.
+
+    True-sequential: one group is a step, or the same projections of all experts of a layer. Else
+    there is one step.
+    """
+    if not run.recipe.true_sequential:
+        return [list(groups)]
+    steps: dict[object, list[Group]] = {}
+    for group in groups:
+        expert = run.model.experts.get(group.linears[0])
+        steps.setdefault((expert.owner, expert.role == "down") if expert else group, []).append(
+            group
+        )
+    return list(steps.values())

@@ -10,21 +10,21 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import coordinate_descent, gptq, rtn, sparsegpt
+from quantkit.algorithms import coordinate_descent, gptq, pruning, rtn
 from quantkit.algorithms.cholesky import Factor, factorize
-from quantkit.algorithms.deviation import total, widened
 from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.numerics import check_weight
+from quantkit.algorithms.rtn import total, widened
 from quantkit.calibration import budget
 from quantkit.calibration.budget import ROWS, SQUARES, Peaks, Sizes
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
@@ -84,35 +84,26 @@ class Solve(Stage):
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
         """Solve the groups, each on the rank that owns it or by rows on all ranks."""
-        for task, items in zip(tasks, self._solved(block, tasks), strict=True):
-            for item in items:
-                facts = task.facts[item.name.removesuffix(".weight")]
-                block.put_back(item._replace(facts={**(item.facts or {}), **facts}))
-                block.run.progress.detail(_detail(item))
-
-    def _solved(self, block: LoadedBlock, tasks: Sequence[Task]) -> Iterator[list[Item]]:
-        """Yield the solved linears of each group."""
-        run = block.run
-
-        def work(task: Task) -> tuple[list[Item], list[str]]:
-            told = Recorder(run.progress)
-            return self._of_group(block, task, told), told.take()
-
-        solved: Iterable[tuple[list[Item], list[str]]] = map(work, tasks)
+        run, work = block.run, partial(self._solved, block)
         owners = [task.owner for task in tasks if task.owner is not None]
+        solved: Iterable[tuple[list[Item], list[str]]] = map(work, tasks)
         if owners:
             with run.exchanging():
                 solved = list(run.ranks.each(tasks, owners, work))
-        for items, warnings in solved:
+        for task, (items, warnings) in zip(tasks, solved, strict=True):
             for text in warnings if run.ranks.first else ():
                 run.progress.warn(text)
-            yield items
+            for item in items:
+                facts = task.facts[item.name.removesuffix(".weight")]
+                block.put_back(item._replace(facts={**(item.facts or {}), **facts}))
+                run.progress.detail(_detail(item))
 
-    def _of_group(self, block: LoadedBlock, task: Task, progress: Progress) -> list[Item]:
-        """Solve the linears of a group, at most `SOLVED_WEIGHTS` weights at a time, because `all`
-        joins all experts of a layer.
+    def _solved(self, block: LoadedBlock, task: Task) -> tuple[list[Item], list[str]]:
+        """Solve the linears of one group; return them and the warnings.
+
+        At most `SOLVED_WEIGHTS` are solved at a time: `all` joins all experts of a layer.
         """
-        run, items = block.run, list[Item]()
+        run, items, progress = block.run, list[Item](), Recorder(block.run.progress)
         assert task.hessian is not None
         ranks = run.ranks if task.owner is None else ALONE
         sizes = {name: prod(run.model.linears[name]) for name in task.group.linears}
@@ -120,18 +111,18 @@ class Solve(Stage):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}
-                solved = partial(
+                again = partial(
                     solve, weights, goals, task.hessian, run.recipe, progress, ranks, block.floors
                 )
                 try:
-                    items += solved()
+                    items += again()
                     continue
                 except torch.OutOfMemoryError:
                     # Ranks that share rows exchange them, so one of them cannot begin anew.
                     if ranks.count > 1 or not block.stream.stop_waiting():
                         raise
-                items += solved()
-        return items
+                items += again()
+        return items, progress.take()
 
 
 def _detail(item: Item) -> str:
@@ -143,13 +134,6 @@ def _detail(item: Item) -> str:
     return f"{item.name}: " + ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found
     )
-
-
-class _System(NamedTuple):
-    """Hold a Hessian `[width, width]`, and its factor if the method needs it."""
-
-    h: Tensor
-    factor: Factor | None
 
 
 def solve(
@@ -187,8 +171,8 @@ def solve(
     with about(names):
         hessian.check_size(k)
     h = hessian.matrix()
-    sums = {"tokens": hessian.tokens, **_channel_peak(h)}
-    systems: dict[tuple[bool, int], _System] = {}
+    common = {"tokens": hessian.tokens, **_channel_peak(h), **skipped}
+    systems: dict[tuple[bool, int], tuple[Tensor, Factor | None]] = {}
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
         alike.setdefault((goals[name], weight.dtype), {})[name] = weight
@@ -199,16 +183,18 @@ def solve(
         if (sparse, width) not in systems:
             wide_h = _widened_hessian(h, width)
             factor = _factor(names, wide_h, recipe, sparse, progress) if recipe.factored else None
-            systems[sparse, width] = _System(wide_h, factor)
-        system = systems[sparse, width]
+            systems[sparse, width] = wide_h, factor
         started = time.perf_counter()
-        wide = {name: widened(w, width) for name, w in chosen.items()}
-        least = [floors] if floors.keys() >= chosen.keys() else []
-        solved = _solve_alike(wide, goal, system, recipe.solving(goal), ranks, *least)
+        by_row = {"weight": {name: widened(weight, width) for name, weight in chosen.items()}}
+        if floors.keys() >= chosen.keys():
+            by_row["floor"] = floors
+        rounds = _gptq if recipe.factored else _rtn
+        method = rounds if isinstance(goal, Scheme) else _prune
+        solved = method(by_row, goal, *systems[sparse, width], recipe.solving(goal), ranks)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
-            common = {**sums, **skipped, "seconds": seconds * len(weight)}
-            items.append(stored_item(name, weight, tensor, {**facts, **common}, recipe))
+            facts |= {**common, "seconds": seconds * len(weight)}
+            items.append(stored_item(name, weight, tensor, facts, recipe))
     return items
 
 
@@ -289,31 +275,16 @@ def _factor(
     return factor
 
 
-def _solve_alike(
-    weights: ByLinear, goal: Goal, system: _System, recipe: Recipe, ranks: Ranks, *floors: ByLinear
-) -> Solved:
-    """Solve weights that share dtype and goal, by the recipe's method."""
-    if not isinstance(goal, Scheme):
-        return _prune(weights, system, recipe, ranks)
-    if recipe.factored:
-        return _gptq(weights, goal, system, recipe, ranks, *floors)
-    return _rtn(weights, goal, system.h, recipe, ranks)
-
-
 def _gptq(
-    weights: ByLinear,
-    scheme: Scheme,
-    system: _System,
+    by_row: Mapping[str, ByLinear],
+    scheme: Any,
+    h: Tensor,
+    factor: Factor | None,
     recipe: Recipe,
     ranks: Ranks,
-    *floors: ByLinear,
 ) -> Solved:
-    def solve_rows(weight: Tensor, floor: Tensor | None = None) -> gptq.Solution:
-        return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor, floor)
-
-    parts = gptq.split(
-        gptq.join(_as_one(weights, solve_rows, ranks, *floors)), [len(w) for w in weights.values()]
-    )
+    rows = partial(gptq.quantize, scheme=scheme, h=h, options=recipe.gptq, factor=factor)
+    joint = gptq.join(_as_one(by_row, rows, ranks))
     return [
         (
             part.tensor,
@@ -325,20 +296,25 @@ def _gptq(
                 **part.facts,
             },
         )
-        for part in parts
+        for part in gptq.split(joint, [len(w) for w in by_row["weight"].values()])
     ]
 
 
-def _prune(weights: ByLinear, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
-    h, factor = system
-    tall = torch.cat(
-        _as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks)
-    )
+def _prune(
+    by_row: Mapping[str, ByLinear],
+    goal: Goal,
+    h: Tensor,
+    factor: Factor | None,
+    recipe: Recipe,
+    ranks: Ranks,
+) -> Solved:
+    rows = partial(pruning.prune, h=h, options=recipe.gptq, factor=factor)
+    tall = torch.cat(_as_one(by_row, rows, ranks))
+    weights = by_row["weight"]
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
     found: Solved = []
-    for (name, weight), value in zip(
-        weights.items(), tall.split([len(w) for w in weights.values()]), strict=True
-    ):
+    values = tall.split([len(weight) for weight in weights.values()])
+    for (name, weight), value in zip(weights.items(), values, strict=True):
         with about(name):
             facts = {"method": recipe.gptq.prune, **used, **counts_of_pruned(value)}
         facts["loss"] = total(row_losses(weight.float() - value.float(), None, h))
@@ -348,21 +324,26 @@ def _prune(weights: ByLinear, system: _System, recipe: Recipe, ranks: Ranks) -> 
     return found
 
 
-def _rtn(weights: ByLinear, scheme: Scheme, h: Tensor, recipe: Recipe, ranks: Ranks) -> Solved:
-    def solve_rows(weight: Tensor) -> tuple[QuantizedTensor, dict[str, Any]]:
-        return rtn.quantize(
-            weight,
-            scheme,
-            clip=recipe.clip,
-            metric=recipe.metric,
-            hessian=h,
-            signed=recipe.signed,
-            prune=recipe.prune or "magnitude",
-        )
-
+def _rtn(
+    by_row: Mapping[str, ByLinear],
+    scheme: Any,
+    h: Tensor,
+    factor: Factor | None,
+    recipe: Recipe,
+    ranks: Ranks,
+) -> Solved:
+    rows = partial(
+        rtn.quantize,
+        scheme=scheme,
+        clip=recipe.clip,
+        metric=recipe.metric,
+        hessian=h,
+        signed=recipe.signed,
+        prune=recipe.prune or "magnitude",
+    )
     found: Solved = []
-    for name, weight in weights.items():
-        parts = _as_one({name: weight}, solve_rows, ranks)
+    for name, weight in by_row["weight"].items():
+        parts = _as_one({"weight": {name: weight}}, rows, ranks)
         tensor = concatenated([part for part, _ in parts])
         facts = {**parts[0][1], **rtn.scale_facts(tensor)}
         loss, norm = (total(row_losses(weight, value, h)) for value in (tensor, None))
@@ -373,20 +354,21 @@ def _rtn(weights: ByLinear, scheme: Scheme, h: Tensor, recipe: Recipe, ranks: Ra
 
 
 def _as_one(
-    weights: ByLinear, solve_rows: Callable[..., _Part], ranks: Ranks, *beside: ByLinear
+    by_row: Mapping[str, ByLinear], solve_rows: Callable[..., _Part], ranks: Ranks
 ) -> list[_Part]:
     """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in
     order.
 
-    `beside` has further arguments by row.
+    `by_row` has its arguments: the `weight`, and others by row.
     """
-    rows = ranks.rows(sum(map(len, weights.values())))
-    mine = [torch.cat([each[name] for name in weights])[rows] for each in (weights, *beside)]
+    rows = ranks.rows(sum(map(len, by_row["weight"].values())))
+    names = list(by_row["weight"])
+    mine = {key: torch.cat([each[n] for n in names])[rows] for key, each in by_row.items()}
     try:
-        part = solve_rows(*mine) if len(mine[0]) else None
+        part = solve_rows(**mine) if len(mine["weight"]) else None
     except NumericError:
-        for name in weights:  # the row must be named within its own linear
+        for name in names:  # the row must be named within its own linear
             with about(name):
-                solve_rows(*(each[name] for each in (weights, *beside)))
+                solve_rows(**{key: each[name] for key, each in by_row.items()})
         raise
     return [found for found in ranks.gather(part) if found is not None]

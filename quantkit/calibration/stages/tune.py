@@ -19,9 +19,10 @@ from torch import Tensor
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.block_tuning import TUNING_BYTES, TunedWeight, is_moved_in_place
-from quantkit.algorithms.deviation import relative_error, zeroed
+from quantkit.algorithms.rtn import relative_error, zeroed
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import (
+    Captured,
     backward,
     backward_bytes,
     explaining,
@@ -38,7 +39,6 @@ from quantkit.calibration.budget import (
     split_documents,
     stays_on_gpu,
 )
-from quantkit.calibration.captured import Captured
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.stages.gradients import Fisher, Gradients

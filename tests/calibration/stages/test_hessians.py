@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.calibration import budget
-from quantkit.calibration.groups import find_groups
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages import hessians
-from quantkit.calibration.stages.base import Group
+from quantkit.calibration.stages.base import Group, find_groups
 from quantkit.calibration.stages.hessians import collect, sum_once, token_weights
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import (
@@ -66,21 +64,3 @@ def test_experts_on_a_gpu_have_short_chunks_in_any_number_of_passes(
     monkeypatch.setattr(budget, "HESSIAN_BYTES", 1)
     one_by_one, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
     assert digests(at_once) == digests(one_by_one)
-
-
-@pytest.mark.parametrize("moe", ["routed", "all"])
-def test_the_number_of_passes_over_experts_changes_no_byte(
-    moe: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = from_mapping({**COARSE, "calibration": {"moe": moe}})
-    at_once, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
-    monkeypatch.setattr(budget, "HESSIAN_BYTES", 1)
-    monkeypatch.setattr(budget, "SOLVED_WEIGHTS", 1)
-    one_by_one, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
-    assert digests(at_once) == digests(one_by_one)
-    experts = [item.facts for name, item in at_once.items() if ".experts." in name and item.facts]
-    assert len(experts) == 24 and {facts["method"] for facts in experts} == {"gptq"}
-    assert all(facts["moe"] == moe or facts["moe"] == "all" for facts in experts)
-    assert all(isinstance(item.value, Tensor) for name, item in at_once.items() if name.endswith("mlp.gate.weight"))
-    if moe == "all":
-        assert {facts["tokens"] for facts in experts} == {sum(len(s) for s in sequences())}

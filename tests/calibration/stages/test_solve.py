@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 
 from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.hessian import Hessian
-from quantkit.calibration.groups import find_groups
-from quantkit.calibration.stages.hessians import collect
 from quantkit.calibration.stages.solve import solve
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -20,7 +17,6 @@ from quantkit.errors import NumericError
 from quantkit.io.json_files import dump_json
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
-from tests.calibration.runs import start
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
 
@@ -151,17 +147,3 @@ def test_weights_that_vanish_beside_far_larger_ones_are_counted(label: str, meth
     plain[2] = 0.1
     (item,) = solve({"a": plain}, {"a": scheme}, hessian, recipe, Progress(quiet=True))
     assert item.facts is not None and "zeroed" not in item.facts
-
-
-def test_a_linear_solved_in_a_group_equals_one_solved_by_itself(folders: dict[str, Path], tmp_path: Path) -> None:
-    block = start(folders["llama"], from_mapping(COARSE), tmp_path)
-    run, group = block.run, find_groups(block, list(block.goals))[0]
-    hessian = collect(block, [group])[0]
-    weights = {name: run.src.get(f"{name}.weight") for name in group.linears}
-    schemes = dict.fromkeys(weights, run.recipe.scheme)
-    together = solve(weights, schemes, hessian, run.recipe, run.progress)
-    for item, (name, weight) in zip(together, weights.items(), strict=True):
-        (single,) = solve({name: weight}, {name: schemes[name]}, hessian, run.recipe, run.progress)
-        assert isinstance(item.value, QuantizedTensor) and isinstance(single.value, QuantizedTensor)
-        same = (item.value.codes == single.value.codes).float().mean()
-        assert item.name == single.name == f"{name}.weight" and same >= 0.999

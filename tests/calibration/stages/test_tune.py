@@ -18,9 +18,8 @@ from quantkit.calibration.stages import tune
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Commit, Item
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.errors import NumericError, RecipeError
+from quantkit.errors import NumericError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.passing import State
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.calibration.runs import digests, interrupted, resumed
@@ -156,42 +155,6 @@ def test_the_same_seed_gives_the_same_bytes_and_a_stop_changes_none(
         assert torch.is_grad_enabled()
 
 
-def test_the_gradient_of_a_block_is_that_of_the_plain_model(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.models.block_runner.is_fast_in_bfloat16", lambda device: False)
-    src = Checkpoint(three)
-    model = BlockRunner(src, device="cpu")
-    model.prepare(embeddings=True)
-    tokens = sequences()[0]
-    state = model.embed(tokens)
-    model.load_block(0)
-    name = model.targets(0)[0]
-    weight = model.weights.source(name).float().requires_grad_()
-    found = model.run_with(0, tokens, state, {name: weight})
-    plain = model.run(0, tokens, state)
-    assert plain is not None and torch.allclose(found, plain.hidden, rtol=1e-5, atol=1e-6)
-    found.square().sum().backward()
-    direction = torch.zeros_like(weight)
-    direction[1, 2] = 1e-2
-    with torch.no_grad():
-        ends = [model.run_with(0, tokens, state, {name: weight + sign * direction}) for sign in (1, -1)]
-    slope = (ends[0].double().square().sum() - ends[1].double().square().sum()) / 2e-2
-    assert weight.grad is not None and float(weight.grad[1, 2]) == pytest.approx(float(slope), rel=0.05, abs=1e-3)
-    assert isinstance(state, State) and not model.text.training
-
-
-@pytest.mark.parametrize(
-    ("mapping", "says"),
-    [
-        ({"tune": 8, "method": "rtn"}, "--set tune starts from the codes of gptq, the method is rtn"),
-        ({"tune": -1}, "tune is -1"),
-        ({"tune": True}, "tune is True: use an integer"),
-    ],
-)
-def test_refusals(mapping: dict[str, Any], says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
-        from_mapping(mapping)
-
-
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
 def test_padded_sequences_have_the_error_and_the_gradients_of_single_ones(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,12 +191,6 @@ def test_padded_sequences_have_the_error_and_the_gradients_of_single_ones(
         assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
-def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
-    src = Checkpoint(three)
-    with pytest.raises(RecipeError, match="holds out one of 8 calibration sequences, and there are 7"):
-        new_run(src, from_mapping(TUNED), BlockRunner(src, device="cpu"), sequences(7), tmp_path)
-
-
 @pytest.mark.parametrize(
     ("of_ranks", "size"),
     [
@@ -260,9 +217,3 @@ def test_outputs_that_are_not_finite_end_the_run(three: Path, tmp_path: Path, mo
     monkeypatch.setattr(tune.BlockTuning, "error", lambda *given: torch.tensor(torch.nan))
     with pytest.raises(NumericError, match=r"layers\.0: its outputs on held-out sequences are not finite"):
         tuned(three, from_mapping(TUNED), tmp_path)
-
-
-def test_a_recipe_without_tuning_has_no_such_key() -> None:
-    assert "tune" not in from_mapping({}).to_mapping() and "tune" not in from_mapping({"tune": 0}).to_mapping()
-    recipe = from_mapping({"tune": 3})
-    assert from_mapping(recipe.to_mapping()) == recipe and recipe.sha256() != from_mapping({}).sha256()

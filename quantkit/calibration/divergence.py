@@ -1,20 +1,19 @@
-"""How much the model's likelihood suffers from the error of each linear in a folder (ALGORITHMS
-17).
+"""How far packed folders are from their source: their KL divergence on held-out text, and the loss
+increase of each linear.
 
-The unquantized model runs forward and back once, on documents that did not calibrate
-(`stages.gradients`). A linear's loss increase is the squared change of the likelihood to first
-order, token by token. One block is in memory at a time.
+One block is in memory at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 
 from quantkit.calibration.budget import TUNED_AT_ONCE, Sizes, gradient_documents
 from quantkit.calibration.run import Run, embedded
@@ -23,6 +22,45 @@ from quantkit.checkpoint.reader import Checkpoint
 
 #: The measured documents have at least this many tokens together, as far as there are.
 TOKENS = 2**12
+#: Tokens that are compared at a time.
+ROWS = 64
+
+
+@torch.no_grad()
+def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]:
+    """Measure the mean divergence of each folder on the run's sequences, in nats for each token.
+
+    The logits of one sequence by two models are in memory together.
+    """
+    model = run.model
+    streams = {name: embedded(run, kind=f"{name}-") for name in ("source", *folders)}
+    packed = {name: set(folder.modules()) for name, folder in folders.items()}
+    for block in run.progress.bar(
+        range(len(model.blocks)), "divergence", len(model.blocks), "block"
+    ):
+        for name, stream in streams.items():
+            model.load_block(block)
+            for linear in model.targets(block):
+                if linear in packed.get(name, ()):
+                    run.put_back(linear, folders[name].unpadded(linear))
+            stream.forward(block)
+            model.unload_block(block)
+    model.weights.load_head()
+    sums = dict.fromkeys(folders, 0.0)
+
+    def logs(name: str, number: int) -> Tensor:
+        hidden = streams[name].activations.get(number).hidden
+        return model.logits_of(run.sequences[number], hidden).float().log_softmax(-1)
+
+    for number in range(len(run.sequences)):
+        run.progress.check()
+        source = logs("source", number).split(ROWS)
+        for name in folders:
+            for one, other in zip(logs(name, number).split(ROWS), source, strict=True):
+                found = kl_div(one, other, reduction="none", log_target=True)
+                sums[name] += float(found.sum(dtype=torch.float64))
+    model.weights.drop_head()
+    return {name: total / sum(map(len, run.sequences)) for name, total in sums.items()}
 
 
 def pass_bytes(sizes: Sizes) -> list[dict[str, int]]:
@@ -33,11 +71,13 @@ def pass_bytes(sizes: Sizes) -> list[dict[str, int]]:
     return [drawing, {**back, "errors of a block": errors}]
 
 
-def measure(run: Run, folder: Checkpoint) -> dict[str, float]:
-    """Measure the loss increase by each packed linear of a folder made from the run's source, in
-    nats for each token.
+def loss_increases(run: Run, folder: Checkpoint) -> dict[str, float]:
+    """Estimate the loss increase by each packed linear of a folder made from the run's source, in
+    nats for each token (ALGORITHMS 17).
 
-    A linear that no token reaches has no entry. Raises as `gradients.measure`.
+    The unquantized model runs forward and back once, on documents that did not calibrate. The
+    estimate is the squared change of the likelihood to first order, token by token. A linear that
+    no token reaches has no entry. Raises as `gradients.measure`.
     """
     lengths, found = list(map(len, run.sequences)), dict[str, float]()
     count = gradient_documents(lengths, TOKENS)

@@ -1,4 +1,4 @@
-"""Loss increases are those of gradients through the whole model, token by token, for the weights that a folder has."""
+"""Estimates of the loss increase are those of gradients through the whole model, token by token, for the weights that a folder has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration import sensitivity
+from quantkit.calibration import divergence
 from quantkit.calibration.preflight import new_run
 from quantkit.calibration.stages.gradients import drawn_tokens
 from quantkit.checkpoint.reader import Checkpoint
@@ -53,7 +53,7 @@ def test_a_loss_increase_weighs_the_errors_of_a_folder_by_inputs_and_gradients_o
     src, made = Checkpoint(folder), Checkpoint(tmp_path / "made")
     (tmp_path / "work").mkdir()
     run = new_run(src, recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
-    found = sensitivity.measure(run, made)
+    found = divergence.loss_increases(run, made)
     seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
     assert found.keys() == seen.keys() - {"model.layers.1.self_attn.o_proj"}
     for linear, increase in found.items():

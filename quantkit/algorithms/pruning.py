@@ -1,5 +1,6 @@
-"""SparseGPT: choose the 2:4 mask during the sweep, and move the surviving weights
-(ALGORITHMS 9).
+"""2:4 pruning: masks known before any rounding, by magnitude and by wanda's score, and SparseGPT.
+
+SparseGPT chooses the mask during the sweep, and moves the surviving weights (ALGORITHMS 9).
 """
 
 from __future__ import annotations
@@ -8,18 +9,61 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.cholesky import Factor, factorize
-from quantkit.algorithms.masks import fixed_mask
+from quantkit.algorithms.hessian import live_diagonal
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import Pattern, column_blocks, round_block, targets
+from quantkit.core import sparsity
 from quantkit.core.sparsity import QUAD
 from quantkit.core.tensors import dtype_name
 from quantkit.core.threads import one_thread
-from quantkit.errors import NumericError, Setting, Words
+from quantkit.errors import Command, NumericError, RecipeError, Setting, Words
+from quantkit.names import Rule
+
+
+def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
+    """Return the mask bool `[n, k]` of `weight` by `rule`: magnitude, or wanda with the Hessian `h`
+    `[k, k]`.
+
+    RecipeError as `check_fixed`, and for wanda without a Hessian. NumericError if every channel is
+    dead.
+    """
+    check_fixed(rule)
+    if rule == "wanda" and h is None:
+        raise RecipeError(
+            "wanda needs calibration data",
+            "give a calibration set",
+            Words("use", Setting("prune_method", "magnitude")),
+        )
+    if rule == "magnitude" or h is None:
+        return sparsity.weight_mask(weight)
+    diagonal, dead = live_diagonal(h)
+    if bool(dead.all()):
+        raise NumericError(
+            "no input channel ever moved in calibration",
+            "use other text, or magnitude instead of wanda",
+        )
+    return sparsity.weight_mask(weight, diagonal)
+
+
+def check_fixed(rule: Rule) -> None:
+    """Raise RecipeError if a rule needs more than rounding."""
+    if rule == "sparsegpt":
+        sparsegpt = Setting("method", "sparsegpt")
+        raise RecipeError(
+            "sparsegpt moves the weights that stay, rounding does not",
+            Words("use", Setting("method", "gptq")),
+            Words(
+                Setting("prune_method", "magnitude"),
+                "on what",
+                Command("prune", sparsegpt),
+                "wrote",
+            ),
+        )
 
 
 def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = None) -> Tensor:
-    """Return `weight` `[n, k]` with at most two non-zero values per group of four, by the rule of
+    """Return `weight` `[n, k]` with at most two of each four values not zero, by the rule of
     `options`, in its dtype.
 
     sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h`
