@@ -47,7 +47,7 @@ class Pattern(NamedTuple):
     columns in groups of four.
 
     With `r` and `ahead` the sweep fills in `mask` as each group begins. `r` `[k, 1]` is R's
-    diagonal. `ahead` `[k, 4]` says how `t - w` of a group's columns, times R's diagonal, affects its
+    diagonal. `ahead` `[k, 4]` says how `t - w` of a group's columns, times that, affects its
     later columns. A target assumes that the earlier columns of its group are done without error; a
     score assumes that they are not done yet.
     """

@@ -1,4 +1,4 @@
-"""Estimates of the loss increase are those of gradients through the whole model, token by token, for the weights that a folder has."""
+"""Estimated loss increases are those of gradients through the whole model, for the weights that a folder has."""
 
 from __future__ import annotations
 

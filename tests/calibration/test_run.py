@@ -1,4 +1,4 @@
-"""Documents on their way through the blocks: batches, memory that runs out, and where activations are."""
+"""Documents on their way through the blocks: batches, memory that runs out, and passes that wait."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration import budget
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import new_run
-from quantkit.calibration.stages.base import find_groups
+from quantkit.calibration.run import Waiting
+from quantkit.calibration.stages import solve
+from quantkit.calibration.stages.base import LoadedBlock, Task, find_groups
 from quantkit.calibration.stages.hessians import collect
+from quantkit.calibration.stages.solve import Solve
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
-from quantkit.errors import QuantkitError
+from quantkit.errors import NumericError, QuantkitError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.progress import Progress
@@ -29,6 +33,7 @@ from tests.calibration.runs import (
     PLAIN_SUM,
     digests,
     distance,
+    quantized,
     sequences,
     start,
 )
@@ -103,3 +108,100 @@ def test_a_run_does_not_begin_on_top_of_memory_that_earlier_work_has_freed(three
     before = resident()
     new_run(model.src, from_mapping(COARSE), model, sequences(), tmp_path)
     assert before - resident() > 100e6 and len(last)
+
+
+def test_a_document_that_calls_its_linears_in_another_order_loses_no_token(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = start(three, from_mapping(PLAIN_SUM), tmp_path)
+    attention = block.run.model.module.get_submodule("model.layers.0").self_attn
+    groups = find_groups(block, [name for name in block.goals if "self_attn" in name])
+    plain = attention.forward
+
+    def turned(hidden_states: Tensor, **kwargs: Any) -> Any:
+        if hidden_states.shape[1] != 17:
+            return plain(hidden_states, **kwargs)
+        out = attention.o_proj(hidden_states)  # the third document calls the last linear first
+        attention.q_proj(hidden_states)
+        return out, None
+
+    attention.forward = turned
+    waiting, alone = list[Hessian](), list[Hessian]()
+    for found, most in ((waiting, 2**31), (alone, 0)):
+        monkeypatch.setattr(budget, "PASSES_BYTES", most)
+        found += [collect(block, [group])[0] for group in groups]
+        block.stream.waiting.close()
+    for one, other in zip(waiting, alone, strict=True):
+        assert one.tokens == sum(map(len, sequences())) and torch.equal(one.matrix(), other.matrix())
+
+
+def test_memory_that_ends_while_passes_wait_ends_them_and_changes_no_batch(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", 40)
+    src, docs, found = Checkpoint(three), sequences((20,) * 6), []
+    waits = Waiting.wait
+
+    def refused(self: Waiting) -> bool:
+        going_on = waits(self)
+        if going_on:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return going_on
+
+    for wait in (waits, refused):
+        monkeypatch.setattr(Waiting, "wait", wait)
+        run = new_run(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), docs, tmp_path, progress=Progress())
+        found.append(digests({item.name: item for item in calibrated(run, []) if isinstance(item, Item)}))
+    assert found[0] == found[1]
+    assert "not enough memory" not in capsys.readouterr().err
+
+
+def test_a_solver_that_lacks_memory_gets_that_of_the_passes_that_wait(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*args: Any, **kwargs: Any) -> list[Item]:
+        if (0,) in block.stream.waiting:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(*args, **kwargs)
+
+    block, own = start(three, from_mapping(COARSE), tmp_path), solve.solve
+    groups = find_groups(block, list(block.goals))
+    facts: dict[str, Any] = {name: {} for name in groups[1].linears}
+    task = Task(groups[1], facts, collect(block, [groups[1]])[0])
+    assert (0,) in block.stream.waiting
+    monkeypatch.setattr(solve, "solve", short)
+    Solve().work(block, [task])
+    assert block.solved.keys() == {f"{name}.weight" for name in groups[1].linears}
+
+
+def test_passes_wait_within_the_budget_of_activations_only(three: Path, tmp_path: Path) -> None:
+    block = start(three, from_mapping(COARSE), tmp_path)
+    store, x = block.stream.activations, torch.zeros(1, len(sequences()[0]), 256)
+    needed = 4 * len(store.hidden) * (256 + 4 * store.hidden.shape[1])
+    for store.budget, may in ((None, True), (needed, True), (needed - 1, False)):
+        assert block.stream.may_wait([0], x) is may
+
+
+def test_a_pass_that_is_dropped_leaves_the_model_as_it_was(three: Path, tmp_path: Path) -> None:
+    block = start(three, from_mapping(COARSE), tmp_path)
+    stream, groups = block.stream, find_groups(block, list(block.goals))
+    before = stream.run(0, [0])
+    collect(block, [groups[1]])
+    assert (0,) in stream.waiting and torch.is_grad_enabled()
+    assert stream.waiting.close() and not stream.waiting.close()
+    after = stream.run(0, [0])
+    assert before and after and torch.equal(before.hidden, after.hidden)
+
+
+def test_an_error_while_passes_wait_frees_them(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = list[Waiting]()
+
+    def refused(self: Solve, block: LoadedBlock, tasks: list[Task]) -> None:
+        waiting.append(block.stream.waiting)
+        assert (0,) in waiting[0]
+        raise NumericError("no weight is good enough")
+
+    monkeypatch.setattr(Solve, "work", refused)
+    with pytest.raises(NumericError, match="good enough"):
+        quantized(three, from_mapping(COARSE), tmp_path)
+    assert (0,) not in waiting[0]

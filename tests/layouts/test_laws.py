@@ -1,15 +1,19 @@
 """The laws of every layout: packing loses nothing, repeats itself byte for byte, and refuses what `check` refuses.
 
-Bytes are compared with the slow packers of `oracle.py`.
+Bytes are compared with the slow packers of `oracle.py`. Malformed tensors give an error of one line that names tensor
+and rule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, arrangement
@@ -191,3 +195,202 @@ def test_an_arrangement_refuses_wrong_sizes() -> None:
         Arrangement("N", "K i:8", "K N i")(torch.zeros(4, 12, dtype=torch.uint8))
     with pytest.raises(LayoutError, match="do not fill"):
         Arrangement("N", "K i:8", "K N i").inverse(torch.zeros(7, dtype=torch.uint8), (4, 16))
+
+
+Change = Callable[[Tensor], Tensor]
+
+SCALES = dict.fromkeys(("gptq", "gptq-v2", "awq", "quick", "tcfpx"), "scales")
+SCALES |= {"marlin": "s", "marlin24": "s", "marlin24-ct": "scale_packed"}
+FIRST = {layout: next(case for case in CASES if case[0] == layout) for layout in LAYOUTS}
+
+
+def sample(layout: str, label: str = "", n: int = 128, k: int = 256) -> tuple[QuantizedTensor, dict[str, Tensor]]:
+    q = record(Scheme.parse(label or FIRST[layout][1]), n, k, lowest_zero=1)
+    return q, LAYOUTS[layout].pack(q)
+
+
+def refused(layout: str, tensors: dict[str, Tensor], scheme: Scheme, *words: str) -> None:
+    with pytest.raises(LayoutError) as refusal:
+        LAYOUTS[layout].unpack(tensors, scheme)
+    message = str(refusal.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_foreign_misshapen_and_mistyped_tensors_are_refused(layout: str) -> None:
+    q, packed = sample(layout)
+    for name, tensor in packed.items():
+        if name != "g_idx":
+            refused(layout, {k: t for k, t in packed.items() if k != name}, q.scheme, name)
+        for change in (lambda t: t.unsqueeze(0), lambda t: t[:0], lambda t: t[1:], lambda t: t.to(torch.float64)):
+            refused(layout, {**packed, name: change(tensor)}, q.scheme)
+        wrong = torch.int16 if tensor.dtype != torch.int16 else torch.int32
+        refused(layout, {**packed, name: tensor.to(wrong)}, q.scheme, name)
+        refused(layout, {**packed, name: torch.zeros((), dtype=tensor.dtype)}, q.scheme, name)
+    refused(layout, {**packed, "workspace": torch.zeros(16, dtype=torch.int32)}, q.scheme, "workspace")
+    refused(layout, {}, q.scheme)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_another_group_size_or_format_are_refused(layout: str) -> None:
+    q, packed = sample(layout)
+    for label in ("int4:g64", "int4:channel", "int4:g128:asym", "int4:g48", "fp6", "fp5", "fp6:g128"):
+        # Stored zero points of a symmetric weight are valid in an asymmetric scheme.
+        unseen = layout in ("gptq", "gptq-v2", "awq", "quick") and label.endswith("asym")
+        # Words of humming hold more codes if each is narrower, and nothing else says how many there are.
+        unseen |= layout == "humming" and label == "int4:channel"
+        if Scheme.parse(label) != q.scheme and not unseen:
+            refused(layout, packed, Scheme.parse(label))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinite_scales_are_refused_in_both_directions(layout: str, value: float) -> None:
+    q, packed = sample(layout)
+    name = SCALES.get(layout, "weight_scale")
+    packed[name].view(-1)[2:4] = value  # both copies where there are two
+    refused(layout, packed, q.scheme, "scale of row", str(value))
+    q.scales.view(-1)[3] = value
+    with pytest.raises(LayoutError, match="scale of row"):
+        LAYOUTS[layout].pack(q)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zero_negative_and_subnormal_scales_keep_their_bits(layout: str) -> None:
+    q, _ = sample(layout)
+    q.scales.view(-1)[:6] = torch.tensor([0.0, -0.0, -1.5, 6e-8, -6e-8, 65504.0], dtype=torch.float16)
+    assert LAYOUTS[layout].unpack(LAYOUTS[layout].pack(q), q.scheme).equal(q)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wider_scales_are_read_exactly_or_refused(layout: str, dtype: torch.dtype) -> None:
+    name = SCALES.get(layout, "weight_scale")
+    q, packed = sample(layout)
+    q.scales.copy_(torch.linspace(-1, 1, q.scales.numel()).view(q.scales.shape).bfloat16())
+    packed = LAYOUTS[layout].pack(q)
+    wide = {**packed, name: packed[name].to(dtype)}
+    assert LAYOUTS[layout].unpack(wide, q.scheme).equal(q)
+    for value in (1e-10, 1e5, 2.0**-25):
+        wide[name] = packed[name].to(dtype)
+        wide[name].view(-1)[:2] = value
+        refused(layout, wide, q.scheme, "no float16 value", "row 0")
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq-v2"])
+def test_symmetric_gptq_zero_points_are_read_by_their_data(layout: str) -> None:
+    q, packed = sample(layout)
+    for word in (0x77777777, 0x88888888 - 2**32):
+        other = {**packed, "qzeros": torch.full_like(packed["qzeros"], word)}
+        assert LAYOUTS[layout].unpack(other, q.scheme).equal(q)
+    for word in (0x77777778, 0x99999999 - 2**32, 0):
+        other["qzeros"] = torch.full_like(packed["qzeros"], word)
+        refused(layout, other, q.scheme, "neither all 7 (v1) nor all 8 (v2)")
+    other["qzeros"][: 1 if len(other["qzeros"]) > 1 else 0] = 0x77777777
+    refused(layout, other, q.scheme, "symmetric")
+
+
+@pytest.mark.parametrize("layout", ["awq", "quick"])
+def test_symmetric_zero_points_of_awq_are_8_and_others_are_refused(layout: str) -> None:
+    q = record(Scheme.parse("int4:g64"), 128, 128)
+    packed = LAYOUTS[layout].pack(q)
+    assert bool((packed["qzeros"] == 0x88888888 - 2**32).all())
+    asymmetric = LAYOUTS[layout].unpack(packed, Scheme.parse("int4:g64:asym"))
+    assert torch.equal(asymmetric.dequantize(), q.dequantize()) and bool((asymmetric.zeros == 8).all())
+    asymmetric.zeros[77, 1] = 7
+    refused(layout, LAYOUTS[layout].pack(asymmetric), q.scheme, "row 77, group 1 is 7, not 8")
+
+
+@pytest.mark.parametrize("label", ["int4:g64:asym", "int4:g64"])
+def test_copies_of_quick_of_a_scale_or_zero_point_that_differ_are_refused(label: str) -> None:
+    q = record(Scheme.parse(label), 256, 128)
+    q.scales[5, 1] = 0.0
+    packed = LAYOUTS["quick"].pack(q)
+    for place in (0, 1, 700):
+        scales = packed["scales"].clone()
+        scales.view(-1).view(torch.int16)[place] ^= 1
+        refused("quick", {**packed, "scales": scales}, q.scheme, "'scales' holds every entry twice")
+    sign = packed["scales"].clone()
+    sign.view(-1)[int((sign.view(torch.int16) == 0).flatten().nonzero()[0])] = -0.0  # equal as numbers
+    refused("quick", {**packed, "scales": sign}, q.scheme, "'scales' holds every entry twice")
+    for nibble in range(8):
+        zeros = packed["qzeros"].clone()
+        zeros[1, 33] ^= 1 << (4 * nibble) if nibble < 7 else -(1 << 31)
+        refused("quick", {**packed, "qzeros": zeros}, q.scheme, "'qzeros' holds every entry twice")
+
+
+def test_a_stored_gptq_v1_zero_point_of_15_is_refused() -> None:
+    q, packed = sample("gptq", "int4:g64:asym")
+    packed["qzeros"][1, 2] = -1
+    refused("gptq", packed, q.scheme, "15 means 16")
+    assert LAYOUTS["gptq-v2"].unpack(packed, q.scheme).zeros.max() == 15
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq-v2", "compressed-tensors"])
+def test_act_order_is_read_only_if_static(layout: str) -> None:
+    name = "weight_g_idx" if layout == "compressed-tensors" else "g_idx"
+    for label in ("int4:g64", "int4:channel"):
+        q, packed = sample(layout, label)
+        natural = torch.arange(256, dtype=torch.int32) // (q.scheme.group_size or 256)
+        assert LAYOUTS[layout].unpack({**packed, name: natural}, q.scheme).equal(q)
+        for wrong in (natural.flip(0), natural + 1, -natural - 1, torch.arange(256, dtype=torch.int32)):
+            if not torch.equal(wrong, natural):
+                refused(layout, {**packed, name: wrong}, q.scheme, "g_idx", "act-order")
+    without = {k: t for k, t in packed.items() if k != name}
+    assert LAYOUTS[layout].unpack(without, q.scheme).equal(q)
+
+
+def test_hostile_weight_shapes_of_compressed_tensors_are_refused() -> None:
+    q, packed = sample("compressed-tensors", "int4:channel", 5, 100)
+    for shape in ((5, 97), (5, 104)):  # the same number of words: the padding decides
+        packed["weight_shape"] = torch.tensor(shape)
+        if shape == (5, 97):
+            refused("compressed-tensors", packed, q.scheme, "past its true shape")
+    for shape in ((5, 96), (4, 100), (100, 5), (-5, 100), (5, 0), (0, 0), (2**62, 100), (5, 2**63 - 1), (-(2**63), 1)):
+        packed["weight_shape"] = torch.tensor(shape)
+        refused("compressed-tensors", packed, q.scheme)
+
+
+def test_codes_and_zero_points_past_the_true_shape_must_be_0() -> None:
+    q, packed = sample("compressed-tensors", "int4:channel:asym", 13, 100)
+    for name in ("weight_packed", "weight_zero_point"):
+        damaged = {**packed, name: packed[name].clone()}
+        damaged[name][-1, -1] |= -0x80000000
+        refused("compressed-tensors", damaged, q.scheme, name, "past its true shape")
+
+
+@pytest.mark.parametrize(
+    ("label", "value"),
+    [
+        *(("fp6", 0.1171875), ("fp6", 30.0), ("fp5", 28.0), ("fp5", 0.0625)),
+        *(("fp6-e2m3", 8.0), ("fp6-e2m3", 0.0625), ("fp5-e2m2", 7.5), ("fp5-e2m2", 0.125)),
+    ],
+)
+def test_fp8_values_off_the_grid_of_the_format_are_refused(label: str, value: float) -> None:
+    q, packed = sample("compressed-tensors", label)
+    packed["weight"][2, 5] = torch.tensor(value).to(torch.float8_e4m3fn)
+    refused("compressed-tensors", packed, q.scheme, "at [2, 5]", f"no {label} value")
+    packed["weight"].view(torch.uint8)[2, 5] = 0x7F
+    refused("compressed-tensors", packed, q.scheme, "nan")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_views_are_packed_and_unpacked(layout: str) -> None:
+    q, packed = sample(layout)
+    odd = QuantizedTensor(q.scheme, q.codes.t().contiguous().t(), q.scales.t().contiguous().t())
+    for name, tensor in LAYOUTS[layout].pack(odd).items():
+        assert torch.equal(tensor.view(torch.uint8), packed[name].view(torch.uint8))
+        assert tensor.is_contiguous()
+    strided = {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in packed.items()}
+    assert LAYOUTS[layout].unpack(strided, q.scheme).equal(q)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_record_never_shares_memory_with_a_file(layout: str) -> None:
+    q, packed = sample(layout)
+    back = LAYOUTS[layout].unpack(packed, q.scheme)
+    before = back.digest()
+    for tensor in packed.values():
+        tensor.view(torch.uint8).zero_()
+    assert back.digest() == before
+    assert q.equal(back)
