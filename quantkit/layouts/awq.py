@@ -107,11 +107,10 @@ class Awq(Layout):
         return tensors["scales"].t(), zeros, WORDS.unpacker(tensors["qweight"], 4, shape)
 
     def config(self, schemes: Schemes) -> AwqConfig:
-        """Dense linears but the head go to `modules_to_not_convert`, overrides to the `quantkit`
-        key only.
+        """Make the config; overrides are in the `quantkit` key only.
 
-        That is a list of substrings, so only those patterns of `ignore` that match a substring are
-        in it.
+        `modules_to_not_convert` is a list of substrings. So only those patterns of `ignore` that
+        match a substring are in it.
         """
         dense = [_substring(module) for module in schemes.ignore if module != "lm_head"]
         return AwqConfig(

@@ -115,7 +115,7 @@ class Humming(Layout):
         return tensors["weight_scale"], zeros, stream_unpacker(tensors["weight"], bits, k, "weight")
 
     def config(self, schemes: Schemes) -> HummingConfig:
-        """Overrides go to `dynamic`.
+        """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.
 
         vLLM takes a plain entry of `ignore` for a part of a name, so an exact name is written as a
         pattern. A name without dots, such as the head's, stays plain, because wrapper models put a

@@ -70,8 +70,8 @@ class Marlin(Layout):
         return scales, None, CODES.unpacker(tensors["B"], 4, shape)
 
     def config(self, schemes: Schemes) -> GptqConfig:
-        """Overrides and dense linears other than `lm_head` are in the `quantkit` key only
-        (docs/layouts.md 3.5).
+        """Make the config of docs/layouts.md 3.5; overrides and dense linears other than `lm_head`
+        are in the `quantkit` key only.
         """
         return GptqConfig(
             **GptqConfig.settings(schemes.default),

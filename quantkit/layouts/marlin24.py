@@ -134,8 +134,8 @@ class Marlin24(Layout):
         return scales.t(), None, fill
 
     def config(self, schemes: Schemes) -> msgspec.Struct:
-        """Overrides and dense linears other than `lm_head` are in the `quantkit` key only
-        (docs/layouts.md 5.4).
+        """Make the config of docs/layouts.md 5.4; overrides and dense linears other than `lm_head`
+        are in the `quantkit` key only.
 
         The method is not METHOD, because readers that do not know it take it for a dense model.
         """
@@ -169,10 +169,10 @@ class Marlin24CompressedTensors(Marlin24):
     SIDE_FILE = None
 
     def config(self, schemes: Schemes) -> CompressedTensorsConfig:
-        """Put the format into every config group too: a library that cannot read it then refuses it
-        by name (docs/layouts.md 5.4).
+        """Make the config of docs/layouts.md 5.4, with the format in every config group too.
 
-        Otherwise it would take the tensors for `pack-quantized`.
+        A library that cannot read the format then refuses it by name. Otherwise it would take the
+        tensors for `pack-quantized`.
         """
         config = CompressedTensors().config(schemes)
         config.format = MARLIN24

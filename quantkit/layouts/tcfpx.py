@@ -124,7 +124,7 @@ class TcFpx(Layout):
         return tensors["scales"].view(-1, 1), None, fill
 
     def config(self, schemes: Schemes) -> TcFpxConfig:
-        """Overrides are in the `quantkit` key only."""
+        """Make the config; overrides are in the `quantkit` key only."""
         fmt = schemes.default.format
         return TcFpxConfig(format=fmt.split, bits=fmt.bits, ignore=list(schemes.ignore))
 
