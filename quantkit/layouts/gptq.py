@@ -152,7 +152,7 @@ class Gptq(Layout):
         return GptqV2.NAME if bool((tensors["qzeros"] == all_8).all()) else Gptq.NAME
 
     def config(self, schemes: Schemes) -> GptqConfig:
-        """Make the config; overrides and dense linears go to `dynamic`, the head to a key of its own."""
+        """Make the config; overrides and dense linears go to `dynamic`."""
         dynamic: dict[str, dict[str, Any] | None] = {}
         for module in schemes.ignore:
             if module.startswith("re:"):
