@@ -345,12 +345,10 @@ def stream_packer(words: Tensor, bits: int, k: int) -> OnRows:
 
     def pack_rows(first: int, codes: Tensor) -> None:
         out = words[first : first + len(codes)]
-        if whole == k:
-            _pack(codes, out, bits)
-            return
-        padded = words.new_empty(len(codes), whole * bits // 32)
-        _pack(pad(codes, (0, whole - k)), padded, bits)
-        out.copy_(padded[:, : out.shape[1]])
+        padded = out if whole == k else words.new_empty(len(codes), whole * bits // 32)
+        _pack(codes if whole == k else pad(codes, (0, whole - k)), padded, bits)
+        if whole != k:
+            out.copy_(padded[:, : out.shape[1]])
 
     return pack_rows
 

@@ -185,7 +185,8 @@ def solve(
             factor = _factor(names, wide_h, recipe, sparse, progress) if recipe.factored else None
             systems[sparse, width] = wide_h, factor
         started = time.perf_counter()
-        by_row = {"weight": {name: widened(weight, width) for name, weight in chosen.items()}}
+        wide = {name: widened(weight, width) for name, weight in chosen.items()}
+        by_row: dict[str, ByLinear] = {"weight": wide}
         if floors.keys() >= chosen.keys():
             by_row["floor"] = floors
         rounds = _gptq if recipe.factored else _rtn
