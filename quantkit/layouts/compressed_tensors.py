@@ -19,7 +19,6 @@ from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
-from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import (
@@ -170,30 +169,15 @@ class CompressedTensors(Layout):
         tensors["weight_shape"].copy_(torch.tensor(shape))
         return stream_packer(tensors["weight_packed"], scheme.format.bits, shape[1])
 
-    def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
-        """Unpack tensors to a record; LayoutError for act-order, or FP8 values that are not of the
-        format.
-        """
-        found = self.unpacking(tensors, scheme)
-        try:
-            return found.record()
-        except LayoutError:
-            if scheme.format.is_float:
-                _require_codes(found.codes(), tensors["weight"], scheme.format)  # the better reason
-            raise
-
     def unpacker(
         self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
     ) -> tuple[Tensor, Tensor | None, OnRows]:
-        """Make a row-wise unpacker; FP8 values that are not of the format become NO_CODE."""
+        """Make a row-wise unpacker, which raises LayoutError for FP8 values that are not of the
+        format.
+        """
         scales, (n, k), bits, zeros = tensors["weight_scale"], shape, scheme.format.bits, None
         if scheme.format.is_float:
-            carrier, table = tensors["weight"].view(torch.uint8), _codes_of_carrier(scheme.format)
-            return (
-                scales,
-                None,
-                lambda first, codes: _translate(carrier[first : first + len(codes)], table, codes),
-            )
+            return scales, None, partial(_fill_codes, tensors["weight"], scheme.format)
         if not scheme.symmetric:
             zeros = unpack_zeros(tensors["weight_zero_point"], bits, n, "weight_zero_point")
         return scales, zeros, stream_unpacker(tensors["weight_packed"], bits, k, "weight_packed")
@@ -301,13 +285,15 @@ def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str,
     return by_target.get("Linear", next(iter(by_target.values()))), (*exact, *patterns)
 
 
-def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:
-    missing = (codes == NO_CODE).nonzero()
-    if len(missing):
-        row, column = missing[0].tolist()
-        value = float(carrier[row, column])
+def _fill_codes(weight: Tensor, fmt: Format, first: int, codes: Tensor) -> None:
+    """Fill in the codes of some rows of an FP8 weight; LayoutError for a value that has no code."""
+    some = weight[first : first + len(codes)]
+    _translate(some.view(torch.uint8), _codes_of_carrier(fmt), codes)
+    if codes.numel() and int(codes.max()) == NO_CODE:
+        row, column = (codes == NO_CODE).nonzero()[0].tolist()
         raise LayoutError(
-            f"'weight' holds {value} at [{row}, {column}], which is no {fmt.name} value",
+            f"'weight' holds {float(some[row, column])} at [{first + row}, {column}], which is no "
+            f"{fmt.name} value",
             "quantize the original model again",
         )
 
@@ -331,6 +317,7 @@ def _carrier(fmt: Format) -> Tensor:
     return torch.tensor(fmt.values).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+@lru_cache
 def _codes_of_carrier(fmt: Format) -> Tensor:
     """Tabulate the code of every E4M3 byte, NO_CODE for other values."""
     table = torch.full((256,), NO_CODE, dtype=torch.uint8)
