@@ -113,6 +113,8 @@ class Layout(ABC):
     TITLE: ClassVar[str]
     MULTIPLES: ClassVar[tuple[int, int]]
     WAY_OUT: ClassVar[str] = Words(USUAL, ", or", Setting("skip"), "the weight")
+    #: The way out for a format that `holds` does not accept.
+    OTHER_FORMAT: ClassVar[str] = USUAL
     #: Weights can be stacked if each `n` is a multiple of this: then no two share a tile. None: not
     #: stacked.
     STACKING_UNIT: ClassVar[int | None] = None
@@ -238,7 +240,14 @@ class Layout(ABC):
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise LayoutError unless the layout holds the scheme; the message names a way out."""
         if not self.holds(scheme.format):
-            raise LayoutError(f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", USUAL)
+            raise LayoutError(
+                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", self.OTHER_FORMAT
+            )
+        if scheme.format.is_float and scheme.group_size is not None:
+            raise LayoutError(
+                f"{self.TITLE} holds {scheme.format.name} with one scale per row",
+                Words("quantize with", Setting("group_size", "channel")),
+            )
 
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message

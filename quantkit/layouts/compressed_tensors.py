@@ -110,23 +110,12 @@ class CompressedTensors(Layout):
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "compressed-tensors", (1, 1)
     WAY_OUT = Words(Setting("skip"), "the weight")
+    OTHER_FORMAT = Words("use another", Setting("format"))
     INTEGERS_IF = "there is no act-order"
     FLOATS_IF = "every FP8 value is one of the format"
 
     def holds(self, fmt: Format) -> bool:
         return _is_carried(fmt) if fmt.is_float else fmt in INTEGERS.values()
-
-    def check_scheme(self, scheme: Scheme) -> None:
-        if not self.holds(scheme.format):
-            raise LayoutError(
-                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}",
-                Words("use another", Setting("format")),
-            )
-        if scheme.format.is_float and scheme.group_size is not None:
-            raise LayoutError(
-                f"compressed-tensors carries {scheme.format.name} with one scale per row",
-                Words("quantize with", Setting("group_size", "channel")),
-            )
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)

@@ -68,9 +68,6 @@ class Humming(Layout):
 
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
-        if scheme.format.is_float and scheme.group_size is not None:
-            rule = f"humming holds {scheme.format.name} with one scale per row"
-            raise LayoutError(rule, Words("quantize with", Setting("group_size", "channel")))
         if scheme.group_size is not None and scheme.group_size % 32:
             rule = f"humming needs groups of a multiple of 32, not {scheme.group_size}"
             raise LayoutError(rule, Words("use", Setting("group_size", 32)))

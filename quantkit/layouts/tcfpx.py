@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError, Setting, Words
+from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts.arrangement import Arrangement, OnRows
 from quantkit.layouts.base import Layout, Stored, Unpacking, codes_in_words, matrix
 from quantkit.layouts.schemes import Schemes
@@ -55,14 +55,6 @@ class TcFpx(Layout):
 
     def holds(self, fmt: Format) -> bool:
         return fmt.is_float and fmt.bits in HIGH
-
-    def check_scheme(self, scheme: Scheme) -> None:
-        super().check_scheme(scheme)
-        if scheme.group_size is not None:
-            raise LayoutError(
-                "TC-FPx has one scale per row",
-                Words("quantize with", Setting("group_size", "channel")),
-            )
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         return {
