@@ -111,17 +111,17 @@ class Solve(Stage):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}
-                again = partial(
+                attempt = partial(
                     solve, weights, goals, task.hessian, run.recipe, progress, ranks, block.floors
                 )
                 try:
-                    items += again()
+                    items += attempt()
                     continue
                 except torch.OutOfMemoryError:
                     # Ranks that share rows exchange them, so one of them cannot begin anew.
                     if ranks.count > 1 or not block.stream.stop_waiting():
                         raise
-                items += again()
+                items += attempt()
         return items, progress.take()
 
 
