@@ -216,5 +216,5 @@ def check_static(tensors: Mapping[str, Tensor], name: str, scheme: Scheme, k: in
     order = tensors.get(name)
     if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
         raise LayoutError(
-            f"{name} is not k // group_size, act-order at run time is not read", ORIGINAL
+            "g_idx is not k // group_size, act-order at run time is not read", ORIGINAL
         )
