@@ -4,7 +4,7 @@
 #include "gptq_block.cuh"
 #include "gptq_grid.cuh"
 
-// Which two entries of a quad stay: those whose removal costs most, the lower index on ties. A bit for each.
+// Which two entries of four stay: those whose removal costs most, the lower index on ties. A bit for each.
 DEVICE u32 best_two(const float *target, const float *weight, const float *r, const float *ahead) {
     float score[4];
 #pragma unroll
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gptq_sweep(
     const float *__restrict__ zeros,   // [groups, n], or null: zero points
     const int *__restrict__ group_of,  // [b]: the group of each column
     bool *mask,                        // [b, n], of a 2:4 weight: which entries stay
-    const float *r,                    // [b], or null: with r and ahead, the mask is chosen here, as each quad begins
+    const float *r,                    // [b], or null: with r and ahead, the mask is chosen here, as each four begin
     const float *ahead,                // [b, 4], or null
     Grid grid,                         // the values of the format
     int n,                             // rows of the weight

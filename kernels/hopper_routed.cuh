@@ -26,7 +26,7 @@ template <class Y_> struct OfExperts {
         return found;
     }
 
-    // Finding a place takes four divisions and a load, so the last one is kept.
+    // Finding a place takes four divisions and a load, so the last one is reused.
     struct Places {
         Place last;
         int tile = -1;

@@ -125,7 +125,7 @@ class TunedWeight:
         kernels.tune(dense, gradient.to(dense.dtype), moved, self._given, scheme.format, step)
 
     def tensor(self) -> QuantizedTensor:
-        """Return the weight as it is quantized now."""
+        """Return the weight with its present codes and scales."""
         start, values = self.start, self._values()
         codes = (
             start.scheme.format.encode(values)
@@ -153,8 +153,8 @@ class TunedWeight:
         return values
 
     def _tuned_scales(self) -> Tensor:
-        """Return the scales as they are stored; a scale that would overflow keeps its
-        start value.
+        """Return the scales in their stored dtype. A scale that would overflow keeps its start
+        value.
         """
         zeros = None if self._zeros is None else self._zeros.squeeze(-1)
         found = stored_scale(self._scales * self._factors.value, self._stored)

@@ -33,7 +33,7 @@ class Factor:
     """Hold the factor of a damped Hessian: `r` upper triangular `[k, k]`, rows and columns in
     processing `order`.
 
-    `order` int64 `[k]` lists the columns as they are processed. `diagonal` `[k]`, in natural order,
+    `order` int64 `[k]` is the processing order of the columns. `diagonal` `[k]`, in natural order,
     is the damped diagonal. `damp` is the damping that sufficed, `rungs` lists all tried values.
     `dead` bool `[k]` marks channels whose input was always zero.
     """

@@ -143,7 +143,7 @@ def _errors(
     if isinstance(error, KernelErrors):
         return kernels.search_errors(x, scales, zeros, error.factors, fmt)
     errors = torch.empty_like(scales)
-    # Each call takes many candidates: on a GPU it starts several kernels.
+    # Each call takes many candidates, because on a GPU it starts several kernels.
     step = max(1, (_CPU_ENTRIES if x.device.type == "cpu" else _GPU_ENTRIES) // x.numel())
     for i in range(0, len(scales), step):
         candidates = scales[i : i + step].unsqueeze(-1)

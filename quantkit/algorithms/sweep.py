@@ -82,7 +82,7 @@ def sweep(
     """Round `weight` `[n, k]` in processing order on `grid` `[n, groups]`.
 
     Without a grid, scales are chosen as each group begins, in natural order (ALGORITHMS 5.2). With
-    a `pattern`, which needs a grid, the entries that it removes become zero.
+    a `pattern`, which needs a grid, the removed entries become zero.
     """
     dtype = working_dtype(weight)
     w = weight.to(dtype).T.index_select(0, factor.order)

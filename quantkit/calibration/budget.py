@@ -98,8 +98,8 @@ def fits_beside(size: int, stored: int, budget: int | None, free: int | None) ->
     return size <= PASSES_BYTES if free is None else stays_on_gpu(size, free)
 
 
-#: Parts of the memory of a run, as a plan names them: what grows with the longest sequence, the
-#: activations of all documents, and those of the unquantized model.
+#: Parts of a run's memory, by their names in a plan: memory that grows with the longest sequence,
+#: activations of all documents, and activations of the unquantized model.
 DOCUMENT, ACTIVATIONS, UNQUANTIZED = (
     "one document",
     "activations",
@@ -107,7 +107,7 @@ DOCUMENT, ACTIVATIONS, UNQUANTIZED = (
 )
 #: The gradients of all documents, and a block's file that is read.
 GRADIENTS, READ = "output gradients", "file of hidden states"
-#: The weights of the largest block, what waits in the queue of the writer, and a solver's matrices.
+#: The weights of the largest block, the writer's queue, and a solver's matrices.
 LOADED, WAITING, SQUARES, ROWS = (
     "block",
     "waiting to be written",
@@ -118,14 +118,14 @@ LOADED, WAITING, SQUARES, ROWS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of a calibrated run, with upper bounds for what its documents decide.
+    """The sizes of a calibrated run, with upper bounds for sizes that depend on its documents.
 
     `device` is cpu or cuda, `width` the bytes of a number there, and `factors` the dtype of factors
-    of Hessians. `linears` has name -> `(n, k)` of all linears in blocks. `blocks` has the numbers
-    of each block, by path, and `outside` those of each tensor outside. `outputs` are those of all
-    linears of the block that has most, `channels` the inputs of the widest linear. `token` are the
-    bytes of a token's hidden state, `longest` the tokens of the longest document, and `tokens`
-    those of a rank.
+    of Hessians. `linears` has name -> `(n, k)` of all linears in blocks. `blocks` has the sizes of
+    each block, by path, and `outside` the sizes of each other tensor. `outputs` are the most
+    outputs of all linears in a block, `channels` the inputs of the widest linear. `token` are the
+    bytes of a token's hidden state, `longest` the tokens of the longest document, and `tokens` the
+    tokens of a rank.
     """
 
     recipe: Recipe

@@ -112,7 +112,7 @@ def loss_increases(run: Run, folder: Checkpoint) -> dict[str, float]:
                 module = run.model.module.get_submodule(run.model.paths[linear])
                 stack.callback(module.register_forward_hook(partial(see, linear)).remove)
             yield
-        for linear, each in seen:  # behind a pass that did not fail
+        for linear, each in seen:  # after a pass without an error
             sums[linear] = each + sums.get(linear, 0.0)
 
     for _ in gradients.carried_back(run, embedded(run, count, "unquantized-"), watch):

@@ -101,8 +101,8 @@ def new_run(
     arguments.
 
     `work` is the run's folder. Its files hold the activations after the last two blocks and, beyond
-    `act_budget` bytes, the current ones. `goals` has the goal of each linear, None by the recipe.
-    Raises as `check_sequences` and `split_documents`.
+    `act_budget` bytes, the current activations. `goals` has the goal of each linear, None by the
+    recipe. Raises as `check_sequences` and `split_documents`.
     """
     check_sequences(recipe, model, sequences)
     release_heap()  # of tokenizing, and of an earlier run in this process

@@ -79,8 +79,8 @@ def probe(
     *,
     progress: Progress,
 ) -> Duration:
-    """Measure a small part of a run and estimate the seconds of the whole; the run itself stays as
-    it is.
+    """Measure a small part of a run and estimate the seconds of the whole; the run itself stays
+    unchanged.
 
     `model` has not run. `goals` has the goal of each linear, and `sequences` are int64 `[t]`.
     Raises as the run would.

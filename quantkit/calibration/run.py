@@ -90,7 +90,7 @@ class Waiting:
         return documents in self._passes
 
     def run(self, documents: tuple[int, ...], work: Callable[[], T]) -> T | None:
-        """Do the work of a pass, or go on with the one that waits; None if it waits again."""
+        """Start a pass, or resume a waiting pass. Returns None if it waits again."""
         one, gradients = (
             self._passes.pop(documents, None) or greenlet(work),
             torch.is_grad_enabled(),
@@ -209,7 +209,7 @@ class Stream:
         return self.model.run(block, tokens, self.activations.get_batch(numbers))
 
     def forward(self, block: int, keep: bool = True) -> None:
-        """Run the loaded block on every document, and `keep` its outputs in place of the states."""
+        """Run the loaded block on every document. With `keep`, its outputs replace the states."""
         done = 0
         with self.clock.phase("forward"):
             while (done := self._forward(block, done, keep)) < len(self.sequences):

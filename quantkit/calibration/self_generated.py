@@ -120,8 +120,8 @@ class Row:
 
 
 class Alphabet(NamedTuple):
-    """Hold the tokens that may be drawn: `ends` close a message or a text, `ordinary` ones are
-    text.
+    """The tokens that may be drawn: `ends` close a message or a text, `ordinary` tokens
+    are text.
     """
 
     ends: frozenset[int]
@@ -185,8 +185,8 @@ def require_generation(model: BlockRunner) -> None:
 
 
 def expected_text(model: BlockRunner, calib: Calib, count: int) -> Text:
-    """Return stand-ins for the sequences, of the longest length, and their facts; CheckpointError
-    as `draw_text`.
+    """Return placeholder sequences of the longest length, and their facts. CheckpointError as
+    `draw_text`.
     """
     require_generation(model)
     turns_of(load_tokenizer(model.src.path), calib.template_args)
@@ -205,10 +205,9 @@ def draw_text(
 ) -> Text:
     """Let the unquantized model write `count` sequences, int64 `[t]`; return them and their facts.
 
-    Equal seeds give equal tokens, on another device other ones. torch's own generators are left
-    untouched. Loops are dropped and drawn again. CheckpointError for an unsuitable model or chat
-    template, QuantkitError if nearly all texts are loops, NumericError for logits that are not
-    finite.
+    Equal seeds give equal tokens on one device. torch's own generators are left untouched. Loops
+    are dropped and drawn again. CheckpointError for an unsuitable model or chat template,
+    QuantkitError if nearly all texts are loops, NumericError for logits that are not finite.
     """
     require_generation(model)
     tokenizer, device = load_tokenizer(model.src.path), model.device
@@ -305,7 +304,7 @@ def save_text(path: Path, text: Calibration) -> None:
 
 
 def load_text(path: Path) -> Text:
-    """Load what `save_text` saved; CheckpointError for a file that is damaged."""
+    """Load a file of `save_text`. CheckpointError for a damaged file."""
     saved = load_json(path)
     try:
         return [torch.tensor(tokens, dtype=torch.int64) for tokens in saved["sequences"]], dict(

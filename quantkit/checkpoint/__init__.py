@@ -1,1 +1,1 @@
-"""Model folders: reading any of them, writing new ones, and where they came from."""
+"""Model folders: reading, writing, and the origin of their models."""

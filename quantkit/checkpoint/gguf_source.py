@@ -301,7 +301,7 @@ def _refused(path: Path, what: str) -> Iterator[None]:
     except CheckpointError as error:
         error.subject = error.subject or str(path)
         raise
-    except Exception as error:  # both raise whatever their code meets
+    except Exception as error:  # both pass on any error of their code
         if is_out_of_memory(error):
             raise
         raise CheckpointError(f"{what} ({reason(error)})", ORIGINAL, subject=path) from error

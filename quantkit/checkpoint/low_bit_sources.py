@@ -1,8 +1,7 @@
 """Weights of published models in few bits, found in a folder and dequantized on reading
 (`low_bit_weights`).
 
-The configuration tells the form by its `quant_method`; which tensors are quantized is told by the
-data:
+The configuration names the form by its `quant_method`; the quantized tensors are named by the data:
 
 - `fp8`: `X.weight` float8 with `X.weight_scale_inv` or another name of a scale, one for each block
   of `weight_block_size`, or without that for each tensor or row. Several experts in one tensor `X`

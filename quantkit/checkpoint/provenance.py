@@ -140,9 +140,7 @@ def source_hashes(
     edited = require_unchanged(src, hashes, known)
     fit = {name for found in plain.values() for name in found} - unfit
     for name in src.names() if finite else ():
-        if (
-            name not in fit and src.dtype(name).is_floating_point
-        ):  # one that is computed can overflow
+        if name not in fit and src.dtype(name).is_floating_point:  # a computed tensor can overflow
             check()
             with about(name):
                 check_finite(src.get(name))

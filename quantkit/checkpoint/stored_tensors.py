@@ -69,8 +69,8 @@ class StoredTensors:
     """Read the tensors of the weight files `shards` in the folder `path`, a real path.
 
     `weight_map` is the index, tensor -> file. `beside` are other files that must not change. An
-    output stores dense floats as `written_dtype`, except the tensors `never_cast`; None: as they
-    are. CheckpointError for a damaged header, or an index that says something else than the files.
+    output stores dense floats as `written_dtype`, except the tensors `never_cast`; None: unchanged.
+    CheckpointError for a damaged header, or an index that says something else than the files.
     """
 
     written_dtype: torch.dtype | None = None

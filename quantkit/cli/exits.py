@@ -98,7 +98,7 @@ def exits() -> Iterator[None]:
         leave(INTERRUPTED, f"Interrupted: {_what_remains()}")
     except BrokenPipeError:
         leave(STOPPED)
-    except Exception as error:  # memory may end anywhere, and libraries raise what they like then
+    except Exception as error:  # memory may end anywhere, and libraries may then raise anything
         if is_out_of_memory(error):
             why = (str(error).splitlines() or [type(error).__name__])[0][:200]
             leave(FAILED, f"Error: not enough memory or threads ({why}): {_smaller(error)}")

@@ -84,7 +84,7 @@ def require_memory_for_imports(*, computes: bool) -> None:
     """Raise QuantkitError if ulimit -v or -d is too small to import torch or, for a command that
     `computes`, all libraries.
 
-    The libraries would abort the process, or end it in any error.
+    Otherwise the libraries would abort the process, or fail with an unclear error.
     """
     limits = {"v": resource.RLIMIT_AS, "d": resource.RLIMIT_DATA}
     found = {letter: resource.getrlimit(kind)[0] for letter, kind in limits.items()}

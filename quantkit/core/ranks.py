@@ -261,8 +261,8 @@ class Ranks:
         return found
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
-        """Make the error that the other ranks raise: one line for a bug, whose traceback is shown
-        here.
+        """Make the error that the other ranks raise. For a bug it is one line, and this rank shows
+        the traceback.
         """
         if error is None or _is_shown(error):
             return error

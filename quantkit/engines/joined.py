@@ -24,8 +24,8 @@ from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import Schemes
 from quantkit.version import __version__
 
-#: The name of the joined linear, and its members. The first row that has a member counts; a row may
-#: name the parent.
+#: The name of the joined linear, and its members. The first row with a member counts. A row may
+#: name the parent module.
 JOINED = (
     (
         "linear_attn.in_proj_qkvg",

@@ -1,7 +1,7 @@
 """Which programs open a folder, and which kernels they choose: questions to the tables.
 
 `plan`, `inspect`, report and model card ask here. A folder has traits that some readers refuse.
-Traits are of formats and layouts; docs/models.md has what engines answered for model families.
+Traits belong to formats and layouts; docs/models.md has the engines' answers for model families.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _has_encoder(folder: Folder) -> bool:
     return folder.config.get("is_encoder_decoder") is True
 
 
-#: Name -> trait. A trait is of the format or of the layout: docs/models.md has those of families.
+#: Name -> trait. A trait belongs to the format or the layout; docs/models.md has the traits of
+#: model families.
 TRAITS = {
     "asymmetric": Trait(
         "zero points (asymmetric weights)",
@@ -225,8 +226,7 @@ def _odd_rows(folder: Folder) -> str | None:
 
 
 _HALF_ONLY = "run float16 only: load this model with dtype float16"
-#: Layouts, and what to say of a folder that readers open, but not in every case (LAYOUTS 3.1, 3.5
-#: and 10).
+#: Layouts with a remark for folders that readers open only in some cases (LAYOUTS 3.1, 3.5 and 10).
 CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
     (("marlin",), _odd_rows),
     (("marlin",), lambda f: None if f.is_half else f"published MARLIN readers {_HALF_ONLY}"),

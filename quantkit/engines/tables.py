@@ -1,9 +1,9 @@
 """Support of packed folders by other programs: dated tables, one entry an engine.
 
 Each row names its source, and the behaviour seen or published for some layouts, schemes and shapes.
-A case without a row is unknown. Whether an engine has a class for a model family is no matter of
-these tables: docs/models.md has what it answered. No torch is imported here, because the command
-line takes its choices from this module.
+A case without a row is unknown. These tables ignore model families: docs/models.md has the engines'
+answers for families. No torch is imported here, because the command line takes its choices from
+this module.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class Engine:
 
     `target` is its name for `plan --target`, None if it has none. `uses` maps names of readers to a
     title, a language and the commands that open FOLDER. `joins` tells whether it joins linears.
-    `signed` maps a layout to the use in which the engine computes wrongly with negative scales, and
-    what helps.
+    `signed` maps a layout to the use in which the engine misreads negative scales, and the way out.
     """
 
     target: str | None

@@ -173,7 +173,7 @@ def _ask(
         except subprocess.TimeoutExpired as error:
             raise KernelError(f"{engine} gave no answer in {LIMIT} s") from error
         finally:
-            with suppress(ProcessLookupError):  # with what the engine has started
+            with suppress(ProcessLookupError):  # with the processes that the engine started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if answer.exists():

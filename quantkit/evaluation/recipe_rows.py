@@ -69,7 +69,7 @@ class Entry:
 
 
 class Judges:
-    """All that judges a row: texts, and tasks. QuantkitError for an unreadable text."""
+    """The judges of a row: texts and tasks. QuantkitError for an unreadable text."""
 
     def __init__(
         self, texts: Mapping[str, str], protocol: Mapping[str, Any], tasks: Exam | None
@@ -160,7 +160,7 @@ class Rows:
         run: Mapping[str, Any],
     ) -> None:
         self._model, self._out, self._judges, self._progress = model, out, judges, progress
-        self._run: Any = {**run, "min_share": 0.0}  # a row is judged, and tells what stays dense
+        self._run: Any = {**run, "min_share": 0.0}  # the report of a row lists the dense linears
         self._opened = open_writer(
             model, run["revision"], run["trust_remote_code"], dequantize=True
         )
@@ -337,7 +337,7 @@ class Rows:
             for line in told.take():
                 self._progress.warn(f"{entry.title}: {line}")
         report = load_report(folder)
-        for line in report["notices"]:  # most are those of other rows too
+        for line in report["notices"]:  # most serve other rows too
             if line not in self._noted:
                 self._progress.note(f"{entry.title}: {line}")
                 self._noted.add(line)

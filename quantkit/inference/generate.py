@@ -43,8 +43,8 @@ _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBa
 
 @dataclass(frozen=True)
 class Generated:
-    """The `text` that follows `prompt`: `tokens` new ones in `seconds`, the compilation of kernels
-    included.
+    """The `text` that follows `prompt`: `tokens` new tokens in `seconds`, the compilation of
+    kernels included.
 
     `weights` says how the model's weights were multiplied.
     """
@@ -315,7 +315,7 @@ def _message_tokens(tokenizer: PreTrainedTokenizerBase, message: str, path: Path
         )
     except (
         Exception
-    ) as error:  # a template is a program of the model's author, which raises what it likes
+    ) as error:  # a template is a program of the model's author and may raise anything
         raise RecipeError(
             f"the model's chat template refuses the message ({reason(error)})", instead
         ) from error

@@ -51,7 +51,7 @@ class DecodedWeight(Tensor):
     ) -> DecodedWeight:
         made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made._decode = decode
-        made._is_hf_initialized = True  # transformers leaves it as it is
+        made._is_hf_initialized = True  # transformers leaves it unchanged
         found: DecodedWeight = made
         return found
 
@@ -88,8 +88,8 @@ class PackedWeight(nn.Module):
         tensors: Mapping[str, Tensor],
         out: int,
     ) -> None:
-        """Replace the packed tensors, and with them layout, scheme and stored size `[n, k]`, of
-        which `out` rows are no padding.
+        """Replace the packed tensors, and with them layout, scheme and stored size `[n, k]`, with
+        `out` rows before padding.
         """
         for suffix in self.suffixes:
             delattr(self, suffix)

@@ -1,5 +1,5 @@
-"""Products with packed weights as one torch operator: what is known before the first token is
-looked up by a number, the handle.
+"""Products with packed weights as one torch operator. All facts that are known before the first
+token are looked up by a number, the handle.
 
 `torch.ops.quantkit.multiply` multiplies with a linear, or with the experts of a layer whose weights
 are stacked `[experts, ...]`. torch.compile and CUDA graphs see one operator and no Python.
@@ -187,9 +187,9 @@ def handle_of(
 ) -> int:
     """Return the handle of a kind of product, without looking at a weight or a GPU.
 
-    `shape` is `[n, k]` with the padding, of which `out` rows are none; `names` are the suffixes of
-    tensors in the order of calls. Handles count from 0 in order of preparation; weights of one kind
-    share one. KernelError if no kernel takes the weight, unless it `decodes`.
+    `shape` is `[n, k]` with padding, `out` the rows without it; `names` are the suffixes of tensors
+    in the order of calls. Handles count from 0 in order of preparation. Weights of a kind share a
+    handle. KernelError if no kernel takes the weight, unless it `decodes`.
     """
     if decodes:
         return _registered(LinearProduct(layout, scheme, None, names, out))

@@ -1,4 +1,4 @@
-"""Replaces the dense linears of a transformers model by packed ones.
+"""Replaces the dense linears of a transformers model by packed linears.
 
 Everything in the headers is checked before any weight is read: each packed tensor has a place, each
 place has a tensor, and the GPUs have enough memory. Recasts depend on the data and follow after
@@ -51,7 +51,7 @@ Linears = dict[str, PackedLinear]
 
 
 def swap(outline: Outline) -> Linears:
-    """Replace linears of an outlined model by packed ones on the meta device.
+    """Replace linears of an outlined model by packed linears on the meta device.
 
     CheckpointError if a packed weight has no linear of its shape or lacks a tensor, or if model and
     folder differ in tensors or shapes.

@@ -106,7 +106,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def load_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype, digest: object) -> Tensor:
-    """Read back what `save_tensor` wrote; CheckpointError if the file is missing, short, long or
+    """Read back a file of `save_tensor`. CheckpointError if the file is missing, short, long or
     changed.
     """
     size = prod(shape) * dtype.itemsize

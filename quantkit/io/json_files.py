@@ -19,8 +19,8 @@ from quantkit.io import files
 
 DEPTH_LIMIT = 64
 AGAIN = "download it again"
-#: Numbers that JSON lacks. A config.json has them bare, as Python writes them, or as transformers
-#: does, behind a tag.
+#: Numbers that JSON lacks. A config.json has them as Python's bare words, or as transformers'
+#: tagged values.
 SPECIAL_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 FLOAT_TAG = "__float__"
 

@@ -167,7 +167,7 @@ def require_inside(folder: Path, listing: Iterable[str]) -> None:
 
     Libraries open files by names of their own: tokenizers, chat templates, generation_config.json.
     So every name in the folder is checked before they get it. `folder` is a real path, `listing`
-    has its names; hidden ones are not read.
+    has its names. Hidden files are not read.
     """
     for name in _with_templates(folder, listing):
         path = folder / name

@@ -1,5 +1,4 @@
-"""Launches through the CUDA driver: what does not depend on addresses is planned once, addresses
-are written each time.
+"""Launches through the CUDA driver. A launch is planned once, and each call writes only addresses.
 
 The time of a launch from Python limits small products in eager mode. So plans, configurations and
 argument buffers are cached, and `submit` calls few functions.

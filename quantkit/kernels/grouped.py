@@ -125,8 +125,8 @@ class GroupedKernel:
         gather: bool,
         weights: Tensor | None = None,
     ) -> None:
-        """Write `[rows, n]` into `y`: row r of `x`, or if `gather` row r // topk of it, times the
-        weight of r's expert.
+        """Write `[rows, n]` into `y`: row r of `x` (with `gather` row r // topk), times the weight
+        of r's expert.
 
         `tensors` are the layout's tensors, stacked. Row r is multiplied by `weights[r]` (float32,
         one for each row) before it is rounded. Rows without an expert become zeros. Sums are

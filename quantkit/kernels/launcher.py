@@ -76,8 +76,8 @@ def kernels_of(
     routed: Mapping[Any, RoutedHopper] | None = None,
     variant: str = "",
 ) -> dict[Any, Kernels]:
-    """Give the kernels of a layout the keys of those for Hopper; `variant` are template arguments
-    of the others.
+    """Give the kernels of a layout the keys of its Hopper kernels; `variant` are template arguments
+    of other kernels.
     """
     naive, source = NaiveKernel(f"{name}_naive", variant), f"{name}_portable"
     plain = PortableKernel(source, portable, variant)

@@ -121,7 +121,7 @@ def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
     """Make signed random activations `[m, k]`, the same in every run, whose products are around 1.
 
     `weight` is float32 `[n, k]`. Multiplying by a power of two keeps products far from float16's
-    limits, whatever the scales are.
+    limits for all scales.
     """
     k = weight.shape[1]
     random = torch.Generator().manual_seed(m)

@@ -2,7 +2,7 @@
 for a product is chosen.
 
 A product is cut into tiles of rows of the weight by tokens, and each tile along k. All
-multiprocessors shall finish together, whatever the shape. Not in here: anything that needs a GPU.
+multiprocessors should finish together for every shape. Not in here: anything that needs a GPU.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class PortableTiles:
         return replace(self, tiles=tuple(by_rows[rows] for rows in sorted(by_rows)))
 
     def shared_bytes(self, tile: PortableTile) -> int:
-        """Compute the shared memory of a block: the stages, reused later for padded sums of some
-        tokens.
+        """Compute the shared memory of a block: of the stages, or if larger of the padded sums that
+        reuse it.
         """
         stage = int(tile.n * tile.k * self.bytes_per_weight) + 2 * tile.m * tile.k
         tokens = tile.m * min(tile.fragments, FRAGMENTS_AT_ONCE) // tile.fragments
@@ -172,8 +172,8 @@ class PortableTiles:
         return min(self.tiles_for(dtype), key=lambda tile: tile.estimate(m, n, k, sms))
 
     def workspace_size(self, sms: int) -> tuple[int, int]:
-        """Count the float32 sums and int32 counters of a launch: per block parts of two tiles, and
-        one counter.
+        """Count the float32 sums and int32 counters of a launch: for each block, parts of two tiles
+        and a counter.
         """
         sums = max(2 * sms * tile.blocks * tile.m * tile.n for tile in self.tiles)
         return sums, sms * max(tile.blocks for tile in self.tiles)

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, Layout] = {
     )
 }
 
-#: Keys of the public config that tell layouts apart; they must agree with the `quantkit` key.
+#: Keys of the public config that distinguish layouts; they must agree with the `quantkit` key.
 FORMAT_KEYS = ("quant_method", "format", "checkpoint_format", "is_marlin_format", "b_dtype")
 
 

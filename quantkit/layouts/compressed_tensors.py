@@ -48,7 +48,7 @@ INTEGER, FLOAT = "pack-quantized", "float-quantized"
 
 
 class Weights(msgspec.Struct, kw_only=True):
-    """How a config group quantizes its weights."""
+    """The quantization of weights in a config group."""
 
     num_bits: int = 8
     type: str = "int"

@@ -20,8 +20,8 @@ from quantkit.errors import CheckpointError, LayoutError
 
 #: The most seconds of processor time for one match, and for all matches of one config.
 SECONDS, SECONDS_IN_ALL = 1.0, 20.0
-#: The most patterns of a config, and the most characters of one pattern and of all: compiling takes
-#: time too.
+#: The most patterns of a config, the most characters of a pattern, and of all patterns together.
+#: Compiling takes time too.
 MOST, LONGEST, LONGEST_IN_ALL = 10_000, 10_000, 2**20
 #: Parts that `regex` reads as more than `re` does: named classes in a set, and braces that do not
 #: count.

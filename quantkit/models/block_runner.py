@@ -74,7 +74,7 @@ class BlockRunner(LanguageModel):
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with no weight in memory and no block that has run."""
+        """Begin before any block: no weight is in memory."""
         self.weights = BlockWeights(self, self.device)
         self.forms: dict[int, Form] = {}
         self._is_emptied = False
@@ -322,7 +322,7 @@ class BlockRunner(LanguageModel):
                 )
                 for disturbed in (False, True)
             )
-        except Exception:  # the run itself tells what its code asks for
+        except Exception:  # the run's own error names the missing input
             return
         if plain is not None and other is not None:
             first, second = (list(tensors_in(found[:2])) for found in (plain, other))
@@ -390,7 +390,7 @@ class BlockRunner(LanguageModel):
             raise CheckpointError(what, USE_RTN, subject=self.src.path) from error
 
     def _given(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
-        """Return the arguments of a block, if they are kept for batches of this shape."""
+        """Return the arguments of a block, if they are stored for batches of this shape."""
         wide = torch.is_autocast_enabled(self.device.type)
         shape = (tokens.shape, passed.hidden.dtype, wide)
         return self._repeated.get(index, shape, partial(self._unchanging, index, tokens, passed))

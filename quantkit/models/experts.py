@@ -40,7 +40,7 @@ class Expert(NamedTuple):
 
 
 def unfuse_experts(names: StateNames, src: Checkpoint, *, slices: bool = True) -> list[str]:
-    """Replace the experts of a model on the meta device by unfused ones.
+    """Replace the experts of a model on the meta device by unfused experts.
 
     Tensors of `src` that hold all experts are replaced by one tensor an expert
     (`Checkpoint.derive`), unless `slices` is false; their names are returned. CheckpointError if an
@@ -285,7 +285,7 @@ def _slice(
     """Present parts of tensors of all experts as the weights and biases of single experts below
     `prefix`.
 
-    Parameters in `converted` are some rows of the stored tensors, the others are the whole tensor.
+    Parameters in `converted` are rows of the stored tensors; other parameters are whole tensors.
     """
     derived: dict[str, Derived] = {}
     for parameter, parts in stored.items():

@@ -1,7 +1,7 @@
 """Facts about model families that are not in config.json or transformers' classes: one entry a
 family.
 
-Most families need none: rules find their blocks, linears and experts.
+Most families need no entry: rules find their blocks, linears and experts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ExpertClass:
-    """Describe a class of fused experts that differs from those of transformers'
+    """A class of fused experts that differs from the classes of transformers'
     `use_experts_implementation`.
 
     `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles that

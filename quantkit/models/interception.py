@@ -59,8 +59,7 @@ HIDDEN = object()
 
 @dataclass
 class _Pass:
-    """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its
-    `output`.
+    """The state of a forward: the block `at` runs on the `passed` values, and leaves its `output`.
 
     `stored` is the previous block's output, and the version of that tensor then. With
     `is_disturbed`, other hidden states go through the blocks before it, and with `is_emptied` into
@@ -291,8 +290,8 @@ def telling(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], bool]]:
 
 
 def _batch_axis(shape: torch.Size) -> int:
-    """Find the dimension of the batch of one document: 0, or 1 if tokens or streams of hidden
-    states come before.
+    """Find the batch dimension of a document: 0, or 1 if tokens or streams of hidden states come
+    first.
     """
     return 1 if len(shape) > 2 and shape[0] > 1 and shape[1] == 1 else 0
 
@@ -313,8 +312,8 @@ def _like(hidden: Tensor, shape: torch.Size) -> Tensor:
     return hidden.movedim(0, axis if len(shape) > 3 else 0).unsqueeze(axis)
 
 
-#: The pass of a shape before which its arguments are compared, and the number of shapes whose
-#: arguments are kept.
+#: Passes of a shape until its arguments are compared, and the number of shapes whose arguments are
+#: stored.
 REPEATED, KEPT = 5, 8
 #: The most bytes of stored arguments, as a multiple of the hidden state.
 LARGEST = 2

@@ -115,9 +115,7 @@ def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: boo
 def require_decoder_only(
     src: Configured, config: PretrainedConfig, what: str, *ways_out: str
 ) -> None:
-    """Raise CheckpointError for an encoder-decoder; `what` says why the caller does not
-    take one.
-    """
+    """Raise CheckpointError for an encoder-decoder; `what` is the caller's reason."""
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{config.model_type} is an encoder-decoder, {what}", *ways_out, subject=src.path
@@ -143,7 +141,7 @@ def require_text(src: Configured, config: PretrainedConfig, trust_remote_code: b
 
 
 def positions_of(config: PretrainedConfig) -> tuple[int | None, int | None]:
-    """Return the most tokens that a model reads, and that its decoder writes; None without a limit.
+    """Return the most tokens of a model's input, and of its decoder's output; None without a limit.
 
     They are the same number, except in LED. A decoder-only model reads and writes within one range
     of positions.
@@ -184,8 +182,8 @@ def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> Pr
 
 @cache
 def _hook() -> None:
-    """Register `_on_meta` for the process, once: a thread that makes a module must not see the
-    hooks change.
+    """Register `_on_meta` once for the process, because hooks must not change while another thread
+    makes a module.
     """
     register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # it may return another
 

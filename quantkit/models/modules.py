@@ -74,8 +74,8 @@ def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint
     """Replace each Conv1D of a model on the meta device by an `nn.Linear`, and present its weight
     in `src` as `[n, k]`.
 
-    `stored` maps each state to its name in `src`. A weight that stays dense is written as it was
-    stored, and a packed one is `[n, k]` in each layout.
+    `stored` maps each state to its name in `src`. A dense weight is written in its stored form. A
+    packed weight is `[n, k]` in each layout.
     """
     packed = {f"{module}.weight" for module in src.modules()}
     derived: dict[str, Derived] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint in its model: which stored tensor is which state, linear, block or expert.
+"""A checkpoint in its model: the state, linear, block or expert of each stored tensor.
 
 Only headers are read, and no code here knows an architecture. Quantizing, loading, evaluation and
 the checks of completeness read the same `Outline`.
@@ -55,7 +55,7 @@ class Outline:
     Modules of the model are replaced first, so that each linear has its stored form: experts are
     unfused, linears are stacked or split as they are stored. With `as_matrices`, `src` presents
     tensors of many experts as one matrix a linear, and weights of Conv1D as their transposes.
-    Without it, transformers can load the model from the folder as it is.
+    Without this, transformers loads the model from the unchanged folder.
 
     `module`: the model. `names`: transformers' rules for its states. `states`: the source of each
     state. `sliced`: stored tensors that hold several experts. `held`: paths of linears whose rows

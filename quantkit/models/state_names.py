@@ -48,8 +48,8 @@ class Rows(NamedTuple):
 class Match(NamedTuple):
     """Hold where each state of a model comes from.
 
-    `stored`: state -> stored name. `outside`: stored names that are the source of no state;
-    `strays`: those of them whose state the model does not have.
+    `stored`: state -> stored name. `outside`: stored names that no state comes from; `strays`:
+    names among them whose state the model lacks.
     """
 
     stored: dict[str, str]
@@ -89,8 +89,8 @@ class StateNames:
         return self._renamed(name, [])[0]
 
     def place(self, name: str) -> tuple[tuple[str, ...], str | None]:
-        """Return the states that are made of a stored tensor, and the pattern of the rule that
-        merges or splits it, None without one. The model need not have these states.
+        """Return the states that come from a stored tensor, and the pattern of the rule that merges
+        or splits it; None without a rule. The model need not have these states.
         """
         state, pattern = self._renamed(name, self._converters)
         if pattern is None:

@@ -137,7 +137,7 @@ class StoredLinear(SharedProduct):
 
 
 class LinearRows(nn.Module):
-    """A linear without a weight of its own: rows of stored ones, in the order of `parts`."""
+    """A linear without its own weight: rows of stored weights, in the order of `parts`."""
 
     def __init__(self, parts: Sequence[tuple[StoredLinear, slice]]) -> None:
         super().__init__()

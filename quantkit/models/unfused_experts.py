@@ -132,7 +132,7 @@ class UnfusedExperts(nn.Module):
             if getattr(self, "has_post_expert_norm", False)
             else out
         )
-        return out.to(x.dtype)  # autocast computes products in another one
+        return out.to(x.dtype)  # autocast computes products in another dtype
 
     def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self._gate_of is None:

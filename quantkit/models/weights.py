@@ -77,8 +77,8 @@ class BlockWeights:
     def read_ahead(self, index: int) -> None:
         """Begin to read a block into RAM in the background. `load_block` raises the errors.
 
-        For a GPU it is pinned memory, if there is any, because `load_block` copies from it several
-        times as fast.
+        For a GPU the weights are in pinned memory, if available, from which `load_block` copies
+        several times as fast.
         """
 
         def read(name: str) -> Tensor:
@@ -108,8 +108,8 @@ class BlockWeights:
         put_tensor(self._model.module, place, weight.to(self._device, self._model.dtype))
 
     def source(self, linear: str) -> Tensor:
-        """Give a loaded linear's weight `[n, k]` as stored, on the device; read again only if its
-        dtype is another.
+        """Return a loaded linear's stored weight `[n, k]` on the device. It is read again only if
+        its dtype was changed.
         """
         loaded, src, name = self._of(linear), self._model.src, f"{linear}.weight"
         if loaded.dtype == src.dtype(name) and loaded.shape == src.shape(name):

@@ -3,8 +3,8 @@ uniform scheme that fits.
 
 The work is done in OUT's partial folder, whose journal has the loss increases. It holds the folders
 of the mix, of the uniform scheme of least predicted loss, and of other formats within REACH of it.
-They are judged on held-out text. The best one becomes OUT, with a recipe that makes the same bytes
-without this search.
+They are judged on held-out text. The best folder becomes OUT, with a recipe that makes the same
+bytes without this search.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     form = recipe.scheme
     if (
         asked.allowed is None and isinstance(form, Scheme) and form.format != INT4
-    ):  # what a recipe has that states none
+    ):  # the default of a recipe
         name = form.format.name
         raise RecipeError(
             f"a target chooses among formats, and {name} is one",

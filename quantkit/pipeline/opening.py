@@ -75,8 +75,8 @@ def open_folder(
 
 
 def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
-    """Raise CheckpointError unless `made` has the tensors of `src`, packed ones as its layout
-    stores them.
+    """Raise CheckpointError unless `made` has the tensors of `src`, with packed weights in the form
+    of its layout.
     """
     before, after = set(src.logical()), set(made.logical())
     for name in sorted(before ^ after):

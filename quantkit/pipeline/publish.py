@@ -363,8 +363,7 @@ def publish_complete(
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Result(ShortRepr, Mapping[str, Any]):
-    """The folder `path` that a run wrote, and its `report`, which is the content of
-    quantkit_report.json.
+    """The folder `path` of a run, and its `report`, the content of quantkit_report.json.
 
     A result is a mapping of the report too: `result["totals"]`. `notices` are the report's. Those
     of this run name options as keywords. Those of its source stay as the source's report has them.

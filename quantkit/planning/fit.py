@@ -35,7 +35,7 @@ from quantkit.recipes.recipe import Recipe, from_mapping, matches, written
 LossIncrease = Callable[["Group", str], float]
 #: The label of the scheme of each group, by the group's name.
 Choice = dict[str, str]
-#: Sizes between the least and the largest at which the curve has a mix.
+#: Sizes of mixes in the curve, between the least and the largest.
 POINTS = 9
 
 

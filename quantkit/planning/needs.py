@@ -80,11 +80,11 @@ OTHER_DEVICE = Words("use", Option("device", "cpu"), ", or a GPU with more memor
 class Memory:
     """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
 
-    `least_vram` is the fewest bytes that the GPU needs in any case. `token_bytes` is the size of
-    one token's hidden state, `pass_bytes` that of one token in a pass that waits, `sum_bytes` that
-    of the sum of a block's gradients. `gpu_memory` is the memory of another machine's GPU; None
-    asks the GPU of this machine. `others` are the estimates of the run's other stages: one stage
-    has the memory at a time.
+    `least_vram` is the fewest bytes that the GPU needs in any case. Sizes in bytes: `token_bytes`
+    of a token's hidden state, `pass_bytes` of a token in a waiting pass, `sum_bytes` of the sum of
+    a block's gradients. `gpu_memory` is the memory of another machine's GPU; None asks the GPU of
+    this machine. `others` are the estimates of the run's other stages: one stage has the memory at
+    a time.
     """
 
     ram: dict[str, int]

@@ -38,8 +38,8 @@ from quantkit.recipes.recipe import Recipe, without_paths
 
 #: The layout name of a pruned model that is not quantized.
 DENSE = "dense"
-#: Upper bounds of the bytes of report and model card: of any model, of a changed linear, of any
-#: other tensor or file.
+#: Upper bounds of the bytes of report and model card: for a model, for each changed linear, for
+#: each other tensor or file.
 REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
 
 #: The dtype and shape of tensors, by name.
@@ -136,7 +136,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Output:
-    """The folder that a run writes; a linear that does not fit counts as if left dense.
+    """The folder that a run writes. A linear that does not fit counts as dense.
 
     `scheme` is the label of most linears. `tensors` has the outcome for each tensor of the source,
     by the names of `Checkpoint.logical`. `decoder` has the elements of each matrix in the decoder's
@@ -227,9 +227,7 @@ class Output:
         return share_of(self.decoder, [row.module for row in self.quantized])
 
     def share_error(self, least: float) -> ThresholdError | None:
-        """Make the error for a share below `least`, which names the largest weights that stay
-        dense.
-        """
+        """Make the error for a share below `least`. It names the largest dense weights."""
         if self.share is None or self.share >= least:
             return None
         done = "pruned" if self.layout is None else "quantized"
@@ -257,8 +255,8 @@ class Output:
         units: Iterable[Iterable[str]],
         lines: Iterable[str],
     ) -> Output:
-        """Add config.json and the bytes of every file; `units` are the tensors of the source by
-        commit, `lines` what the report says of the run.
+        """Add config.json and the bytes of every file. `units` are the tensors of the source by
+        commit, `lines` the run's lines in the report.
         """
         recipe, companions = without_paths(recipe), companions_of(src)
         true_shapes = {row.module: row.shape if row.padded else None for row in self.quantized}
@@ -322,8 +320,8 @@ class Output:
 
 
 def _folder(src: Checkpoint, layout: Layout, rows: Iterable[Row]) -> Folder:
-    """Collect the facts of the output on which its readers depend; of a packed source, dense
-    linears are known by name.
+    """Collect the output's facts for its readers. Dense linears of a packed source are known only
+    by name.
 
     A source's config may leave out dense linears, so the other members of each fused group are
     looked up in its files.

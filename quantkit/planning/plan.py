@@ -1,8 +1,7 @@
 """Plan a run from config.json and safetensors headers: its output, its needs, and the verdict.
 
-All misfits are found at once, before any work. Byte counts are exact, because each layout states
-the tensors that it stores, and the writer the files that it makes of them. Memory is an estimate,
-with its parts listed.
+All misfits are found at once, before any work. Byte counts are exact, because each layout lists its
+stored tensors, and the writer its files. Memory is an estimate, with its parts listed.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Plan(ShortRepr):
 
     @property
     def refusal(self) -> QuantkitError | None:
-        """The error with which `quantize` would end before it computes anything."""
+        """The error that `quantize` would raise before any computing."""
         return self.verdict.refusal
 
     @property

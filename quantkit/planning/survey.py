@@ -273,7 +273,7 @@ def with_group_size(
     it is not the usual.
 
     A linear that none of them fits gets one scale a row by an override. A stated group size stays
-    unchanged. `linears` are name -> `(n, k)`; `paths` and `kept_dense` are those of the model.
+    unchanged. `linears` are name -> `(n, k)`; `paths` and `kept_dense` as in the model.
     """
     layout, scheme = recipe.output_layout, recipe.scheme
     if (

@@ -1,4 +1,4 @@
-"""The verdict on a run: what is refused, with ways out, and remarks.
+"""The verdict on a run: refusals, with ways out, and remarks.
 
 An option is offered only after the layouts' own `check` has accepted it.
 """
@@ -62,9 +62,9 @@ class Verdict:
     """Refusals and remarks of a run.
 
     `ways_out` has a line for each rule that a misfit breaks, with the options that help. `problems`
-    are other reasons to refuse, and `refusal` is the error with which `quantize` would end before
-    it computes anything. `remarks` are about this model in any layout, `layout_remarks` about the
-    readers of this layout.
+    are other reasons to refuse, and `refusal` is the error that `quantize` would raise before any
+    computing. `remarks` are about this model in any layout, `layout_remarks` about the readers of
+    this layout.
     """
 
     misfits: tuple[Misfit, ...] = ()
@@ -121,7 +121,7 @@ class Misfit:
     @property
     def scheme(self) -> Scheme:
         """The scheme that was asked for."""
-        assert isinstance(self.goal, Scheme)  # one that only prunes has no layout to change
+        assert isinstance(self.goal, Scheme)  # a pruning recipe has no layout to change
         return self.goal
 
     def to_dict(self) -> dict[str, Any]:

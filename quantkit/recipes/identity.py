@@ -1,6 +1,7 @@
 """The identity of a run: everything that decides its bytes.
 
-A resumed run must have the same identity. If it has another, the message names each difference.
+A resumed run must have the same identity. If the identity differs, the message names each
+difference.
 """
 
 from __future__ import annotations

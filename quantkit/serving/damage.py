@@ -1,5 +1,5 @@
-"""Compare what an engine loads with the folder: its files with their recorded hashes, its tensors
-with the files.
+"""Compare an engine's input with the folder: files with their recorded hashes, tensors with the
+files.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _compare(folder: Checkpoint) -> None:
 def _snapshot(model: str, revision: str | None, cache: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
 
-    with suppress(Exception):  # the hub's client has several for what is not there
+    with suppress(Exception):  # the hub's client has several errors for a missing file
         return Path(
             snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
         )

@@ -2,7 +2,7 @@
 classes.
 
 Engines call layers by names of their own: they join linears, and rename prefixes in wrapper models.
-They tell the config of both before they build layers.
+They pass both to the config before they build layers.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class PackedMethod:
         device: torch.device,
         start: str = "",
     ) -> None:
-        """Register a loading parameter for each suffix of the layout; `load` gets suffix, device
-        and what the engine gives.
+        """Register a loading parameter for each suffix of the layout. `load` gets suffix, device
+        and the engine's arguments.
         """
         for suffix, dtype in stored.items():
             layer.register_parameter(
@@ -175,7 +175,7 @@ class PackedLinearMethod(PackedMethod):
         self._take(weight, which, suffix, tensor, device)
 
     def _totals(self, layer: Any, sizes: Sequence[int], output_size: int) -> list[int]:
-        """Give the rows of each part in the folder; `sizes` are those of a rank."""
+        """Return the rows of each part in the folder; `sizes` are a rank's rows."""
         if isinstance(layer, self.QKV_CLASS):
             if len(sizes) != len(QKV):
                 raise ValueError(

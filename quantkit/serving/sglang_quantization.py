@@ -1,5 +1,5 @@
-"""The config of quantkit's method inside SGLang, which gives each layer its method, and that
-method.
+"""The config of quantkit's method inside SGLang, which chooses each layer's method, and
+the method.
 """
 
 from __future__ import annotations

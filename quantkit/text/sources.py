@@ -100,8 +100,8 @@ NAMED = {
 class Documents:
     """Hold the documents of a source, in its order, and the rule that separated them.
 
-    `undivided` says that a text has no blank line to separate it by. `left_out` counts the records
-    without a document.
+    `undivided`: the text has no blank line that would separate documents. `left_out` counts the
+    records without a document.
     """
 
     texts: list[str | Conversation]

@@ -189,9 +189,7 @@ def _seen_in(block: LoadedBlock, number: int, targets: Sequence[str]) -> list[Gr
     """Group the `targets` that one document calls."""
     model, tokens = block.run.model, block.stream.sequences[number]
     inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
-    others = set[
-        str
-    ]()  # linears whose input is not what a norm returned, with a row for each token
+    others = set[str]()  # linears whose input is not a norm's output with a row for each token
 
     def see(linear: str, x: Tensor) -> bool:
         inputs.setdefault(linear, []).append(x)

@@ -49,7 +49,7 @@ class Hessians(Stage):
             tasks, collect(block, [task.group for task in tasks]), strict=True
         ):
             task.hessian = hessian
-        del hessian  # what is added up elsewhere is freed here
+        del hessian  # frees sums that another rank adds up
         if tasks[0].group.linears[0] not in block.starved:
             _remove_starved(block, tasks)
         _add_up(block.run, tasks)

@@ -151,7 +151,7 @@ def solve(
     the same. `floors` as in LoadedBlock.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian,
-    ALGORITHMS 1), tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says
+    ALGORITHMS 1), tokens, channel_peak, seconds, and the solver's facts. `descent_skipped` says
     that there were too few tokens for descent, `true_shape` that the stored weight is padded.
 
     NumericError, naming the linear, for weights that are not finite or overflow. NumericError for

@@ -55,7 +55,7 @@ BATCH = 4
 #: The largest step of a latent value, in grid steps, for this many steps. Fewer steps are larger,
 #: by the square root.
 RATE, RATE_STEPS = 0.0025, 200
-#: Steps of rising rate, and the number of times that a run computes the held-out error.
+#: Warm-up steps, and the number of evaluations of the held-out error in a run.
 WARM_UP, CHECKS = 5, 8
 _TINY = 1e-30
 
@@ -226,8 +226,8 @@ class BlockTuning:
     """The state of tuning one block towards `targets`, the unquantized model's hidden states after
     it.
 
-    Sequences have their numbers among those of all ranks. Each rank computes the errors of its own,
-    and moves some of the weights by the gradients that all ranks have found.
+    Sequences are numbered over all ranks. Each rank computes the errors of its own sequences, and
+    updates its part of the weights by the gradients of all ranks.
     """
 
     def __init__(
