@@ -136,6 +136,13 @@ def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path: Path)
     assert "Round to nearest" in (site / "search.json").read_text(encoding="utf-8")
 
 
+def test_modules_that_pages_cite_exist() -> None:
+    roots = ["", "quantkit", "quantkit/calibration", "tests", "tests/properties", "benchmarks", "benchmarks/study"]
+    for page in [*PAGES, ROOT / "tests/README.md"]:
+        for cited in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|cu|cuh|sh))`", page.read_text(encoding="utf-8")):
+            assert any((ROOT / root / cited).exists() for root in roots), f"{page.name} cites {cited}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
