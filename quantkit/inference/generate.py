@@ -218,28 +218,28 @@ def _write(
     listener: Listener | None,
 ) -> Generated:
     read, written = positions_of(model.config)
-    apart = bool(model.config.is_encoder_decoder)  # the prompt has positions of its own
-    room = written if apart or written is None else written - len(ids)
+    has_encoder = bool(model.config.is_encoder_decoder)  # the prompt has positions of its own
+    limit = written if has_encoder or written is None else written - len(ids)
     is_long = read is not None and len(ids) > read
-    if is_long or (room is not None and max_new_tokens > room):
+    if is_long or (limit is not None and max_new_tokens > limit):
         each = (
             f"{read} positions in the encoder and {written} in the decoder"
-            if apart
+            if has_encoder
             else f"{read} positions"
         )
         raise RecipeError(
             f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the "
             f"model's {each}",
             "use a shorter prompt"
-            if is_long or not room
-            else Words("use", Option("max_new_tokens", room), "or less"),
+            if is_long or not limit
+            else Words("use", Option("max_new_tokens", limit), "or less"),
         )
     embeddings: Any = model.get_input_embeddings()
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
     batch: Any = ids[None].to(model.device)
     options = {**sampling.options(), "use_cache": True, "max_new_tokens": max_new_tokens}
     streamer = None if listener is None else _streamer(tokenizer, listener)
-    if apart and listener is not None:
+    if has_encoder and listener is not None:
         listener("\n")
     start = time.perf_counter()
     with writing():
@@ -247,7 +247,7 @@ def _write(
             batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
         )
     new = output[
-        0, 1 if apart else len(ids) :
+        0, 1 if has_encoder else len(ids) :
     ].tolist()  # the decoder begins with a token of its own
     text = str(tokenizer.decode(new, skip_special_tokens=True))
     return Generated(prompt, text, len(new), time.perf_counter() - start, describe_weights(model))
@@ -264,7 +264,7 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, listener: Listener) -> Any:
     class Streamer(BaseStreamer):
         def __init__(self) -> None:
             self.tokens: list[int] = []
-            self.told = ""
+            self.shown = ""
             self.is_prompt = True
 
         def put(self, value: Tensor) -> None:
@@ -273,12 +273,12 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, listener: Listener) -> Any:
                 return
             self.tokens += value.flatten().tolist()
             text = self.text()
-            if not text.endswith(INCOMPLETE) and text.startswith(self.told) and text != self.told:
-                listener(text[len(self.told) :])
-                self.told = text
+            if not text.endswith(INCOMPLETE) and text.startswith(self.shown) and text != self.shown:
+                listener(text[len(self.shown) :])
+                self.shown = text
 
         def end(self) -> None:
-            listener(self.text()[len(self.told) :])
+            listener(self.text()[len(self.shown) :])
 
         def text(self) -> str:
             return str(tokenizer.decode(self.tokens, skip_special_tokens=True))

@@ -125,17 +125,6 @@ def check_addresses(
     checked.add(tuple([tensor.data_ptr() for tensor in packed]))
 
 
-def check_same_dtype(layout: str, x: Tensor, out: Tensor) -> None:
-    """Raise KernelError if `out` has another dtype than the activations, which only naive kernels
-    can write.
-    """
-    if out.dtype != x.dtype:
-        wanted, asked = dtype_name(x.dtype), dtype_name(out.dtype)
-        raise KernelError(
-            f"the fast {layout} kernels write {wanted} as their activations are, not {asked}"
-        )
-
-
 def check_operand(
     layout: str,
     what: str,

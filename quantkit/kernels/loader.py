@@ -101,8 +101,9 @@ def toolchain() -> dict[str, str | None]:
     found: dict[str, str | None] = {"cupy": None, "nvrtc": None, "problem": None}
     try:
         import cupy
+        from cupy.cuda import nvrtc
 
-        found["nvrtc"] = ".".join(str(part) for part in _nvrtc().getVersion())
+        found["nvrtc"] = ".".join(str(part) for part in nvrtc.getVersion())
         found["cupy"] = cupy.__version__
     except Exception as error:  # a CuPy that does not match the machine fails to load in many ways
         found["problem"] = reason(error)
@@ -223,19 +224,15 @@ def loaded(name: str, instances: tuple[str, ...], index: int) -> dict[str, Funct
     return functions
 
 
-def _nvrtc() -> Any:
-    from cupy.cuda import nvrtc
-
-    return nvrtc
-
-
 def _usable_nvrtc() -> Any:
     problem = toolchain()["problem"]
     if problem is not None:
         raise KernelError(
             f"kernels are compiled through CuPy, which does not load ({problem}): {install()}"
         )
-    return _nvrtc()
+    from cupy.cuda import nvrtc
+
+    return nvrtc
 
 
 def install() -> str:

@@ -32,8 +32,8 @@ SOURCES = {
 MAX_EXPERTS = 512
 #: Threads and warps of the block that sorts, threads of a block of the other steps.
 SORTERS, WARPS, THREADS = 1024, 32, 256
-#: Numbers of a thread of the other steps.
-EIGHT = 8
+#: Numbers that a thread of the other steps loads at once.
+VECTOR = 8
 #: Most rows; the kernels count them in 32 bits.
 MAX_ROWS = 1 << 24
 
@@ -114,7 +114,7 @@ def gather_rows(
     # A warp for each place or row without an expert.
     grid = (-(-(len(routing.list) - 2 - routing.max_tiles) // (THREADS // 32)),)
     instance = f"gather_rows<{TYPES[x.dtype]}, {TYPES[dtype]}>"
-    sizes = (routing.max_tiles, routing.tile, choices, k // EIGHT, y.shape[1] // EIGHT)
+    sizes = (routing.max_tiles, routing.tile, choices, k // VECTOR, y.shape[1] // VECTOR)
     plan = _planned("expert_steps", instance, device, grid)
     driver.submit(plan, device, (), (x, routing.list, found, powers, y), sizes=sizes)
     return found, powers
@@ -149,14 +149,14 @@ def _step(
     device = out.device
     check_operand(name, "result", out, ACTIVATIONS, tuple(out.shape), device)
     check_operand(name, "input", given, (out.dtype,), shape, device)
-    if not out.numel() or out.shape[1] % EIGHT:
+    if not out.numel() or out.shape[1] % VECTOR:
         raise KernelError(f"the {name} kernel cannot make {list(out.shape)} of {list(given.shape)}")
     if device.type != "cuda":
         raise not_on_a_gpu(name, "result", device)
-    eights = out.shape[1] // EIGHT
-    grid = (out.shape[0], -(-eights // THREADS))
+    vectors = out.shape[1] // VECTOR
+    grid = (out.shape[0], -(-vectors // THREADS))
     plan = _planned("expert_steps", f"{name}<{TYPES[out.dtype]}>", device, grid)
-    driver.submit(plan, device, (), (given, out), sizes=(eights, *sizes))
+    driver.submit(plan, device, (), (given, out), sizes=(vectors, *sizes))
 
 
 @functools.lru_cache(maxsize=4096)

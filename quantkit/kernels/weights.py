@@ -47,7 +47,23 @@ class Marlin(Launcher):
     def __init__(self) -> None:
         # A stage has codes, and scales of groups of at least 32.
         portable = PortableTiles(PORTABLE_TILES["marlin"], bytes_per_weight=0.5 + 2 / 32)
-        hopper = {group: self._hopper(group) for group in self.GROUPS}
+        tiles = HOPPER_TILES["marlin"]
+        hopper = {
+            group: HopperKernel(
+                "marlin_hopper",
+                str(group or 0),
+                HopperTiles(
+                    tiles=tiles if group in (128, None) else rare_tiles(tiles),
+                    stage_bytes_per_weight=0.5 + (2 / group if group else 0),
+                    stage_alignment=128,
+                    read_bytes_per_weight=0.5 + 2 / 128,
+                    several_tokens=128,
+                    scaled_by_group=group is not None,
+                ),
+                partial(_marlin_maps, group),
+            )
+            for group in self.GROUPS
+        }
         routed = {group: RoutedHopper.of(hopper[group]) for group in (128, None)}
         self.table = kernels_of("marlin", portable, hopper, routed)
 
@@ -64,18 +80,6 @@ class Marlin(Launcher):
     def key(self, scheme: Scheme, n: int, k: int) -> int | None:
         # A single group is stored as one scale per row (3.3).
         return scheme.group_size if scheme.groups(k) > 1 else None
-
-    def _hopper(self, group: int | None) -> HopperKernel:
-        tiles = HOPPER_TILES["marlin"]
-        choice = HopperTiles(
-            tiles=tiles if group in (128, None) else rare_tiles(tiles),
-            stage_bytes_per_weight=0.5 + (2 / group if group else 0),
-            stage_alignment=128,
-            read_bytes_per_weight=0.5 + 2 / 128,
-            several_tokens=128,
-            scaled_by_group=group is not None,
-        )
-        return HopperKernel("marlin_hopper", str(group or 0), choice, partial(_marlin_maps, group))
 
 
 def _marlin_maps(
@@ -106,7 +110,23 @@ class Marlin24(Launcher):
     def __init__(self) -> None:
         # A stage has codes of half of the weights, metadata, and scales of groups of at least 32.
         portable = PortableTiles(PORTABLE_TILES["marlin24"], bytes_per_weight=0.375 + 2 / 32)
-        hopper = {group: self._hopper(group) for group in self.GROUPS}
+        hopper = {
+            group: HopperKernel(
+                "marlin24_hopper",
+                str(group or 0),
+                HopperTiles(
+                    tiles=HOPPER_TILES["marlin24"],
+                    stage_bytes_per_weight=0.375 + (2 / group if group else 0),
+                    read_bytes_per_weight=0.375 + 2 / 128,
+                    several_tokens=64,
+                    scaled_by_group=group is not None,
+                    sparse=True,
+                    sustained_tflops=1000.0,  # two of each four weights are multiplied
+                ),
+                partial(_marlin24_maps, group),
+            )
+            for group in self.GROUPS
+        }
         self.table = kernels_of("marlin24", portable, {**hopper, "odd": None})
 
     def weight(self, scheme: Scheme, n: int, k: int) -> Weight:
@@ -127,19 +147,6 @@ class Marlin24(Launcher):
             return "odd"  # the Hopper kernel takes whole tiles
         # A single group is stored as one scale per row (5.2).
         return scheme.group_size if scheme.groups(k) > 1 else None
-
-    def _hopper(self, group: int | None) -> HopperKernel:
-        choice = HopperTiles(
-            tiles=HOPPER_TILES["marlin24"],
-            stage_bytes_per_weight=0.375 + (2 / group if group else 0),
-            read_bytes_per_weight=0.375 + 2 / 128,
-            several_tokens=64,
-            scaled_by_group=group is not None,
-            sparse=True,
-            sustained_tflops=1000.0,  # two of each four weights are multiplied
-        )
-        maps = partial(_marlin24_maps, group)
-        return HopperKernel("marlin24_hopper", str(group or 0), choice, maps)
 
 
 def _marlin24_maps(
@@ -170,7 +177,23 @@ class Quick(Launcher):
         # A stage has codes, and scales and zero points if groups have at least 32 columns. Each is
         # held twice.
         portable = PortableTiles(PORTABLE_TILES["quick"], bytes_per_weight=0.5 + 5 / 32)
-        hopper = {group: self._hopper(group) for group in self.HOPPER_GROUPS}
+        tiles = HOPPER_TILES["quick"]
+        hopper = {
+            group: HopperKernel(
+                "quick_hopper",
+                str(group),
+                HopperTiles(
+                    tiles=tiles if group == 128 else rare_tiles(tiles),
+                    stage_bytes_per_weight=0.5 + 5 / group,
+                    stage_alignment=1024,  # the swizzle depends on the address
+                    read_bytes_per_weight=0.5 + 5 / group,
+                    several_tokens=64,
+                    scaled_by_group=True,
+                ),
+                partial(_quick_maps, group),
+            )
+            for group in self.HOPPER_GROUPS
+        }
         routed = {128: RoutedHopper.of(hopper[128])}
         self.table = kernels_of("quick", portable, {**hopper, None: None}, routed)
 
@@ -189,19 +212,6 @@ class Quick(Launcher):
 
     def key(self, scheme: Scheme, n: int, k: int) -> int | None:
         return scheme.group_size if scheme.group_size in self.HOPPER_GROUPS else None
-
-    def _hopper(self, group: int) -> HopperKernel:
-        bytes_per_weight = 0.5 + 5 / group  # scales and zero points are stored twice
-        tiles = HOPPER_TILES["quick"]
-        choice = HopperTiles(
-            tiles=tiles if group == 128 else rare_tiles(tiles),
-            stage_bytes_per_weight=bytes_per_weight,
-            stage_alignment=1024,  # the swizzle depends on the address
-            read_bytes_per_weight=bytes_per_weight,
-            several_tokens=64,
-            scaled_by_group=True,
-        )
-        return HopperKernel("quick_hopper", str(group), choice, partial(_quick_maps, group))
 
 
 def _quick_maps(
@@ -227,8 +237,16 @@ class Tcfpx(Launcher):
     def __init__(self) -> None:
         self.table = {}
         for fmt, variant in VARIANTS.items():
-            tiles, hopper = PORTABLE_TILES["tcfpx"], self._hopper(fmt)
-            routed = {fmt: RoutedHopper.of(hopper, partial(_stride, fmt), _unit(fmt))}
+            choice = HopperTiles(
+                tiles=HOPPER_TILES.get(fmt.name, rare_tiles(HOPPER_TILES["fp5"])),
+                stage_bytes_per_weight=fmt.bits / 8,
+                read_bytes_per_weight=fmt.bits / 8,
+                several_tokens=128,
+                bandwidth=BANDWIDTH | {256: 4150.0},
+            )
+            hopper = HopperKernel("tcfpx_hopper", variant, choice, partial(_tcfpx_maps, fmt))
+            unit, tiles = 256 // math.gcd(256, fmt.bits), PORTABLE_TILES["tcfpx"]
+            routed = {fmt: RoutedHopper.of(hopper, partial(_stride, fmt), unit)}
             if fmt.name not in HOPPER_TILES:
                 # Rare formats have half as many, the largest among them, as all share a workspace.
                 tiles, routed = tiles[:3:2] + tiles[-2:], {}
@@ -246,16 +264,6 @@ class Tcfpx(Launcher):
 
     def key(self, scheme: Scheme, n: int, k: int) -> Format:
         return scheme.format
-
-    def _hopper(self, fmt: Format) -> HopperKernel:
-        choice = HopperTiles(
-            tiles=HOPPER_TILES.get(fmt.name, rare_tiles(HOPPER_TILES["fp5"])),
-            stage_bytes_per_weight=fmt.bits / 8,
-            read_bytes_per_weight=fmt.bits / 8,
-            several_tokens=128,
-            bandwidth=BANDWIDTH | {256: 4150.0},
-        )
-        return HopperKernel("tcfpx_hopper", VARIANTS[fmt], choice, partial(_tcfpx_maps, fmt))
 
 
 def _tcfpx_maps(
@@ -276,10 +284,6 @@ def _tcfpx_maps(
 def _stride(fmt: Format, n: int, k: int) -> int:
     # Distance of two experts' low planes, in blocks of 64 rows. The high planes are between them.
     return n * fmt.bits // 256
-
-
-def _unit(fmt: Format) -> int:
-    return 256 // math.gcd(256, fmt.bits)
 
 
 #: Family of layouts -> its kernels.

@@ -82,9 +82,10 @@ class JoinedWeight:
                 for size in range(1, 9)
                 if not self.columns[0] % size and self._splits_over(size)
             ]
-            unit = f"groups of {self.scheme.group_size}" if self.scheme.group_size else "quads"
+            group = self.scheme.group_size or 4  # 2:4 sparsity
             raise LayoutError(
-                f"its {self.columns[0]} columns in {unit} cannot be split over {self.ranks} GPUs",
+                f"its {self.columns[0]} columns in groups of {group} cannot be split over "
+                f"{self.ranks} GPUs",
                 f"use --tensor-parallel-size {' or '.join(sizes)}",
                 subject=self.name,
             )

@@ -116,7 +116,9 @@ def _unserved(layer: Any) -> str | None:
     return None
 
 
-class QuantkitExpertsMethod(VllmMethod, PackedExpertsMethod, FusedMoEMethodBase):  # type: ignore[misc]
+class QuantkitExpertsMethod(  # type: ignore[misc]
+    VllmMethod, PackedExpertsMethod, FusedMoEMethodBase
+):
     """Loads the experts of one layer of vLLM and multiplies with them; vLLM routes the tokens."""
 
     def __init__(
