@@ -80,7 +80,7 @@ generate() { # whole models, dense beside packed; of 70 billion weights in FP6, 
 }
 
 several_gpus() { # of the tests only these, and those of the stage ranks, need two
-    "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/properties/test_several_gpus.py tests/kernels/test_bad_input.py
+    "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/properties/test_several_gpus.py tests/kernels/test_bad_operands.py
 }
 
 ranks() { # the same run by one process and by a process for each GPU; its journal, signals and bytes are tested first
