@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 
-from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
@@ -115,19 +114,6 @@ def test_unit_vectors_give_back_every_weight(gpu: None, layout: str, label: str,
                 continue
             y = product(layout, tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
             assert torch.equal(y.t(), q.dequantize().to(dtype)), (dtype, tile)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if fmt.is_float], ids=lambda fmt: fmt.name)
-def test_every_code_of_a_floating_format(gpu: None, fmt) -> None:  # type: ignore[no-untyped-def]
-    """Scales are one. The order of the codes differs in every row, so each code is in every position of a word."""
-    n = k = 256
-    codes = torch.arange(n * k).add_(torch.arange(n).repeat_interleave(k)).remainder(2**fmt.bits).view(n, k)
-    q = QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
-    tensors, q = on_gpu("tcfpx", q)
-    for dtype, tile in itertools.product(TYPES, tiles("tcfpx", f"{fmt.name}:channel")):
-        y = product("tcfpx", tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
-        assert torch.equal(y.t(), fmt.decode(q.codes).to(dtype)), (dtype, tile)
 
 
 @pytest.mark.gpu
