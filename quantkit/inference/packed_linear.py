@@ -26,7 +26,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.kernel_weight import pack_for_kernel
-from quantkit.inference.products import handle_of, has_kernel
+from quantkit.inference.products import decoded_product, has_kernel, linear_product
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
@@ -97,8 +97,10 @@ class PackedWeight(nn.Module):
             delattr(self, suffix)
         self.layout, self.scheme, (self.n, self.k) = layout, scheme, stored_size
         self.suffixes, self.out = tuple(tensors), out
-        decodes = not has_kernel(layout, scheme, stored_size, tensors)
-        self.handle = handle_of(layout, scheme, stored_size, out, self.suffixes, decodes)
+        if has_kernel(layout, scheme, stored_size, tensors):
+            self.handle = linear_product(layout, scheme, stored_size, self.suffixes, out).handle
+        else:
+            self.handle = decoded_product(layout, scheme, self.suffixes, out).handle
         for suffix, tensor in tensors.items():
             self.register_parameter(suffix, nn.Parameter(tensor, requires_grad=False))
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,25 +46,17 @@ UNGATED = "_no_mul"
 
 
 @dataclass(eq=False)
-class LinearProduct:
-    """A kind of product: weights of a scheme in a layout, with `out` rows before padding.
+class DecodedProduct:
+    """A kind of product with weights of a scheme in a layout, which torch decodes at each call.
 
-    `names` are the suffixes of the tensors that a call gives; `order` sorts these as
-    `weight.tensors`, None if they are sorted. `weight` is None if no kernel takes the weight, which
-    is then decoded. `checked` has the addresses of tensors that were compared with `weight`.
+    `names` are the suffixes of the tensors that a call gives, `out` counts the rows before padding.
     """
 
     layout: str
     scheme: Scheme
-    weight: Weight | None
     names: tuple[str, ...]
     out: int
-    order: tuple[int, ...] | None = None
-    checked: set[tuple[int, ...]] = field(default_factory=set)
-
-    def ordered(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Reorder tensors from the order of calls to the kernel's order."""
-        return tensors if self.order is None else [tensors[i] for i in self.order]
+    handle: int = field(default=-1, init=False)
 
     def decode(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply on any device and in any dtype, with the weight decoded to the dtype of `x`.
@@ -76,9 +68,26 @@ class LinearProduct:
         return functional.linear(x, weight[: self.out, : x.shape[-1]].contiguous(), bias)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class LinearProduct(DecodedProduct):
+    """A kind of product that a kernel computes on a GPU.
+
+    `order` sorts the tensors of a call as `weight.tensors`, None if they are sorted. `checked` has
+    the addresses of tensors that were compared with `weight`.
+    """
+
+    weight: Weight
+    order: tuple[int, ...] | None = None
+    checked: set[tuple[int, ...]] = field(default_factory=set)
+
+    def ordered(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Reorder tensors from the order of calls to the kernel's order."""
+        return tensors if self.order is None else [tensors[i] for i in self.order]
+
+
+@dataclass(eq=False)
 class ExpertsProduct:
-    """One kind of layer of experts: the products before and after the activation, and how many
+    """A kind of layer of experts: the products before and after the activation, and how many
     experts there are.
     """
 
@@ -86,6 +95,7 @@ class ExpertsProduct:
     second: LinearProduct
     experts: int
     activation: str
+    handle: int = field(default=-1, init=False)
 
     @property
     def out(self) -> int:
@@ -145,8 +155,9 @@ class ExpertsProduct:
         return total.to(x.dtype)
 
 
+Product = TypeVar("Product", DecodedProduct, LinearProduct, ExpertsProduct)
 #: Handle and `out` -> product.
-PRODUCTS: dict[tuple[int, int], LinearProduct | ExpertsProduct] = {}
+PRODUCTS: dict[tuple[int, int], DecodedProduct | ExpertsProduct] = {}
 _LOCK = Lock()
 
 
@@ -177,22 +188,22 @@ def has_kernel(
 
 
 @functools.cache
-def handle_of(
-    layout: str,
-    scheme: Scheme,
-    shape: tuple[int, int],
-    out: int,
-    names: tuple[str, ...],
-    decodes: bool = False,
-) -> int:
-    """Return the handle of a kind of product, without looking at a weight or a GPU.
+def decoded_product(
+    layout: str, scheme: Scheme, names: tuple[str, ...], out: int
+) -> DecodedProduct:
+    """Register a kind of product that no kernel computes."""
+    return _registered(DecodedProduct(layout, scheme, names, out))
+
+
+@functools.cache
+def linear_product(
+    layout: str, scheme: Scheme, shape: tuple[int, int], names: tuple[str, ...], out: int
+) -> LinearProduct:
+    """Register a kind of product, without looking at a weight or a GPU.
 
     `shape` is `[n, k]` with padding, `out` the rows without it; `names` are the suffixes of tensors
-    in the order of calls. Handles count from 0 in order of preparation. Weights of a kind share a
-    handle. KernelError if no kernel takes the weight, unless it `decodes`.
+    in the order of calls. KernelError if no kernel takes the weight.
     """
-    if decodes:
-        return _registered(LinearProduct(layout, scheme, None, names, out))
     weight, aliases = kernel_weight(layout, scheme, *shape), LAUNCHERS[layout].aliases
     named = [aliases.get(name, name) for name in names]
     if sorted(named) != sorted(weight.tensors) or not 1 <= out <= weight.n:
@@ -204,42 +215,47 @@ def handle_of(
     order = tuple(named.index(name) for name in weight.tensors)
     is_sorted = order == tuple(sorted(order))
     return _registered(
-        LinearProduct(layout, scheme, weight, names, out, None if is_sorted else order)
+        LinearProduct(layout, scheme, names, out, weight, None if is_sorted else order)
     )
 
 
-def _registered(product: LinearProduct | ExpertsProduct) -> int:
+@functools.cache
+def experts_product(
+    first: LinearProduct, second: LinearProduct, experts: int, activation: str
+) -> ExpertsProduct:
+    """Register a kind of layer of experts."""
+    return _registered(ExpertsProduct(first, second, experts, activation))
+
+
+def _registered(product: Product) -> Product:
+    """Give a product its handle; handles count from 0."""
     with _LOCK:
-        handle = len(PRODUCTS)
-        PRODUCTS[handle, product.out] = product
-        return handle
+        product.handle = len(PRODUCTS)
+        PRODUCTS[product.handle, product.out] = product
+    return product
 
 
 def prepare(weight: KernelWeight, out: int, dtype: torch.dtype) -> int:
     """Check a packed weight with `out` rows before padding, and return the handle of its products.
 
-    Calls give its tensors in their order here, and activations of `dtype`. On a GPU all kernels
-    that its products may need are compiled and loaded, with a note if that takes time. KernelError
-    for a weight or dtype that the layout's kernels do not take.
+    Calls give its tensors in their order here, and activations of `dtype`. Weights of one kind
+    share a handle. On a GPU all kernels that its products may need are compiled and loaded, with a
+    note if that takes time. KernelError for a weight or dtype that the layout's kernels do not
+    take.
     """
-    product, handle = _prepared(weight, out, dtype)
-    device = next(iter(weight.tensors.values())).device
-    assert product.weight is not None
-    check_addresses(
-        product.weight, product.ordered([*weight.tensors.values()]), device, product.checked
-    )
+    product = _taken(weight, out, dtype)
+    packed = product.ordered([*weight.tensors.values()])
+    device = packed[0].device
+    check_addresses(product.weight, packed, device, product.checked)
     if device.type == "cuda":
         _kernel(product, dtype, device)
-    return handle
+    return product.handle
 
 
-def _prepared(weight: KernelWeight, out: int, dtype: torch.dtype) -> tuple[LinearProduct, int]:
+def _taken(weight: KernelWeight, out: int, dtype: torch.dtype) -> LinearProduct:
     if dtype not in ACTIVATIONS:
         raise KernelError(f"the kernels take float16 and bfloat16, not {dtype_name(dtype)}")
-    handle = handle_of(weight.layout, weight.scheme, weight.shape, out, tuple(weight.tensors))
-    product = PRODUCTS[handle, out]
-    assert isinstance(product, LinearProduct)
-    return product, handle
+    return linear_product(weight.layout, weight.scheme, weight.shape, tuple(weight.tensors), out)
 
 
 def prepare_experts(
@@ -260,26 +276,16 @@ def prepare_experts(
         raise KernelError(
             f"experts have the activation {activation}, quantkit has {', '.join(FUNCTIONS)}"
         )
-    experts, products = 0, []
-    for weight, out in zip((first, second), sizes, strict=True):
-        product, _ = _prepared(weight, out, dtype)
-        assert product.weight is not None
+    weights, device = (first, second), next(iter(first.tensors.values())).device
+    products = [_taken(weight, out, dtype) for weight, out in zip(weights, sizes, strict=True)]
+    experts = len(next(iter(first.tensors.values())))
+    for product, weight in zip(products, weights, strict=True):
         packed = product.ordered([*weight.tensors.values()])
-        experts, device = len(packed[0]), packed[0].device
         check_addresses(product.weight.stacked(experts), packed, device, set())
-        products.append(product)
-    handle, layer = _handle_of_experts(*products, experts, activation)
+    layer = experts_product(products[0], products[1], experts, activation)
     if device.type == "cuda":
         load_experts(layer, dtype, device)
-    return handle
-
-
-@functools.cache
-def _handle_of_experts(
-    first: LinearProduct, second: LinearProduct, experts: int, activation: str
-) -> tuple[int, ExpertsProduct]:
-    layer = ExpertsProduct(first, second, experts, activation)
-    return _registered(layer), layer
+    return layer.handle
 
 
 def load_experts(layer: ExpertsProduct, dtype: torch.dtype, device: torch.device) -> None:
@@ -296,9 +302,8 @@ def grouped(layer: ExpertsProduct, device: torch.device) -> tuple[GroupedKernel,
     this device.
     """
     first, second = (
-        GroupedKernel.of(one.layout, one.scheme, layer.experts, weight.n, weight.k, device)
+        GroupedKernel.of(one.layout, one.scheme, layer.experts, one.weight.n, one.weight.k, device)
         for one in (layer.first, layer.second)
-        if (weight := one.weight) is not None
     )
     return first, second
 
@@ -308,8 +313,7 @@ def _kernel(
     product: LinearProduct, dtype: torch.dtype, device: torch.device
 ) -> HopperKernel | PortableKernel | None:
     """Load the kernel for products with activations of a dtype, None if they are decoded."""
-    weight = product.weight
-    if weight is None or kernels.unusable(device) is not None:
+    if kernels.unusable(device) is not None:
         return None
     if dtype not in ACTIVATIONS:
         warnings.warn(
@@ -320,7 +324,8 @@ def _kernel(
             stacklevel=2,
         )
         return None
-    kernel = LAUNCHERS[product.layout].fastest(product.scheme, weight.n, weight.k, device)
+    weight, launcher = product.weight, LAUNCHERS[product.layout]
+    kernel = launcher.fastest(product.scheme, weight.n, weight.k, device)
     load_kernel(kernel, dtype, device)
     return kernel
 
@@ -360,12 +365,14 @@ def multiply(
     for a kind of weight that was not prepared.
     """
     product = PRODUCTS.get((handle, out))
-    if isinstance(product, ExpertsProduct):
-        return product.multiply(x, tensors, *others)
     if product is None:
         raise _unprepared(handle, out)
+    if isinstance(product, ExpertsProduct):
+        return product.multiply(x, tensors, *others)
+    if not isinstance(product, LinearProduct):
+        return product.decode(x, tensors, *others)
     weight, kernel = product.weight, _kernel(product, x.dtype, x.device)
-    if weight is None or kernel is None:
+    if kernel is None:
         return product.decode(x, tensors, *others)
     packed = tensors if product.order is None else [tensors[i] for i in product.order]
     if tuple([tensor.data_ptr() for tensor in packed]) not in product.checked:

@@ -116,8 +116,10 @@ def _unserved(layer: Any) -> str | None:
     return None
 
 
-class QuantkitExpertsMethod(  # type: ignore[misc]
-    VllmMethod, PackedExpertsMethod, FusedMoEMethodBase
+class QuantkitExpertsMethod(
+    VllmMethod,
+    PackedExpertsMethod,
+    FusedMoEMethodBase,  # type: ignore[misc]
 ):
     """Loads the experts of one layer of vLLM and multiplies with them; vLLM routes the tokens."""
 
