@@ -1,7 +1,7 @@
-"""Run a block with gradients: several documents at a time where that is possible, and with the same
-bits each time.
+"""Run a block with gradients, several documents at a time if possible, and with the same bits each
+time.
 
-A pass may be repeated as one CUDA graph, because Python starts the kernels of a small block too
+A pass may be repeated as a CUDA graph, because Python launches the kernels of a small block too
 slowly.
 """
 

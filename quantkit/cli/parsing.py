@@ -193,8 +193,8 @@ def combined(*options: Callable[[Function], Function]) -> Callable[[Function], F
 def section(
     name: str, *options: Callable[[Function], Function], level: Level = "shown"
 ) -> Callable[[Function], Function]:
-    """Make one decorator of several options that help lists under the heading `name`, `--help-all`
-    alone at `all`.
+    """Join several options that help lists under the heading `name`; at level `all`, only
+    `--help-all` lists them.
     """
     assert name in SECTIONS
 

@@ -29,9 +29,9 @@ class Perplexity:
     """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the
     predictions.
 
-    `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, `stride`
-    apart. With `bos`, each window had the BOS token in front; `bos_rule` says why it had or had
-    not. `data` names the text; `weights` says how weights were multiplied.
+    `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, a window
+    every `stride` tokens. With `bos`, each window began with the BOS token; `bos_rule` is the
+    reason. `data` names the text; `weights` says how weights were multiplied.
     """
 
     perplexity: float

@@ -56,7 +56,7 @@ class BlockRunner(LanguageModel):
     `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`.
     `forms`: number of a block that has run -> the form of its outputs. `fuses_attention`: whether
     gradients may come from a GPU's fused kernels for attention. `ran_alone`: whether the last pass
-    was a block alone, which has read no tokens. CheckpointError as for `LanguageModel`, RecipeError
+    ran only the block, without reading tokens. CheckpointError as for `LanguageModel`, RecipeError
     for an unknown device.
     """
 

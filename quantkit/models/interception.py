@@ -354,8 +354,8 @@ class Repeated:
 
 
 def independent(given: Given | None, other: Given | None, hidden: Tensor) -> bool:
-    """Tell whether a block's arguments were the same for other tokens and another hidden state, and
-    may be kept.
+    """Return True if a block's arguments were the same for other tokens and another hidden state,
+    and may be stored.
     """
     return (
         given is not None

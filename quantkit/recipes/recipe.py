@@ -343,7 +343,9 @@ def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> boo
 
 def _pattern(pattern: str) -> str:
     try:
-        expressions.compiled(pattern)  # alone, so that positions in a message are the user's
+        expressions.compiled(
+            pattern
+        )  # compiled by itself, so that positions in a message are the user's
         matches(pattern, "")
     except ValueError as error:
         raise RecipeError(

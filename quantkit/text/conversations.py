@@ -157,8 +157,8 @@ def render(
     given = {**(arguments or {}), **conversation.arguments}
     calls = _is_read("tool_calls", tokenizer, given)
     called = [_with_call(message, calls) for message in conversation.messages]
-    # Servers give templates the arguments of a call as an object; a few templates read JSON text
-    # alone.
+    # Servers give templates the arguments of a call as an object; a few templates read only JSON
+    # text.
     messages, in_text = (
         [_with_arguments(message, form) for message in called] for form in (_parsed, _as_text)
     )
