@@ -183,8 +183,8 @@ def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
 
 
 def _moved(weight: Tensor, survivors: Tensor) -> Tensor:
-    """Choose the weights that scales of a 2:4 weight must cover: those that a first sweep without
-    rounding has moved (ALGORITHMS 9).
+    """Choose the weights that scales of a 2:4 weight must cover: the weights after a first sweep
+    without rounding (ALGORITHMS 9).
 
     A row that would overflow float16 gets scales for its original weights; the row guard applies as
     usual. The second sweep starts from the original weights, and chooses the mask again, now with

@@ -199,8 +199,8 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
     diagonal.
     """
     diagonal = h.diagonal().clone()
-    # The sum of a row is not finite if an entry is not; a finite sum overflows only beyond 1e38 /
-    # k.
+    # A row with an entry that is not finite has such a sum. Sums of finite entries overflow only
+    # beyond 1e38 / k.
     if not bool(torch.isfinite(h.sum(0)).all()):
         broken = int((~torch.isfinite(h)).sum())
         raise NumericError(

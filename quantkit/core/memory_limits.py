@@ -26,7 +26,8 @@ UNLIMITED = 2**60
 #: Address space that importing torch takes, for each byte of its libraries (measured: 1.2), and all
 #: else that a run imports (measured: 160 MiB).
 TORCH, OTHERS = 1.25, 220 * 2**20
-#: The same of private writable memory (measured: 166 and 173 MiB): OpenBLAS waits for it for ever.
+#: The same for private writable memory (measured: 166 and 173 MiB), for which OpenBLAS would wait
+#: forever.
 TORCH_DATA, OTHERS_DATA = 160 * 2**20, 165 * 2**20
 
 

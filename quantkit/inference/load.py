@@ -129,7 +129,9 @@ def load_for_evaluation(
 
 
 def _with_its_scales(src: Checkpoint, trust_remote_code: bool) -> Checkpoint:
-    """Open a packed folder of another tool as a dense model if float16 does not hold its scales."""
+    """Open another tool's packed folder as a dense model, because float16 cannot hold
+    its scales.
+    """
     for name in (src.parts(module).get("weight_scale") for module in src.modules()):
         if name is not None and src.dtype(name) != torch.float16:
             scales = src.get(name)

@@ -249,8 +249,8 @@ class BlockRunner(LanguageModel):
     def run_with(
         self, index: int, tokens: Tensor, state: State, weights: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the hidden states that a loaded block passes on with other `weights` `[n, k]` of
-        its linears, by name.
+        """Run a loaded block with other `weights` (name -> `[n, k]`) of its linears, and return its
+        hidden states.
 
         Documents are as for `run`. Gradients flow to the weights. Products are in bfloat16 where
         the device is fast at it. In a float16 model the hidden state stays in float32, as gradients

@@ -78,7 +78,7 @@ class Outside(NamedTuple):
         return [f"{names[0]}: not part of the model, copied unchanged ({count})"] if names else []
 
     def counted(self) -> dict[str, int]:
-        """Count the modules for the report, which says nothing about a model without any."""
+        """Count the modules for the report; None for a model without such modules."""
         return {"outside": len(self.modules)} if self.modules else {}
 
     def dense_entries(self, src: Checkpoint) -> list[str]:

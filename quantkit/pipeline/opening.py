@@ -1,5 +1,5 @@
-"""Opens a finished folder as its readers do, on the meta device and from headers only, before it is
-published.
+"""Opens a finished folder as its readers do, on the meta device and from headers only. This happens
+before publishing.
 
 `quantkit.load` must find a tensor for each state of the model and a state for each tensor. Then
 transformers opens the folder with its own quantizer, if it has one. It may refuse. A folder that it

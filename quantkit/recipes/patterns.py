@@ -64,8 +64,8 @@ def _meant(pattern: str, linears: Iterable[str]) -> str:
 
 
 def skip_pattern(modules: Collection[str], schemes: Mapping[str, Goal | None]) -> str:
-    """Make a --skip pattern for exactly these linears: by last name parts if these match no other
-    one.
+    """Make a --skip pattern for exactly these linears. It uses the last parts of their names if no
+    other linear has these.
     """
     leaves = sorted({module.rpartition(".")[2] for module in modules})
     same = {
