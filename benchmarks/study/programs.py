@@ -71,8 +71,8 @@ def opened(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
 
     import quantkit
     from quantkit.pipeline.quantize import quantize
-    from quantkit.recipes.files import load_named_or_scheme
-    from quantkit.recipes.recipe import from_mapping, merge
+    from quantkit.recipes.files import load_named_or_scheme, merge
+    from quantkit.recipes.recipe import from_mapping
 
     words = AutoTokenizer.from_pretrained(args.model)
     if args.recipe is None:

@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint import report
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.io.json_files import load_json
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.quantize import Checkpoint, quantize
+from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.summary import summary

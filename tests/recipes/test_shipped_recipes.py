@@ -11,9 +11,7 @@ import pytest
 from quantkit.api import build_recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.recipes.files import shipped_recipes
-from tests.command_line import calib, call
-
-__all__ = ["calib"]  # a fixture
+from tests.command_line import call
 
 #: Part of a recipe's name -> layout and scheme, the longest match first.
 SAYS = {
