@@ -53,8 +53,8 @@ class Hessian:
 
     @staticmethod
     def chunk_bytes(k: int, device: str = "cpu", itemsize: int = 4) -> int:
-        """Compute the bytes of a chunk of tokens: in float32, or on a GPU in a dtype of `itemsize`
-        bytes for more tokens.
+        """Compute the bytes of a chunk: CHUNK tokens in float32, or on a GPU LONG_CHUNK tokens in a
+        dtype of `itemsize` bytes.
         """
         return (itemsize * LONG_CHUNK if device == "cuda" else 4 * CHUNK) * k
 
@@ -62,8 +62,8 @@ class Hessian:
         """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any
         entry is not finite.
 
-        NumericError, too, if `k` differs from the linear's. Without checks this is the only pass.
-        `weights`, float32, one for each token, multiply its part of the sum. On a GPU,
+        NumericError, too, if `k` differs from the linear's; without checks, only this error is
+        raised. `weights`, float32, one for each token, multiply its part of the sum. On a GPU,
         half-precision inputs are multiplied with a float32 result. All other inputs are multiplied
         in float32.
         """

@@ -78,7 +78,7 @@ class Outside(NamedTuple):
         return [f"{names[0]}: not part of the model, copied unchanged ({count})"] if names else []
 
     def counted(self) -> dict[str, int]:
-        """Count the modules for the report; None for a model without such modules."""
+        """Count the modules for the report; empty if there are none."""
         return {"outside": len(self.modules)} if self.modules else {}
 
     def dense_entries(self, src: Checkpoint) -> list[str]:

@@ -255,7 +255,7 @@ class _Tokens:
     share: Fraction
 
     def fewer(self, held: int) -> Words:
-        """Compute the `--samples` of the whole mixture that this source can still supply."""
+        """Advise the most `--samples` of the whole mixture for which this source suffices."""
         return Words("use", Setting("samples", int(held / self.share)))
 
     def of(self, order: Iterable[int]) -> Iterator[Tensor]:
