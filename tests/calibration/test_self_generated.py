@@ -162,7 +162,7 @@ def test_other_families_write_too(family: str, tmp_path: Path, monkeypatch: pyte
     model = BlockRunner(Checkpoint(families.write(family, tmp_path / "model")), device="cpu")
     monkeypatch.setitem(self_generated.CACHE_BYTES, "cpu", 1)  # a batch for each text
     first, second = written(model, 2, 6)
-    assert len(first) == len(second) == 6 and first != second
+    assert 2 <= min(len(first), len(second)) <= max(len(first), len(second)) <= 6 and first != second
 
 
 def test_logits_that_are_not_finite_are_refused(plain: BlockRunner, tmp_path: Path) -> None:
