@@ -50,8 +50,20 @@ RESULTS = (
 )
 #: The public names, in the order of the page.
 NAMES = (
-    *("plan", "quantize", "prune", "pack", "convert", "verify", "eval_ppl", "eval_kld", "eval_tasks"),
-    *("compare", "load", "register", "QuantkitError", "Recipe"),
+    "plan",
+    "quantize",
+    "prune",
+    "pack",
+    "convert",
+    "verify",
+    "eval_ppl",
+    "eval_kld",
+    "eval_tasks",
+    "compare",
+    "load",
+    "register",
+    "QuantkitError",
+    "Recipe",
 )
 assert {*NAMES} == {*quantkit.__all__} - {"__version__"}
 #: Section of a recipe -> its help.

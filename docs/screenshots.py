@@ -23,8 +23,16 @@ from quantkit.cli.commands import quantkit
 PICTURES = Path(__file__).parent / "screenshots"
 #: No profile of a user, nothing from the network.
 CHROMIUM = (
-    *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"),
+    "chromium",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
 )
 #: A window of Chromium is at least 500 pixels wide; a frame in it can be as narrow as a phone.
 FRAME = """<body style="margin:0"><iframe srcdoc="{page}" width="{width}" height="{height}"
