@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from quantkit.pipeline import quantize
+from quantkit.calibration import budget
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import Ended, command, run
 from tests.reliability.jobs import Job, Jobs, at_operation, case, chosen, continued, hooked, same
@@ -111,7 +111,7 @@ def injected_full(found: Run, job: Job, step: int, once: bool) -> None:
     out = found.folder / "out"
     with case(found, f"{job.name}: ENOSPC {'once' if once else 'from'} {step}", out):
         hook = Fault(step, errno.ENOSPC, once, spared=("unlink",))
-        quantize.BESIDE["cpu"] = step % 2 == 0  # as on a GPU, or not
+        budget.BESIDE["cpu"] = step % 2 == 0  # as on a GPU, or not
         ended = run(hooked(command(*job.line(out)), hook), found.folder)
         if ended.code == 0:
             same(job, out)  # the operation was a deletion, or one whose failure has no effect

@@ -18,13 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 import quantkit
-from quantkit.calibration import uncalibrated
+from quantkit.calibration import budget, uncalibrated
 from quantkit.calibration.activations import Activations
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.io import files
 from quantkit.io.staging import JOURNAL, read_journal
-from quantkit.pipeline import quantize
 from tests.faults import Killed, killer
 from tests.reliability import power, samples
 from tests.reliability.campaign import Family, Run
@@ -46,7 +45,7 @@ def jobs(folder: Path) -> Jobs:
 
 def beside_or_not(rng: random.Random) -> None:
     """Let the runs that follow write finished blocks beside the computing, as on a GPU, or not."""
-    quantize.BESIDE["cpu"] = rng.random() < 0.5
+    budget.BESIDE["cpu"] = rng.random() < 0.5
 
 
 def everything(out: Path) -> dict[str, str]:
