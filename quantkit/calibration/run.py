@@ -191,8 +191,8 @@ class Stream:
         return self.waiting.run(documents, work) if waits or documents in self.waiting else work()
 
     def may_wait(self, documents: Sequence[int], x: Tensor) -> bool:
-        """Return True if there is memory for passes of all documents that wait where a linear gets
-        `x` of these.
+        """Return True if memory holds the waiting passes of all documents at a linear with such
+        inputs `x`.
         """
         store = self.activations
         share = sum(store.rows[number] for number in documents) / len(store.hidden)

@@ -129,8 +129,8 @@ class Alphabet(NamedTuple):
 
 
 class Writer:
-    """Choose the next token of each row, drawn from the model's distribution; a processor of logits
-    for `generate`.
+    """Draw the next token of each row from the model's distribution. A logits processor for
+    `generate`.
     """
 
     def __init__(

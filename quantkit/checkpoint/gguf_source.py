@@ -190,9 +190,7 @@ class _Named(NamedTuple):
 
 
 class _Reading:
-    """Reads the tensors of a file under their names in a model, whose parameters are on the meta
-    device.
-    """
+    """Reads the tensors of a file under their names in a model on the meta device."""
 
     def __init__(
         self, folder: Path, file: StoredFile, header: GgufHeader, module: Any, config: Any

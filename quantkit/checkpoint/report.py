@@ -137,7 +137,7 @@ def heading(
     """Build the entries that are known before the work: versions, machine, the source and its file
     hashes.
 
-    `base` has the facts about the original model that the outputs of each step hand on.
+    `base` has facts about the original model, which each output copies from its source.
     """
     source = {"name": valid_text(name), "revision": revision}
     known = {

@@ -40,8 +40,8 @@ def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None
     Questions come from the hub, or from `data`: a folder a task, in it the files train, validation
     and test (.jsonl) with the records of the hub's data set. Questions are from test, or without
     such a file from validation. Examples are from train, or else from the questions' file. Only the
-    first `limit` questions are checked. RecipeError for an unknown name; CheckpointError for a task
-    without data, or with records that are not the task's, and without a connection.
+    first `limit` questions are checked. RecipeError for an unknown name. CheckpointError for a task
+    without data, for records of another task, and without a connection.
     """
     from lm_eval.tasks import TaskManager
 

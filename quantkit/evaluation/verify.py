@@ -36,8 +36,8 @@ from quantkit.kernels import proof
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
 
-#: Files of an output that its report does not list: people edit the card, and the proof is written
-#: later.
+#: Files of an output that its report does not list, because people edit the card and the proof is
+#: written later.
 EDITED = ("README.md", VERIFICATION)
 UNLISTED = (report.REPORT, *EDITED)
 TEMPLATES = "additional_chat_templates"

@@ -295,8 +295,8 @@ def _cleared_up(partial: Path, lock: BinaryIO) -> Iterator[None]:
 
 
 def _require_leave(partial: Path, kept: bool, resume: bool | None, overwrite: bool) -> None:
-    """Raise CheckpointError if `partial` has work worth keeping that nobody asked to continue or to
-    discard.
+    """Raise CheckpointError if `partial` has resumable work, and neither `resume` nor `overwrite`
+    was given.
     """
     if kept and not (resume or overwrite):
         raise CheckpointError(

@@ -182,7 +182,9 @@ class Layout(ABC):
         return True
 
     def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Give the entries of a config under the names of CONFIG, which older ones may lack."""
+        """Return the entries of a config under the names of CONFIG; configs of older versions may
+        lack some.
+        """
         return config
 
     def packing(

@@ -1,4 +1,4 @@
-"""The modules of a model: which are linears, norms, blocks, towers, and where they lie in the tree.
+"""The modules of a model: its linears, norms, blocks and towers, and their paths.
 
 Quantizing and loading share these predicates. No code here knows an architecture.
 """

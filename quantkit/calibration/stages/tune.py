@@ -438,6 +438,6 @@ class BlockTuning:
         return sum(len(self._run.every[number]) for number in numbers)
 
     def _here(self, numbers: Sequence[int]) -> list[int]:
-        """List this rank's sequences among some, as the stream numbers them."""
+        """List those of some sequences that this rank holds, by their numbers in the stream."""
         first, count = self._run.first, len(self._run.sequences)
         return [number - first for number in numbers if 0 <= number - first < count]
