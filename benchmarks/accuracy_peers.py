@@ -27,8 +27,7 @@ import quantkit
 from benchmarks.accuracy import INT4_ABSMAX, PUBLISHED, REFINED, UNQUANTIZED, save
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import TokenValues, token_values
-from quantkit.evaluation.perplexity import exponential
-from quantkit.evaluation.windows import Windows, cut
+from quantkit.evaluation.perplexity import Windows, cut, exponential
 from quantkit.keys import keys_of
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.inspection import describe

@@ -23,6 +23,7 @@ from quantkit.cli.options import CALIBRATION
 from quantkit.cli.parsing import Command
 from quantkit.evaluation.compare import Comparison
 from quantkit.evaluation.divergence import Divergence
+from quantkit.evaluation.options import CompareOptions, TaskOptions, TextOptions, VerifyOptions
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.tasks import TaskScore, TaskScores
 from quantkit.evaluation.verification import Verification
@@ -31,7 +32,7 @@ from quantkit.layouts import compatibility
 from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Event
-from quantkit.recipes.options import FitOptions, RunOptions
+from quantkit.recipes.options import FitOptions, LoadOptions, PackOptions, PlanOptions, RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.reporting import recipe_table
 
@@ -89,6 +90,10 @@ Modules are imported on first use. Every keyword after `*` or in a table is opti
 The examples belong together: from a folder `model` and two texts they go through the whole job. A test runs them on the
 model that comes with quantkit.
 
+`progress` is a function that is called with a `quantkit.progress.Event` at each step, a `quantkit.progress.Progress`,
+which prints to stderr, or None for silence. An exception of the function ends the run. `eval` is a text, on which an
+output is measured before it is published.
+
 A function raises a `QuantkitError` for a request that cannot be carried out, and a TypeError for a keyword that it does
 not have or a value of a wrong type. Messages name keywords: "use group_size=128". `error.typed` is the same message for
 the command line.
@@ -101,17 +106,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 '''
+#: Keywords of functions -> what they are, and the dataclasses that declare them.
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "PlanOnlyKeywords": ("The options of a plan for another machine.", PlanOptions),
+    "PackKeywords": ("The options of `pack` and `convert`.", PackOptions),
+    "VerifyKeywords": ("The options of `verify`.", VerifyOptions),
+    "TextKeywords": ("The options of `eval_ppl` and `eval_kld`.", TextOptions, LoadOptions),
+    "TaskKeywords": ("The options of `eval_tasks`.", TaskOptions, LoadOptions),
+    "CompareKeywords": ("The options of `compare`.", CompareOptions),
+}
 #: Keywords that differ from the option of their name.
 KEYWORDS = {
     "act_budget": "Bytes of calibration activations in RAM; more go to disk [all].",
     "calib": f"Calibration text, or a list of texts, each with `:WEIGHT` behind it or not: {CALIBRATION} [packaged].",
+    "check": "Compare every file with its recorded hash, and refuse one that differs [on].",
     "probe": "Measure a part of a long run to estimate its duration.",
     "gpu_memory": "Plan for a GPU with so many bytes of memory, which need not be here.",
     "max_shard_size": "Most bytes of one weight file [2 GiB].",
     "min_share": "Raise a ThresholdError if the share of the decoder's weights that change is below it [0.9].",
     "override": "Regular expression -> scheme of the linears that it matches, like int4:g64.",
-    "progress": "A function called with a `quantkit.progress.Event` at each step, or a `quantkit.progress.Progress` "
-    "that prints to stderr, or None for silence. An exception of the function ends the run.",
     "skip": "Regular expression, or a list of them, of linears left dense, besides lm_head.",
 }
 
@@ -264,21 +277,24 @@ def key_row(key: Key) -> list[str]:
 
 
 def keywords_module() -> str:
-    """Make the module that types the keywords which the keys of a recipe and the options of a run are in Python."""
+    """Make the module that types the options of recipes, runs and commands as keywords in Python."""
     keys = [key for key in keys_of(RecipeKeys) if key.level != "key"]
     pruning = [key for key in pruning_keys(RecipeKeys) if key.level != "key"]
-    return KEYWORDS_MODULE + "".join(
-        [
-            typed_keywords("Settings", "The options of a run.", keys_of(RunOptions), ""),
-            typed_keywords("FitKeywords", "The options of a target size.", keys_of(FitOptions), ""),
-            typed_keywords("RecipeKeywords", "The keys of a recipe; None leaves the recipe's value.", keys, " | None"),
-            typed_keywords("PruningKeywords", "The keys of `prune`; None leaves the default.", pruning, " | None"),
-        ]
-    )
+    found = [
+        typed_keywords("Settings", "The options of a run.", keys_of(RunOptions)),
+        typed_keywords("FitKeywords", "The options of a target size.", keys_of(FitOptions)),
+        typed_keywords("RecipeKeywords", "The keys of a recipe; None leaves the recipe's value.", keys, " | None"),
+        typed_keywords("PruningKeywords", "The keys of `prune`; None leaves the default.", pruning, " | None"),
+    ]
+    for name, (help, *kinds) in COMMANDS.items():
+        found.append(typed_keywords(name, help, [key for kind in kinds for key in keys_of(kind)]))
+    return KEYWORDS_MODULE + "".join(found)
 
 
-def typed_keywords(name: str, help: str, keys: Iterable[Key], end: str) -> str:
-    lines = [f"    {key.keyword}: {key.annotation.removesuffix(end)}{end}\n" for key in keys]
+def typed_keywords(name: str, help: str, keys: Iterable[Key], end: str = "") -> str:
+    lines = [
+        f"    {key.keyword}: {key.annotation.removesuffix(end)}{end}\n" for key in keys if key.default is not ... or end
+    ]
     return f'\n\nclass {name}(TypedDict, total=False):\n    """{help}"""\n\n' + "".join(lines)
 
 
@@ -296,7 +312,7 @@ def _described(name: str, thing: Any) -> Iterator[str]:
         yield f"It also has {', '.join(more)}." if more else ""
     keywords = None if isinstance(thing, type) else _keywords(thing)
     if keywords:
-        effects = _effects(name) | KEYWORDS
+        effects = _effects(name) | ({} if name == "compare" else KEYWORDS)  # whose `calib` is another one
         rows = [[f"`{key}`", f"`{kind}`", effects[key]] for key, kind in sorted(keywords.items())]
         yield _table(["keyword", "type", "effect [default]"], rows)
 
@@ -338,12 +354,11 @@ def _keywords(function: Callable[..., Any]) -> dict[str, str]:
 
 def _effects(command: str) -> dict[str, str]:
     """Find the help text of each keyword: of options of the command, and of keys."""
-    options = [option for option in group.commands[command].params if isinstance(option, click.Option)]
-    keys = [
-        *(pruning_keys() if command == "prune" else keys_of(RecipeKeys)),
-        *keys_of(FitOptions),
-        *keys_of(RunOptions),
-    ]
+    named = group.commands["eval"].commands[command[5:]] if command.startswith("eval_") else group.commands[command]
+    options = [option for option in named.params if isinstance(option, click.Option)]
+    of_recipe = pruning_keys() if command == "prune" else keys_of(RecipeKeys)
+    made = command in ("plan", "quantize", "prune")
+    keys = [*of_recipe, *keys_of(FitOptions), *keys_of(RunOptions)] if made else []
     found = {str(option.name): _with_keywords(option.help or "") for option in options}
     return found | {key.keyword: re.sub(r"OUT([.*a-z-]*)", r"`out\1`", key.help_text) for key in keys}
 

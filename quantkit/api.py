@@ -1,41 +1,31 @@
 """The functions that `import quantkit` and the command line share.
 
-An option of the command line and a keyword of `quantize` are one field of `recipes.schema`. So they
-have the same name and the same default (ALGORITHMS 0). The public functions of `import quantkit`.
-`keywords` makes their signatures, and spells their errors.
+An option of the command line and a keyword of a function are one field of a dataclass
+(`keys.key`). So they have the same name and the same default (ALGORITHMS 0). The public functions
+are those of `import quantkit`: `keywords` makes their signatures, and spells their errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any
 
 from typing_extensions import Unpack
 
-from quantkit.checkpoint.origin import resolve
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.ranks import ranks
-from quantkit.errors import (
-    Command,
-    Option,
-    QuantkitError,
-    RecipeError,
-    Words,
-    in_python,
-)
-from quantkit.evaluation.compare import compare as compare_recipes
-from quantkit.evaluation.comparison import measurement
-from quantkit.evaluation.divergence import Divergence, kld
+from quantkit.errors import Command, Option, QuantkitError, RecipeError, Words, in_python
+from quantkit.evaluation import compare as comparing, divergence, perplexity, tasks as asking
+from quantkit.evaluation.compare import Comparison
+from quantkit.evaluation.divergence import Divergence, measurement
 from quantkit.evaluation.engine_check import verify_in_engine
-from quantkit.evaluation.opened import require_running_text
-from quantkit.evaluation.perplexity import Perplexity, perplexity
-from quantkit.evaluation.tasks import eval_tasks as measure_tasks
+from quantkit.evaluation.options import CompareOptions, TaskOptions, TextOptions, VerifyOptions
+from quantkit.evaluation.perplexity import Perplexity
+from quantkit.evaluation.tasks import TaskScores
 from quantkit.evaluation.verification import Verification
-from quantkit.inference.load import load as load_model, load_for_evaluation
-from quantkit.inference.swap_linears import describe_weights
-from quantkit.keys import Key, keys_of
+from quantkit.inference.load import load as load_model
+from quantkit.keys import Key, built, keys_of
 from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
 from quantkit.pipeline import fit
@@ -44,64 +34,51 @@ from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, reporter
 from quantkit.recipes.files import load_named, merge
-from quantkit.recipes.keywords import FitKeywords, PruningKeywords, RecipeKeywords, Settings
-from quantkit.recipes.options import FitOptions, RunKeywords, RunOptions
+from quantkit.recipes.keywords import (
+    CompareKeywords,
+    FitKeywords,
+    PackKeywords,
+    PlanOnlyKeywords,
+    PruningKeywords,
+    RecipeKeywords,
+    Settings,
+    TaskKeywords,
+    TextKeywords,
+    VerifyKeywords,
+)
+from quantkit.recipes.options import (
+    FitOptions,
+    LoadOptions,
+    PackOptions,
+    PlanOptions,
+    RunKeywords,
+    RunOptions,
+)
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.recipes.schema import pruning_keys
-from quantkit.text.sources import load_evaluation_text
-from quantkit.text.tokenizer import load_tokenizer
-
-#: Keywords that only `plan` has.
-PLANNING = ("gpu_memory", "gpu", "probe")
 
 
-class PublishKeywords(TypedDict, total=False):
-    """The keywords that measure an output."""
-
-    eval: str | Path | None
-
-
-class ToldSettings(Settings, total=False):
-    """The options of a run, and the listener of its steps."""
-
-    progress: Progress | Listener | None
-
-
-class QuantizeKeywords(RecipeKeywords, FitKeywords, PublishKeywords, ToldSettings, total=False):
+class QuantizeKeywords(RecipeKeywords, FitKeywords, Settings, total=False):
     """The keywords of `quantize`. None leaves the recipe's value."""
 
 
-class PruneKeywords(PruningKeywords, PublishKeywords, ToldSettings, total=False):
+class PruneKeywords(PruningKeywords, Settings, total=False):
     """The keywords of `prune`. None leaves the default."""
 
 
-class PlanKeywords(RecipeKeywords, FitKeywords, ToldSettings, total=False):
+class PlanKeywords(RecipeKeywords, FitKeywords, PlanOnlyKeywords, Settings, total=False):
     """The keywords of `plan`: the keywords of `quantize` that decide its output, and some about
     another machine.
     """
 
-    gpu_memory: int | None
-    gpu: str | None
-    probe: bool
 
-
-class PackKeywords(TypedDict, total=False):
-    """The keywords of `pack` and `convert`."""
-
-    pad: bool
-    requantize: bool
-    requantize_scales: bool
-    max_shard_size: int
-    overwrite: bool
-    progress: Progress | Listener | None
-
-
-@api_function(RunOptions, probe=True)
+@api_function(RunOptions, FitOptions, PlanOptions)
 def plan(
     model: str | Path,
     *,
     out: str | Path | None = None,
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
+    progress: Progress | Listener | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan the files, memory and time of `quantize`, without computing anything.
@@ -123,23 +100,20 @@ def plan(
         raise planned.refusal
     ```
     """
-    run, _, fitted, recipe_options = _split(options)
-    asked = {
-        "probe": True,
-        **{name: recipe_options.pop(name) for name in PLANNING if name in recipe_options},
-    }
-    found = fit.plan(
-        model, build_recipe(recipe, **recipe_options), fitted=fitted, out=out, **asked, **run
-    )
+    (run, fitted, asked), rest = _split(options, RunOptions, FitOptions, PlanOptions)
+    running: Any = {**vars(run), **vars(asked), "progress": reporter(progress)}
+    found = fit.plan(model, build_recipe(recipe, **rest), fitted=fitted, out=out, **running)
     return found.to_python()
 
 
-@api_function(RunOptions, public=False)
+@api_function(RunOptions, FitOptions)
 def quantize(
     model: str | Path,
     out: str | Path,
     *,
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
+    eval: str | Path | None = None,
+    progress: Progress | Listener | None = None,
     **options: Unpack[QuantizeKeywords],
 ) -> Result:
     """Quantize a Hugging Face causal LM (folder, hub id or GGUF file) into a new folder `out`.
@@ -171,12 +145,21 @@ def quantize(
     print(worst["name"], worst["relative_error"])
     ```
     """
-    run, publishing, fitted, recipe_options = _split(options)
-    return _published(model, out, build_recipe(recipe, **recipe_options), publishing, run, fitted)
+    (run, fitted), rest = _split(options, RunOptions, FitOptions)
+    running: Any = {**vars(run), "progress": reporter(progress), "eval": eval, "fitted": fitted}
+    with ranks().together():
+        return _result(out, produce(model, out, build_recipe(recipe, **rest), **running))
 
 
-@api_function(RunOptions, public=False)
-def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) -> Result:
+@api_function(RunOptions)
+def prune(
+    model: str | Path,
+    out: str | Path,
+    *,
+    eval: str | Path | None = None,
+    progress: Progress | Listener | None = None,
+    **options: Unpack[PruneKeywords],
+) -> Result:
     """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source.
 
     `method` is sparsegpt, wanda or magnitude. Everything else is as for `quantize`.
@@ -191,8 +174,10 @@ def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) 
     quantkit.quantize(thin.path, "model-24-int4", **sparse)
     ```
     """
-    run, publishing, _, pruning_options = _split(options)
-    return _published(model, out, build_pruning(**pruning_options), publishing, run)
+    (run,), rest = _split(options, RunOptions)
+    running: Any = {**vars(run), "progress": reporter(progress), "eval": eval}
+    with ranks().together():
+        return _result(out, produce(model, out, build_pruning(**rest), **running))
 
 
 def produce(
@@ -200,7 +185,7 @@ def produce(
     out: str | Path,
     recipe: Recipe,
     *,
-    eval: str | None = None,
+    eval: str | Path | None = None,
     fitted: FitOptions | None = None,
     **run: Unpack[RunKeywords],
 ) -> dict[str, Any]:
@@ -210,38 +195,22 @@ def produce(
     fitted = fitted or FitOptions()
     if eval is None:
         return fit.quantize(model, out, recipe, fitted, **run)
-    report = fit.quantize(
-        model, out, recipe, fitted, measurement(eval, model, RunOptions(**run)), **run
-    )
+    measure = measurement(str(eval), model, RunOptions(**run))
+    report = fit.quantize(model, out, recipe, fitted, measure, **run)
     if "evaluation" not in report:
         rule = f"{out} was finished by the interrupted run and is not evaluated: use"
         (run.get("progress") or Progress(quiet=True)).warn(Words(rule, Command("eval ppl")))
     return report
 
 
-def _published(
-    model: str | Path,
-    out: str | Path,
-    recipe: Recipe,
-    publishing: PublishKeywords,
-    run: RunKeywords,
-    fitted: FitOptions | None = None,
-) -> Result:
-    with ranks().together():
-        text = publishing.get("eval")
-        report = produce(
-            model, out, recipe, eval=None if text is None else str(text), fitted=fitted, **run
-        )
-        return _result(out, report)
-
-
-@api_function(pack_folder)
+@api_function(PackOptions)
 def pack(
     checkpoint: str | Path,
     out: str | Path,
     layout: str,
     *,
     expect: str | None = None,
+    progress: Progress | Listener | None = None,
     **options: Unpack[PackKeywords],
 ) -> Result:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`.
@@ -261,12 +230,18 @@ def pack(
     print(packed.notices)
     ```
     """
-    return _result(out, pack_folder(checkpoint, out, layout, expect=expect, **_packing(options)))
+    running: Any = {**vars(PackOptions(**options)), "progress": reporter(progress)}
+    return _result(out, pack_folder(checkpoint, out, layout, expect=expect, **running))
 
 
-@api_function(pack_folder)
+@api_function(PackOptions)
 def convert(
-    pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]
+    pair: str,
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    progress: Progress | Listener | None = None,
+    **options: Unpack[PackKeywords],
 ) -> Result:
     """Rewrite a quantized checkpoint from layout A to layout B, bit for bit, into a new folder
     `out`.
@@ -283,25 +258,21 @@ def convert(
     ```
     """
     source, target = compatibility.parse(pair)
+    running: Any = {**vars(PackOptions(**options)), "progress": reporter(progress)}
     try:
-        return _result(
-            out, pack_folder(checkpoint, out, target, expect=source, **_packing(options))
-        )
+        return _result(out, pack_folder(checkpoint, out, target, expect=source, **running))
     except QuantkitError as error:  # a hint at another target names the options of `pack`
         error.rule = _as_pairs(error.rule, source)
         error.ways_out = tuple(_as_pairs(way, source) for way in error.ways_out)
         raise
 
 
-@api_function()
+@api_function(VerifyOptions)
 def verify(
     folder: str | Path,
     against: str | Path | None = None,
     progress: Progress | Listener | None = None,
-    device: str = "auto",
-    unsealed: bool = False,
-    engine: Literal["vllm"] | None = None,
-    engine_args: Mapping[str, Any] | None = None,
+    **options: Unpack[VerifyKeywords],
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a
     time.
@@ -326,11 +297,143 @@ def verify(
     print(proof.note)
     ```
     """
-    against = None if against is None else Path(against)
-    found = verify_in_engine(
-        Path(folder), engine, engine_args or {}, against, reporter(progress), device, unsealed
-    )
+    (asked,) = built(options, VerifyOptions)
+    other = None if against is None else Path(against)
+    found = verify_in_engine(Path(folder), asked, other, reporter(progress))
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
+
+
+@api_function(TextOptions, LoadOptions)
+def eval_ppl(
+    checkpoint: str | Path,
+    *,
+    progress: Progress | Listener | None = None,
+    **options: Unpack[TextKeywords],
+) -> Perplexity:
+    """Measure the perplexity of a dense or quantized checkpoint.
+
+    On a GPU, kernels multiply packed weights in the model's dtype. On a CPU, weights are decoded
+    one at a time. A dense model computes in float32. `data` is the name of a data set or a file.
+    Only its first `tokens` tokens are read, in whole windows. `window` and `stride` are in tokens:
+    `window` defaults to the model's longest context, at most 2048 and no longer than the text, and
+    `stride` to the window. The BOS token precedes every window if the tokenizer adds it to a text
+    by itself; `bos` True or False overrides that. `check` is as for
+    `load`. Raises a QuantkitError for a checkpoint, text or window that cannot be evaluated.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    before = quantkit.eval_ppl("model", data="evaluation.txt", window=128)
+    after = quantkit.eval_ppl("model-int4", data="evaluation.txt", window=128)
+    print(before.perplexity, after.perplexity)
+    ```
+    """
+    asked, load = built(options, TextOptions, LoadOptions)
+    return perplexity.evaluate(checkpoint, asked, load, reporter(progress))
+
+
+@api_function(TextOptions, LoadOptions)
+def eval_kld(
+    checkpoint: str | Path,
+    against: str | Path,
+    *,
+    progress: Progress | Listener | None = None,
+    **options: Unpack[TextKeywords],
+) -> Divergence:
+    """Measure the KL divergence of a checkpoint's next-token distributions from those of the model
+    `against`.
+
+    The result has the mean with its 95 % interval, the tails and the share of tokens with the same
+    first choice. Both models are in memory together, and the tokenizer is that of `against`.
+    Everything else is as for `eval_ppl`.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    found = quantkit.eval_kld("model-int4", "model", data="evaluation.txt", window=128)
+    print(found.kld, found.kld_p99, found.top1)
+    ```
+    """
+    asked, load = built(options, TextOptions, LoadOptions)
+    return divergence.evaluate(checkpoint, against, asked, load, reporter(progress))
+
+
+@api_function(TaskOptions, LoadOptions)
+def eval_tasks(
+    checkpoint: str | Path,
+    *,
+    tasks: str | Iterable[str],
+    progress: Progress | Listener | None = None,
+    **options: Unpack[TaskKeywords],
+) -> TaskScores:
+    """Let a checkpoint answer the questions of lm-eval's tasks, and compare it with another one in
+    pairs.
+
+    `tasks` are names of lm-eval's, also of its groups and tags, or `zeroshot` for ten usual ones.
+    Questions come from the hub, or from the folder `data`: TASK/validation.jsonl or
+    TASK/test.jsonl, and TASK/train.jsonl for examples. The first `limit` questions of each task are
+    asked, with `shots` examples before them, by default as many as the task says. `chat_template`
+    puts all into the model's template. `against` is a checkpoint that answers the same questions;
+    both are never in memory together. `journal` is a file that keeps finished tasks, from which the
+    same call continues. Needs `quantkit[tasks]`. Raises a QuantkitError, before any weight is read,
+    for tasks, data or a model that cannot be evaluated.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    found = quantkit.eval_tasks("model-int4", tasks="piqa", data="tasks", against="model", limit=4)
+    print(found.scores[0].value, found.scores[0].stderr, found.scores[0].difference)
+    ```
+    """
+    asked, load = built({"tasks": tasks, **options}, TaskOptions, LoadOptions)
+    return asking.evaluate(checkpoint, asked, load, reporter(progress))
+
+
+@api_function(CompareOptions)
+def compare(
+    model: str | Path,
+    out: str | Path,
+    *,
+    recipes: str | Iterable[str],
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress | Listener | None = None,
+    **options: Unpack[CompareKeywords],
+) -> Comparison:
+    """Quantize a model by each of several recipes, judge the results, and write one table into the
+    folder `out`.
+
+    `recipes` are shipped names, YAML files, or schemes with a method like `fp6:g64:gptq`, as a list
+    or with commas between them; `settings` maps keys to values for all of them. Those that need
+    text run with each source of `calib` and each of `seeds`. Sources and texts may be named:
+    NAME=FILE.
+
+    A row has perplexity and KL divergence on each `text`, and answers to `tasks`, if there are any
+    (with `data`, `shots` and `limit`, see `eval_tasks`). All models are decoded to float32, so that
+    rows differ only in their codes. A scheme that no layout stores is judged without being packed.
+
+    Finished rows stay in `out`: the same call continues, also with more recipes or texts, and
+    several processes share the rows. Errors of a row are raised before any work, as a
+    QuantkitError.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    options = {"text": "evaluation.txt", "window": 128, "tokens": 1024, "device": "cpu"}
+    found = quantkit.compare("model", "table", recipes=["int4:g64:rtn", "fp6:g64:rtn"], **options)
+    for row in found.rows:
+        print(row["recipe"], row["bits"], row["text:evaluation:ppl"])
+    ```
+    """
+    (asked,) = built({"recipes": recipes, **options}, CompareOptions)
+    return comparing.compare(model, out, asked, settings or {}, reporter(progress))
 
 
 #: Load a model with packed linears: see `inference.load`.
@@ -355,24 +458,12 @@ def _spelled(lines: Iterable[str]) -> tuple[str, ...]:
     return tuple(map(in_python, lines))
 
 
-def _packing(options: PackKeywords) -> dict[str, Any]:
-    return {**options, "progress": reporter(options.get("progress"))}
-
-
-def _split(
-    options: Mapping[str, Any],
-) -> tuple[RunKeywords, PublishKeywords, FitOptions, dict[str, Any]]:
-    """Separate options of a run, of publishing, of a target size and of the recipe."""
-    kinds = [{field.name for field in fields(kind)} for kind in (RunOptions, FitOptions)]
-    kinds.append({*PublishKeywords.__annotations__})
-    run, fitted, publishing = (
-        {name: value for name, value in options.items() if name in kind} for kind in kinds
-    )
-    rest = {
-        name: value for name, value in options.items() if name not in {*run, *fitted, *publishing}
-    }
-    run["progress"] = reporter(run.get("progress"))
-    return cast(RunKeywords, run), cast(PublishKeywords, publishing), FitOptions(**fitted), rest
+def _split(options: Mapping[str, Any], *kinds: type[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make the dataclasses that declare some of the options; return them and the other options."""
+    names = {key.keyword for kind in kinds for key in keys_of(kind)}
+    own = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in names}
+    return built(own, *kinds), rest
 
 
 def build_pruning(
@@ -458,113 +549,3 @@ def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[
     if isinstance(recipe, Mapping):
         return recipe
     return load_named(recipe)
-
-
-@api_function()
-def eval_ppl(
-    checkpoint: str | Path,
-    *,
-    data: str | Path = "wikitext2",
-    window: int | None = None,
-    stride: int | None = None,
-    bos: bool | None = None,
-    tokens: int | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    check: bool = True,
-    progress: Progress | Listener | None = None,
-) -> Perplexity:
-    """Measure the perplexity of a dense or quantized checkpoint.
-
-    On a GPU, kernels multiply packed weights in the model's dtype. On a CPU, weights are decoded
-    one at a time. A dense model computes in float32. `data` is the name of a data set or a file.
-    Only its first `tokens` tokens are read, in whole windows. `window` and `stride` are in tokens:
-    `window` defaults to the model's longest context, at most 2048 and no longer than the text, and
-    `stride` to the window. The BOS token precedes every window if the tokenizer adds it to a text
-    by itself; `bos` True or False overrides that. `check` is as for
-    `load`. Raises a QuantkitError for a checkpoint, text or window that cannot be evaluated.
-
-    Example:
-
-    ```python
-    import quantkit
-
-    before = quantkit.eval_ppl("model", data="evaluation.txt", window=128)
-    after = quantkit.eval_ppl("model-int4", data="evaluation.txt", window=128)
-    print(before.perplexity, after.perplexity)
-    ```
-    """
-    progress = reporter(progress)
-    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    require_running_text(src, trust_remote_code)
-    text, what = load_evaluation_text(str(data))
-    options: Any = {
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-        "check": check,
-        "progress": progress,
-    }
-    model = load_for_evaluation(src, **options)
-    protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
-    found = perplexity(
-        model, load_tokenizer(src.path), text, data=what, progress=progress, **protocol
-    )
-    return replace(found, weights=describe_weights(model))
-
-
-@api_function()
-def eval_kld(
-    checkpoint: str | Path,
-    against: str | Path,
-    *,
-    data: str | Path = "wikitext2",
-    window: int | None = None,
-    stride: int | None = None,
-    bos: bool | None = None,
-    tokens: int | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    check: bool = True,
-    progress: Progress | Listener | None = None,
-) -> Divergence:
-    """Measure the KL divergence of a checkpoint's next-token distributions from those of the model
-    `against`.
-
-    The result has the mean with its 95 % interval, the tails and the share of tokens with the same
-    first choice. Both models are in memory together, and the tokenizer is that of `against`.
-    Everything else is as for `eval_ppl`.
-
-    Example:
-
-    ```python
-    import quantkit
-
-    found = quantkit.eval_kld("model-int4", "model", data="evaluation.txt", window=128)
-    print(found.kld, found.kld_p99, found.top1)
-    ```
-    """
-    progress = reporter(progress)
-    src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
-    ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
-    require_running_text(ref, trust_remote_code)
-    text, what = load_evaluation_text(str(data))
-    options: Any = {
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-        "check": check,
-        "progress": progress,
-    }
-    model, reference = load_for_evaluation(src, **options), load_for_evaluation(ref, **options)
-    protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
-    protocol |= {"data": what, "progress": progress}
-    found = kld(model, reference, load_tokenizer(ref.path), text, **protocol)
-    return replace(found, weights=describe_weights(model))
-
-
-#: Compare recipes: see `evaluation.compare`.
-compare = api_function()(compare_recipes)
-
-#: Measure answers to tasks: see `evaluation.tasks`.
-eval_tasks = api_function()(measure_tasks)

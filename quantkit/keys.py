@@ -1,5 +1,5 @@
-"""Declare the keys of a recipe and the options of a run: fields of dataclasses that say everything
-about them.
+"""Declare the keys of a recipe and the options of all commands: fields of dataclasses that say
+everything about them.
 
 The command line, the signatures of the API, the YAML file and its checks, the pages and the
 identity of a run read these declarations. A new option is thus one field.
@@ -41,7 +41,8 @@ class Key:
     to change the key. `usual` describes a default that depends on other keys. `keyword` is the name
     in Python and of a flag, if it differs from the key's. `negated` says that the keyword is the
     opposite of the key. `form` is the type in a file, and `typed` the annotation of the keyword, if
-    they differ from the field's. A key that `may_lack` is left out of a file while it has its
+    they differ from the field's. `metavar` stands for a value in help, and decides what a shell
+    completes (`cli.options.VALUES`). A key that `may_lack` is left out of a file while it has its
     default. `pruning`: whether `prune` has the key too, or its type there. `choices` are the usual
     keys of the `module:variable` named by `table`: a program may have registered more there.
     `keys_of` fills in `path`, `type` and `default`, which is `...` for a key that has none.
@@ -57,6 +58,7 @@ class Key:
     negated: bool = False
     form: Any = None
     typed: str = ""
+    metavar: str = ""
     choices: tuple[str, ...] = ()
     table: str = ""
     may_lack: bool = False
@@ -95,6 +97,12 @@ class Key:
         return next((base for base in bases if base in (int, float)), None)
 
     @property
+    def bounds(self) -> msgspec.Meta | None:
+        """The bounds of the number; None if it has none."""
+        bounded = (part for part in _parts(self.type) if get_origin(part) is Annotated)
+        return next((get_args(part)[1] for part in bounded), None)
+
+    @property
     def kind(self) -> str:
         """The word for a value in help."""
         return (
@@ -106,7 +114,7 @@ class Key:
     @property
     def is_switch(self) -> bool:
         """Whether the key is on or off."""
-        return self.type is bool
+        return bool in _parts(self.type)
 
     @property
     def annotation(self) -> str:
@@ -128,7 +136,7 @@ class Key:
     @property
     def default_text(self) -> str:
         """The default, as help shows it."""
-        if self.usual or self.default is ...:
+        if self.usual or self.default is ... or self.default is None:
             return self.usual
         value = (not self.default) if self.negated else self.default
         return shown(list(value) if isinstance(value, tuple) else value)
@@ -175,6 +183,11 @@ class Key:
 def key(help: str, *, default: Any = MISSING, **about: Any) -> Any:
     """Declare a field that is an option; `about` has the other fields of `Key`."""
     return field(default=default, metadata={"key": Key(help, **about)})
+
+
+def option(help: str, *, default: Any = MISSING, **about: Any) -> Any:
+    """Declare a field that is an option which `--help` shows."""
+    return key(help, default=default, level="shown", **about)
 
 
 def section(help: str, kind: type, heading: str = "", pruning: bool = False) -> Any:
@@ -253,6 +266,28 @@ def refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str)
         raise RecipeError(f"unknown key {unknown[0]!r} in {where}", f"known are {', '.join(names)}")
 
 
+def built(options: Mapping[str, Any], *kinds: type[Any]) -> tuple[Any, ...]:
+    """Make the dataclasses that declare options from their keywords; RecipeError for a wrong value.
+
+    Each option belongs to the first dataclass that declares it. Paths become texts, and what can be
+    iterated a tuple.
+    """
+    rest, found = dict(options), []
+    for kind in kinds:
+        names = [each.keyword for each in keys_of(kind) if each.keyword in rest]
+        found.append(kind(**{name: _plain(rest.pop(name)) for name in names}))
+    assert not rest, rest
+    return tuple(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return (
+        value if isinstance(value, str | Mapping) or not isinstance(value, Iterable) else (*value,)
+    )
+
+
 def check(declared: Any, *above: str) -> None:
     """Check the values of a dataclass by its declarations; RecipeError if one is out of range."""
     for each in keys_of(type(declared), *above):
@@ -270,13 +305,20 @@ def shown(value: Any) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
+class Checked:
+    """A dataclass of options; RecipeError for a value out of range."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 def _type(declared: type, name: str) -> Any:
     """Evaluate one field's annotation in its module. Other annotations may name imports for type
     checkers only.
     """
     home = next(each for each in declared.__mro__ if name in vars(each).get("__annotations__", {}))
-    alone = SimpleNamespace(__annotations__={name: home.__annotations__[name]})
-    return get_type_hints(alone, vars(sys.modules[home.__module__]), include_extras=True)[name]
+    holder = SimpleNamespace(__annotations__={name: home.__annotations__[name]})
+    return get_type_hints(holder, vars(sys.modules[home.__module__]), include_extras=True)[name]
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:

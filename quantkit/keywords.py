@@ -15,35 +15,26 @@ from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from quantkit.errors import QuantkitError, RecipeError
+from quantkit.errors import QuantkitError
 from quantkit.keys import at_home
 
-#: The least values of counts in all functions. The schema has those of recipe keys.
-LEAST = {
-    "limit": 1,
-    "shots": 0,
-    "tokens": 2,
-    "batch_size": 1,
-}
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def api_function(
-    *like: Callable[..., Any], **given: Any
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def api_function(*like: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function of the Python API: its signature lists the keywords, and its errors name
     them.
 
-    Keywords of an unpacked TypedDict default to `given`, else to the defaults of the functions
-    `like`, else to None.
+    Keywords of an unpacked TypedDict have the defaults of the dataclasses or functions `like`, else
+    None.
     """
     defaults = {
         name: parameter.default
         for function in like
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is not parameter.empty
-    } | given
+    }
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = _spelled_out(function, defaults)
@@ -61,8 +52,6 @@ def api_function(
                     )
                 if not isinstance(value, kinds[name]):
                     raise TypeError(_mistyped(function.__name__, name, kinds[name], value))
-                if isinstance(value, int) and value < LEAST.get(name, value):
-                    raise RecipeError(f"{name} is {value}", f"use an integer from {LEAST[name]}")
             values: Any = [
                 at_home(value) if name in paths else value
                 for name, value in zip(named, args, strict=False)

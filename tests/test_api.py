@@ -189,10 +189,15 @@ def test_a_progress_object_is_used_as_it_is(work: Path, capsys: pytest.CaptureFi
     [
         ("pack", ("told", "o", "gptq"), {"expect": "exl3"}, "unknown layout 'exl3'"),
         ("plan", ("model",), {"target": "abacus", "gpu": "h100"}, "target is 'abacus': use one of "),
-        ("plan", ("model",), {"target": "vllm", "gpu": "abacus"}, "unknown GPU 'abacus': use one of "),
+        ("plan", ("model",), {"target": "vllm", "gpu": "abacus"}, "gpu is 'abacus': use one of "),
         ("plan", ("model",), {"gpu": "h100"}, "gpu says where a program runs, and none is named: add target"),
         ("quantize", ("model", "o"), {"act_budget": -1}, "act_budget is -1: use an integer from 0"),
-        ("eval_ppl", ("model",), {"data": "evaluation.txt", "window": 16, "stride": 0}, "window 16, stride 0: use a"),
+        (
+            "eval_ppl",
+            ("model",),
+            {"data": "evaluation.txt", "window": 16, "stride": 0},
+            "stride is 0: use an integer from 1",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(

@@ -27,6 +27,7 @@ TYPED = (
     "errors.py",
     "kernels/loader.py",
     "layouts/compatibility.py",
+    "recipes/options.py",
     "serving/",
 )
 #: Whose options are those of a command that Python does not have.

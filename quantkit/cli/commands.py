@@ -24,7 +24,7 @@ PLACES = {
     "inspect": "quantkit.cli.inspect:inspect",
     "report": "quantkit.cli.inspect:report",
     "eval": "quantkit.cli.evaluate:evaluate",
-    "compare": "quantkit.cli.compare:compare",
+    "compare": "quantkit.cli.evaluate:compare",
     "generate": "quantkit.cli.generate:generate",
     "demo": "quantkit.cli.demo:demo",
     "doctor": "quantkit.cli.doctor:doctor",

@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
-from quantkit.cli import completers, options, show
+from quantkit.cli import options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.options import command
-from quantkit.cli.parsing import combined, needed_unless, section
+from quantkit.cli.options import command, declared
+from quantkit.cli.parsing import needed_unless, section
 from quantkit.progress import Progress
-
-#: The options for a checkpoint that does not fit the other layout, and for the files of the output.
-repacking_options = combined(
-    section(
-        "Method",
-        options.flag("--pad", f"{options.PAD}."),
-        options.flag(
-            "--requantize", "Round again what has no lossless way (lossy; it is reported)."
-        ),
-        options.flag(
-            "--requantize-scales", "Round scales that are no float16 values, keep codes (reported)."
-        ),
-    ),
-    section(
-        "Output",
-        click.option(
-            "--max-shard-size",
-            type=options.Bytes(),
-            default="2GiB",
-            help="Most bytes of one weight file [2GiB].",
-        ),
-        options.overwrite,
-    ),
-)
+from quantkit.recipes.options import PackOptions
 
 
 @command("pack", "quantkit pack ./model-int4 --layout marlin -o ./model-marlin")
-@options.checkpoint
+@options.folder
 @section("Basic", options.layout, options.out())
-@repacking_options
+@declared({"asked": PackOptions})
 def pack(
-    checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Progress, **asked: Any
+    checkpoint: Path,
+    layout: str,
+    out: Path,
+    asked: PackOptions,
+    as_json: bool,
+    progress: Progress,
 ) -> None:
     """Rewrite CHECKPOINT in another layout.
 
@@ -53,7 +33,7 @@ def pack(
     from quantkit.pipeline.convert import pack as pack_folder
 
     _use_one_thread_an_operation(asked)
-    report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
+    report = pack_folder(checkpoint, out, layout, progress=progress, **vars(asked))
     emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
@@ -63,7 +43,7 @@ def pack(
     metavar="A-to-B",
     required=False,
     callback=needed_unless("listing"),
-    shell_complete=completers.pairs,
+    shell_complete=options.pairs,
 )
 @click.argument("checkpoint", type=options.PATH, required=False, callback=needed_unless("listing"))
 @section(
@@ -76,15 +56,15 @@ def pack(
         is_eager=True,
     ),
 )
-@repacking_options
+@declared({"asked": PackOptions})
 def convert(
     pair: str,
     checkpoint: Path,
     out: Path,
     listing: bool,
+    asked: PackOptions,
     as_json: bool,
     progress: Progress,
-    **asked: Any,
 ) -> None:
     """Rewrite CHECKPOINT from A to B.
 
@@ -95,19 +75,20 @@ def convert(
     if listing:
         found = compatibility.conversions()
         rows = [(f"{c.source}-to-{c.target}", c.verdict) for c in found]
-        told = {"conversions": [asdict(c) for c in found]}
-        emit(show.as_json(told) if as_json else show.table(("conversion", "verdict"), rows))
+        conversions = {"conversions": [asdict(c) for c in found]}
+        table = show.table(("conversion", "verdict"), rows)
+        emit(show.as_json(conversions) if as_json else table)
         return
     _use_one_thread_an_operation(asked)
-    report = api.convert(pair, checkpoint, out, progress=progress, **asked).report
+    report = api.convert(pair, checkpoint, out, progress=progress, **vars(asked)).report
     emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
-def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:
+def _use_one_thread_an_operation(asked: PackOptions) -> None:
     """Several workers pack side by side: threads that share one operation would wait longer than
     they work.
     """
     import torch
 
-    if not asked["requantize"]:
+    if not asked.requantize:
         torch.set_num_threads(1)

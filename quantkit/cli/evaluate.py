@@ -1,80 +1,39 @@
-"""The group `eval`, and its commands `ppl` and `kld`."""
+"""The commands that judge checkpoints: the group `eval`, and `compare`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli import completers, options, show
-from quantkit.cli.exits import MISSED, emit, leave
-from quantkit.cli.options import command, count, text
-from quantkit.cli.parsing import Commands, Range, combined, section
+from quantkit.cli import options, show
+from quantkit.cli.exits import FAILED, MISSED, emit, leave
+from quantkit.cli.options import command, declared, text
+from quantkit.cli.parsing import Range, section
+from quantkit.evaluation.options import CompareOptions, TaskOptions, TextOptions
+from quantkit.keys import keys_of
 from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions
+from quantkit.recipes.schema import RecipeKeys
 
 if TYPE_CHECKING:
+    from quantkit.evaluation.compare import Comparison
     from quantkit.evaluation.divergence import Divergence
     from quantkit.evaluation.perplexity import Perplexity
-
-window = click.option(
-    "--window",
-    type=click.IntRange(min=2),
-    help="Tokens per window [the model's context, at most 2048].",
-)
-#: The options of an evaluation: text, windows, device.
-protocol_options = combined(
-    section(
-        "Basic",
-        text(
-            "--data",
-            "NAME|FILE",
-            f"Text: {options.DATA} [wikitext2].",
-            completers.texts,
-            default="wikitext2",
-        ),
-        count("--tokens", "Read the text's first N tokens [all].", least=2),
-        options.device,
-    ),
-    section(
-        "Method",
-        window,
-        click.option(
-            "--stride",
-            type=click.IntRange(min=1),
-            help="Tokens from one window to the next [the window].",
-        ),
-        click.option(
-            "--bos/--no-bos",
-            default=None,
-            help="Put the BOS token in front of every window [as the tokenizer does].",
-        ),
-    ),
-    section("Advanced", options.source, options.no_check),
-)
+    from quantkit.evaluation.tasks import TaskScore, TaskScores
 
 
-#: Command -> the module and the variable that hold it.
-PLACES = {
-    "ppl": "quantkit.cli.evaluate:ppl",
-    "kld": "quantkit.cli.evaluate:divergence",
-    "tasks": "quantkit.cli.scores:tasks",
-}
-
-
-@options.group(
-    "eval",
-    "quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2",
-    commands=cast(Any, Commands(PLACES)),
-)
+@options.group("eval", "quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2")
 def evaluate() -> None:
     """Measure how good a checkpoint is."""
 
 
-@command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048")
-@click.argument("checkpoint", shell_complete=completers.folders)
-@protocol_options
+@command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048", evaluate)
+@options.checkpoint
+@declared({"asked": TextOptions, "load": LoadOptions})
 @section(
     "Output",
     text(
@@ -86,17 +45,18 @@ def evaluate() -> None:
 )
 def ppl(
     checkpoint: str,
+    asked: TextOptions,
+    load: LoadOptions,
     max_perplexity: float | None,
     as_json: bool,
     progress: Progress,
-    **protocol: Any,
 ) -> None:
     """Measure perplexity.
 
     CHECKPOINT may be dense or quantized; the protocol is printed beside the figure."""
-    from quantkit import api
+    from quantkit.evaluation import perplexity
 
-    found = api.eval_ppl(checkpoint, progress=progress, **protocol)
+    found = perplexity.evaluate(checkpoint, asked, load, progress)
     emit(show.as_json(asdict(found)) if as_json else format_perplexity(found, progress))
     if max_perplexity is not None and not found.perplexity <= max_perplexity:
         leave(
@@ -106,38 +66,123 @@ def ppl(
         )
 
 
-@command("kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2")
-@click.argument("checkpoint", shell_complete=completers.folders)
+@command("kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2", evaluate)
+@options.checkpoint
 @section(
     "Basic",
     text(
         "--against",
         "MODEL",
         "The model that CHECKPOINT was made from.",
-        completers.folders,
+        options.folders,
         required=True,
     ),
 )
-@protocol_options
+@declared({"asked": TextOptions, "load": LoadOptions})
 @section(
     "Output",
     text(
         "--max-kld", "X", "Leave with exit code 4 if the divergence is above X nats.", type=Range(0)
     ),
 )
-def divergence(
-    checkpoint: str, max_kld: float | None, as_json: bool, progress: Progress, **asked: Any
+def kld(
+    checkpoint: str,
+    against: str,
+    asked: TextOptions,
+    load: LoadOptions,
+    max_kld: float | None,
+    as_json: bool,
+    progress: Progress,
 ) -> None:
     """Measure KL divergence.
 
     How far CHECKPOINT's next-token distributions are from MODEL's: the mean with a 95 % interval by
     bootstrap over windows, the tails, and how often both prefer the same token."""
-    from quantkit import api
+    from quantkit.evaluation import divergence
 
-    found = api.eval_kld(checkpoint, progress=progress, **asked)
+    found = divergence.evaluate(checkpoint, against, asked, load, progress)
     emit(show.as_json(asdict(found)) if as_json else format_divergence(found, progress))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")
+
+
+@command(
+    "tasks",
+    "quantkit eval tasks ./model-int4 --tasks arc_easy,piqa --data tasks --against ./model",
+    evaluate,
+)
+@options.checkpoint
+@declared({"asked": TaskOptions, "load": LoadOptions})
+def tasks(
+    checkpoint: str, asked: TaskOptions, load: LoadOptions, as_json: bool, progress: Progress
+) -> None:
+    """Measure answers to tasks.
+
+    CHECKPOINT answers the questions of lm-eval's tasks. Each metric has its standard error;
+    --against adds the difference to another checkpoint with a 95 % interval by bootstrap over the
+    questions, in pairs. DIR has for each task TASK/validation.jsonl or TASK/test.jsonl, and
+    TASK/train.jsonl for examples, with the records of the hub's data set."""
+    from quantkit.evaluation import tasks as evaluation
+
+    found = evaluation.evaluate(checkpoint, asked, load, progress)
+    emit(show.as_json(asdict(found)) if as_json else format_tasks(found, progress))
+
+
+#: Options of quantize that go over all recipes; `--set` takes all others.
+OVER_ALL = [key for key in keys_of(RecipeKeys) if key.keyword in ("samples", "max_length")]
+
+
+@command(
+    "compare",
+    "quantkit compare ./model -o table --recipes int4:g128:rtn,int4-gptq,fp6:channel:gptq --calib "
+    "packaged,self",
+    keys=keys_of(RecipeKeys),
+)
+@options.model
+@section(
+    "Basic",
+    click.option(
+        "-o",
+        "--out",
+        type=options.PATH,
+        required=True,
+        help="Folder of the table; finished rows in it stay.",
+    ),
+)
+@options.recipe_options(OVER_ALL)
+@declared({"asked": CompareOptions})
+@options.setting(OVER_ALL, like="calibration.seed=1")
+def compare(
+    model: str,
+    out: Path,
+    asked: CompareOptions,
+    settings: tuple[str, ...],
+    samples: int | None,
+    max_length: int | None,
+    as_json: bool,
+    progress: Progress,
+) -> None:
+    """Compare recipes on one model.
+
+    Each recipe quantizes MODEL, with each calibration text and seed if it needs text. The result is
+    judged, decoded to float32, beside MODEL. OUT gets compare.csv, compare.md, compare.html with
+    plots of quality against size, and a file for each row. The same command continues after a stop,
+    makes new rows if more is asked, and shares the rows with others that run at the same time."""
+    from quantkit.evaluation import compare as evaluation
+    from quantkit.recipes.files import from_pairs, merge
+
+    over = merge(
+        {"calibration": {"samples": samples, "max_length": max_length}},
+        from_pairs(settings, keys_of(RecipeKeys)),
+    )
+    found = evaluation.compare(model, out, asked, over, progress)
+    plain = {**asdict(found), "path": str(found.path)}
+    emit(show.as_json(plain) if as_json else format_comparison(found, progress))
+    if found.failed:
+        leave(
+            FAILED,
+            f"Error: {len(found.failed)} rows failed, the first is {next(iter(found.failed))}",
+        )
 
 
 def format_perplexity(found: Perplexity, progress: Progress) -> str:
@@ -171,3 +216,65 @@ def _protocol(found: Perplexity | Divergence) -> str:
         "predictions, "
         f"text of {found.text_tokens} tokens (a last short window is dropped); {found.weights}"
     )
+
+
+def format_tasks(found: TaskScores, progress: Progress) -> str:
+    """Format the scores of tasks, their mean and their protocol."""
+    head = ["task", "metric", "value, %", "std error", "questions"]
+    head += [found.against, "difference", "95 % interval"] if found.against else []
+
+    def row(
+        names: tuple[str, str], value: float, of: TaskScore | TaskScores, questions: str, other: str
+    ) -> list[str]:
+        figures = [
+            _percent(value),
+            _percent(of.stderr),
+            questions,
+            other,
+            _percent(of.difference, "+"),
+        ]
+        return [*names, *figures, _interval(of.difference_low, of.difference_high, "+")][
+            : len(head)
+        ]
+
+    rows = [
+        row((each.task, each.metric), each.value, each, str(each.questions), _percent(each.against))
+        for each in found.scores
+    ]
+    rows.append(row(("mean", "first metrics"), found.mean, found, "", ""))
+    splits = sorted({f"{each.split} ({each.shots} examples)" for each in found.scores})
+    questions = sum({each.task: each.questions for each in found.scores}.values())
+    protocol = (
+        f"on {found.data}: {', '.join(splits)}, {questions} questions, seed {found.seed}, batches "
+        "of "
+        f"{found.batch_size}, {'with' if found.chat_template else 'no'} chat template, "
+        f"{found.truncated} requests cut "
+        f"to fit; lm-eval {found.lm_eval}; {found.weights}"
+    )
+    line = f"mean {' '.join(filter(None, rows[-1][2:]))}"
+    return show.of_level(progress, f"{line} {protocol}", f"{show.table(head, rows)}\n{protocol}")
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{100 * value:{sign}.2f}"
+
+
+def _interval(low: float | None, high: float | None, sign: str = "") -> str:
+    """Format an interval of shares in percent, empty if there is none."""
+    return "" if low is None or high is None else f"{_percent(low, sign)} to {_percent(high, sign)}"
+
+
+def format_comparison(found: Comparison, progress: Progress) -> str:
+    """Format the table of finished rows, and the command of each."""
+    from quantkit.reporting import recipe_table
+
+    left = f", {len(found.unfinished)} unfinished" if found.unfinished else ""
+    line = f"{len(found.rows)} rows{left} in {found.path}"
+    if not found.rows:
+        return line
+    head, body = recipe_table.cells(found.rows, recipe_table.quality(found.rows))
+    commands = [
+        f"{recipe_table.name(row)}: {row['command']}" for row in found.rows if row["command"]
+    ]
+    text = "\n".join([show.table(head, body), recipe_table.notes(found.rows), *commands, "", line])
+    return show.of_level(progress, line, text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import quantkit.planning.needs  # noqa: F401  # its import shows whether the packages of every run load
+import quantkit.planning.needs  # noqa: F401  # shows whether the packages of a run load
 from quantkit.cli.doctor import Check, at_least, installed_version
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import KernelError

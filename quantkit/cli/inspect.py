@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import completers, options, show
+from quantkit.cli import options, show
 from quantkit.cli.exits import UNVERIFIED, emit, leave
-from quantkit.cli.options import command
+from quantkit.cli.options import command, declared
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
-from quantkit.names import SERVERS
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions
 
 if TYPE_CHECKING:
     from quantkit.evaluation.verification import Verification
@@ -24,31 +25,19 @@ MOST_ROWS = 40
 
 
 @command("verify", "quantkit verify ./model-marlin --against ./model-int4")
-@options.checkpoint
+@options.folder
 @click.option(
     "--against",
     type=options.PATH,
     help="Quantized checkpoint whose codes, scales, zeros and dense tensors must be the same.",
 )
-@options.device
-@options.flag("--unsealed", "Accept codes that nothing can be compared with.")
-@click.option(
-    "--engine",
-    type=click.Choice([*SERVERS]),
-    help="Installed engine whose log-probabilities must be right.",
-)
-@click.option(
-    "--engine-args",
-    type=options.JsonObject("quantization=quantkit"),
-    metavar="JSON",
-    help='Further arguments of the engine: \'{"quantization": "quantkit"}\'.',
-)
+@declared({"asked": VerifyOptions})
 def verify(
     checkpoint: Path,
-    engine_args: dict[str, Any] | None,
+    against: Path | None,
+    asked: VerifyOptions,
     as_json: bool,
     progress: Progress,
-    **asked: Any,
 ) -> None:
     """Prove the bits of CHECKPOINT.
 
@@ -61,7 +50,7 @@ def verify(
     from quantkit.evaluation.engine_check import verify_in_engine
     from quantkit.io.files import is_writable
 
-    found = verify_in_engine(checkpoint, arguments=engine_args or {}, progress=progress, **asked)
+    found = verify_in_engine(checkpoint, asked, against, progress)
     emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
     if is_writable(checkpoint):
         verification.write(found, checkpoint)
@@ -72,16 +61,11 @@ def verify(
 
 
 @command("inspect", "quantkit inspect ./model-marlin", computes=False)
-@click.argument("checkpoint", shell_complete=completers.folders)
+@options.checkpoint
 @options.flag("--check", "Compare the hash of every file with the recorded one, and end.")
-@options.source
+@declared({"load": LoadOptions}, without=("device", "check"), section="")
 def inspect(
-    checkpoint: str,
-    check: bool,
-    revision: str | None,
-    trust_remote_code: bool,
-    as_json: bool,
-    progress: Progress,
+    checkpoint: str, check: bool, load: LoadOptions, as_json: bool, progress: Progress
 ) -> None:
     """Describe CHECKPOINT from its headers.
 
@@ -92,7 +76,7 @@ def inspect(
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.pipeline.inspection import describe, tensors
 
-    folder = resolve(checkpoint, revision)
+    folder = resolve(checkpoint, load.revision)
     if check:
         from quantkit.evaluation.verify import verify_files
 
@@ -106,7 +90,7 @@ def inspect(
         if failures:
             leave(UNVERIFIED, _failed(folder, failures))
         return
-    src = Checkpoint(folder, trust_remote_code)
+    src = Checkpoint(folder, load.trust_remote_code)
     found = describe(src)
     emit(show.as_json(found) if as_json else format_description(found, tensors(src), progress))
 

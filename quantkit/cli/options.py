@@ -1,9 +1,9 @@
-"""The parts that commands share: their decorator, common arguments and options, the types of
-values.
+"""The parts that commands share: their decorator, the options that dataclasses declare, the types
+of values.
 
-Choices come from `names` and the recipe's own types. An option that is not given is None and leaves
-the recipe's value. Modules of commands import torch, and modules that import it, inside functions,
-so that `--help` is quick.
+An option of a command is a field (`keys.key`). `declared` makes the options of a dataclass, and
+hands the command an instance. An option that only the command line has is one of click's. Modules
+of commands import torch, and whatever imports it, inside functions, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from quantkit.cli import completers
 from quantkit.cli.exits import STOP, exits
 from quantkit.cli.launch import joined, require_one
 from quantkit.cli.parsing import (
@@ -29,26 +32,25 @@ from quantkit.cli.parsing import (
     Command,
     Function,
     Group,
+    Range,
     combined,
     needed_unless,
+    section,
 )
 from quantkit.core.memory_limits import require_memory_for_imports
-from quantkit.errors import QuantkitError
-from quantkit.keys import Key
+from quantkit.errors import Option, QuantkitError
+from quantkit.keys import OPTIONS, Key, built, keys_of
 from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
-from quantkit.text.sources import NAMED, PACKAGED, SELF, SUFFIXES
+from quantkit.text.sources import FILES, NAMED, PACKAGED, SELF
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
-FILES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
-DATA = f"{', '.join(NAMED)}, or {FILES}"
 CALIBRATION = (
     f"{', '.join(NAMED)}, a hub data set org/name[:config], {PACKAGED}, {SELF} (written by the "
     f"model), or {FILES}, of "
     "text or conversations"
 )
-PAD = "Fill weights up with zeros to shapes that the layout holds"
 PATH = click.Path(path_type=Path)
 
 
@@ -92,6 +94,20 @@ class Override(click.ParamType):  # type: ignore[type-arg]
         return pattern, scheme
 
 
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers with commas between them."""
+
+    name = "n,n"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            return value if isinstance(value, tuple) else tuple(map(int, str(value).split(",")))
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers: write it like 0,1,2", param, ctx)
+
+
 class JsonObject(click.ParamType):  # type: ignore[type-arg]
     """Arguments by name, like the `example`: a JSON object, or one as KEY=VALUE, whose value is
     JSON or else a text.
@@ -120,6 +136,50 @@ class JsonObject(click.ParamType):  # type: ignore[type-arg]
             return {key: words[text] if text in words else json.loads(text)}
         except ValueError:
             return {key: text}
+
+
+def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the A-to-B of `convert`."""
+    found = [f"{source}-to-{target}" for source, target in permutations(LAYOUTS, 2)]
+    return [CompletionItem(pair) for pair in found if pair.startswith(incomplete)]
+
+
+def settings(
+    keys: Iterable[Key],
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Make the completion of `--set KEY=VALUE`: the keys, and the values of keys that
+    are choices.
+    """
+    words = [f"{key.name}={value}" for key in keys for value in ("", *key.values)]
+
+    def complete(
+        ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        near = [
+            word
+            for word in words
+            if word.startswith(incomplete) and ("=" in incomplete or word.endswith("="))
+        ]
+        return [CompletionItem(word) for word in near]
+
+    return complete
+
+
+def folders(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete a folder where a hub id is possible too."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete a file where a name is possible too."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def texts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a data set, or a file."""
+    return [CompletionItem(name) for name in NAMED if name.startswith(incomplete)] + files(
+        ctx, param, incomplete
+    )
 
 
 def _show_everything(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -231,46 +291,144 @@ def text(
     return click.option(name, metavar=metavar, shell_complete=complete, help=help, **more)
 
 
-def count(
-    name: str, help: str, default: int | None = None, least: int = 1
-) -> Callable[[Function], Function]:
-    """Make an option that takes a number from `least` on; its help ends with the default, if there
-    is one.
-    """
-    shown = help if default is None else f"{help} [{default}]."
-    return click.option(
-        name, type=click.IntRange(min=least), default=default, metavar="N", help=shown
-    )
-
-
 def flag(name: str, help: str, *variable: str, **more: Any) -> Callable[[Function], Any]:
     """Make an option without a value."""
     return click.option(name, *variable, is_flag=True, help=help, **more)
 
 
-model = click.argument("model", shell_complete=completers.folders)
-checkpoint = click.argument("checkpoint", type=PATH)
-device = click.option(
-    "--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ... [auto]."
-)
-overwrite = flag("--overwrite", "Replace OUT when the new folder is complete.")
-skip = click.option(
-    "--skip",
-    multiple=True,
-    metavar="REGEX",
-    help="Linears left dense, besides lm_head; repeatable.",
-)
-source = combined(
-    click.option("--revision", help="Branch, tag or commit of a hub model."),
-    flag("--trust-remote-code", "Run Python code that comes with the model."),
-)
+#: Placeholder of a value in help -> its type and completion.
+VALUES: dict[str, dict[str, Any]] = {
+    "BYTES": {"type": Bytes()},
+    "CHECKPOINT": {"shell_complete": folders},
+    "DIR": {"shell_complete": folders},
+    "FILE": {"shell_complete": files},
+    "JSON": {"type": JsonObject("quantization=quantkit")},
+    "N,N": {"type": Numbers()},
+    "NAME|FILE": {"shell_complete": texts},
+    "SOURCE,NAME=SOURCE": {"shell_complete": texts},
+}
+#: Further arguments of click for a key of a recipe, by keyword.
+_MORE: dict[str, dict[str, Any]] = {
+    "group_size": {"type": GroupSize()},
+    "override": {
+        "type": Override(),
+        "multiple": True,
+        "help": "A scheme for some: '.*down_proj=int4:g64'; repeatable.",
+        "also": ["--pin"],
+    },
+    "skip": {
+        "multiple": True,
+        "metavar": "REGEX",
+        "help": "Linears left dense, besides lm_head; repeatable.",
+    },
+    "calib": {
+        "multiple": True,
+        "metavar": "SOURCE[:WEIGHT]",
+        "shell_complete": texts,
+        "help": (
+            f"Calibration text: {CALIBRATION} [packaged]; repeatable, the weights are relative."
+        ),
+    },
+    "template_args": {
+        "type": JsonObject("enable_thinking=false"),
+        "multiple": True,
+        "callback": lambda context, option, values: dict(ChainMap(*reversed(values))) or None,
+        "metavar": "JSON|KEY=VALUE",
+        "help": "Arguments of the chat template, like enable_thinking=false; repeatable.",
+    },
+    "skip_bad_records": {"metavar": "N"},
+}
+
+
+def declared(
+    kinds: Mapping[str, type], without: Sequence[str] = (), **changes: Any
+) -> Callable[[Function], Function]:
+    """Make the options that dataclasses declare; the command gets an instance of each by its name.
+
+    The command declares options `without` itself, and they are in no instance. `changes` are those
+    of all keys.
+    """
+    keys = [key for kind in kinds.values() for key in keys_of(kind) if key.keyword not in without]
+    made = [_option(replace(key, **changes)) for key in keys]
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(**given: Any) -> Any:
+            names = {key.keyword for key in keys}
+            options = {name: value for name, value in given.items() if name in names}
+            rest = {name: value for name, value in given.items() if name not in names}
+            instances = zip(kinds, built(options, *kinds.values()), strict=True)
+            return function(**rest, **dict(instances))
+
+        return combined(*made)(call)
+
+    return decorate
+
+
+def recipe_options(keys: Sequence[Key]) -> Callable[[Function], Function]:
+    """Make the options of the keys of a recipe that have one; if not given they change nothing."""
+    return combined(*(_option(key, of_recipe=True) for key in keys if key.level in OPTIONS))
+
+
+def setting(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callable[[Function], Function]:
+    """Make `--set`, for the keys of a recipe that have no option."""
+    option = click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        shell_complete=settings(keys),
+        help=f"Any key of a recipe, like {like}; --help-all lists them; repeatable.",
+    )
+    return section("Basic", option)
+
+
+def _option(key: Key, of_recipe: bool = False) -> Callable[[Function], Function]:
+    """Make the option of a key. A recipe checks its own numbers, as it may come from a file."""
+    name = key.keyword.replace("_", "-")
+    default = None if of_recipe else key.default
+    flags = [f"--{name}"]
+    more: dict[str, Any] = {"help": key.help_text, "default": default}
+    if default is ...:
+        more = {"help": key.help_text, "required": True}
+    if key.is_switch and key.negated and not of_recipe:
+        flags = [f"--no-{name}"]
+        more |= {"is_flag": True, "flag_value": False, "help": f"{key.help}."}
+    elif key.is_switch and default is not False:
+        flags = [f"--{name}/{Option(key.keyword, False)}"]
+    elif key.is_switch:
+        more |= {"is_flag": True, "help": f"{key.help}."}
+    elif key.values:
+        more["type"] = choice(key.values)
+    elif key.number is not None:
+        more["type"] = key.number if of_recipe else _range(key)
+    if key.metavar:
+        more |= {"metavar": key.metavar, **VALUES.get(key.metavar, {})}
+    if of_recipe:
+        more |= _MORE.get(key.keyword, {})
+    option = click.option(*flags, *more.pop("also", []), key.keyword, **more)
+    return section(key.section, option, level=key.level) if key.section else option
+
+
+def _range(key: Key) -> Any:
+    """Make the type of a number within its bounds."""
+    bounds: Any = key.bounds
+    if bounds is None:
+        return key.number
+    if key.number is int:
+        return click.IntRange(bounds.ge, bounds.le)
+    is_open = bounds.gt is not None
+    return Range(bounds.gt if is_open else bounds.ge, bounds.le, min_open=is_open)
+
+
+model = click.argument("model", shell_complete=folders)
+folder = click.argument("checkpoint", type=PATH)
+checkpoint = click.argument("checkpoint", shell_complete=folders)
 
 _everything = "Show every option, and every key of --set, and stop."
 _HELP_ALL = flag(
     "--help-all", _everything, is_eager=True, expose_value=False, callback=_show_everything
 )
-_unread = "Read files that differ from their recorded hashes."
-no_check = flag("--no-check", _unread, "check", flag_value=False, default=True)
 
 
 def out(*, unless: Sequence[str] = (), required: bool = True) -> Callable[[Function], Function]:

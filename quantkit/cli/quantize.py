@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import completers, options, show
+from quantkit.cli import options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.keys import fit_options, recipe_options, run_options
-from quantkit.cli.options import choice, command, text
+from quantkit.cli.options import choice, command, declared, recipe_options, setting, text
 from quantkit.cli.parsing import needed_unless, section
-from quantkit.cli.plan_table import format_plan
-from quantkit.engines.tables import GPUS, TARGETS
+from quantkit.core.units import format_bytes, format_range
+from quantkit.engines.tables import TARGETS
 from quantkit.keys import keys_of
 from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
-from quantkit.recipes.options import FitOptions, RunOptions
+from quantkit.recipes.options import FitOptions, PlanOptions, RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
 if TYPE_CHECKING:
+    from quantkit.planning.output import Output
+    from quantkit.planning.plan import Plan
+    from quantkit.planning.serving import Kind, Serving
     from quantkit.recipes.recipe import Recipe
 
+#: The files of an output whose bytes a plan only bounds: report and model card.
+REPORT_AND_CARD = 2
 _recipe = section(
     "Basic",
     text(
         "--recipe",
         "FILE|NAME",
         "Recipe that the other options are laid over: a YAML file, or the name of a shipped one.",
-        completers.files,
+        options.files,
     ),
 )
-_EVAL = "Measure perplexity before and after, and divergence, on at most"
 _eval = section(
     "Output",
-    text("--eval", "NAME|FILE", f"{_EVAL} {MOST_TOKENS} tokens of this text.", completers.texts),
-)
-RUNNING, FITTING = (
-    [key.keyword for key in keys_of(declared)] for declared in (RunOptions, FitOptions)
+    text(
+        "--eval",
+        "NAME|FILE",
+        f"Measure perplexity before and after, and divergence, on at most {MOST_TOKENS} tokens of "
+        "this text.",
+        options.texts,
+    ),
 )
 
 
@@ -53,11 +61,12 @@ RUNNING, FITTING = (
     "model",
     required=False,
     callback=needed_unless("print_recipe"),
-    shell_complete=completers.folders,
+    shell_complete=options.folders,
 )
 @section("Basic", options.out(unless=("print_recipe",)))
 @_recipe
 @recipe_options(keys_of(RecipeKeys))
+@setting(keys_of(RecipeKeys))
 @section(
     "Output",
     options.flag(
@@ -65,24 +74,33 @@ RUNNING, FITTING = (
     ),
     level="all",
 )
-@fit_options()
-@run_options()
+@declared({"fitted": FitOptions, "run": RunOptions})
 @_eval
 def quantize(
-    model: str, out: Path, print_recipe: bool, as_json: bool, progress: Progress, **given: Any
+    model: str,
+    out: Path,
+    print_recipe: bool,
+    fitted: FitOptions,
+    run: RunOptions,
+    eval: str | None,
+    as_json: bool,
+    progress: Progress,
+    **given: Any,
 ) -> None:
     """Quantize MODEL into OUT.
 
     MODEL is a folder, a hub id or a GGUF file. [Brackets] hold defaults, some of which depend on
     --format.
     """
-    running: dict[str, Any] = {"eval": given.pop("eval")}
-    running["fitted"] = FitOptions(**{name: given.pop(name) for name in FITTING})
-    options, recipe = _split(given)
+    from quantkit import api
+
+    recipe = _built(**given)
     if print_recipe:
         emit(recipe.to_yaml().rstrip())
         return
-    _produce(model, out, recipe, {**running, **options}, as_json, progress)
+    running: Any = {**vars(run), "progress": progress}
+    report = api.produce(model, out, recipe, eval=eval, fitted=fitted, **running)
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command(
@@ -94,9 +112,19 @@ def quantize(
 @options.model
 @section("Basic", options.out())
 @recipe_options(pruning_keys())
-@run_options()
+@setting(pruning_keys())
+@declared({"run": RunOptions})
 @_eval
-def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any) -> None:
+def prune(
+    model: str,
+    out: Path,
+    settings: Sequence[str],
+    run: RunOptions,
+    eval: str | None,
+    as_json: bool,
+    progress: Progress,
+    **given: Any,
+) -> None:
     """Keep two of each four weights of MODEL.
 
     OUT is an ordinary dense checkpoint, to be trained further, or quantized with --prune 2:4 --set
@@ -104,9 +132,10 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     from quantkit import api
     from quantkit.recipes.files import from_pairs
 
-    given["settings"] = from_pairs(given["settings"], pruning_keys())
-    running = {name: given.pop(name) for name in ("eval", *RUNNING)}
-    _produce(model, out, api.build_pruning(**given), running, as_json, progress)
+    recipe = api.build_pruning(settings=from_pairs(settings, pruning_keys()), **given)
+    running: Any = {**vars(run), "progress": progress}
+    report = api.produce(model, out, recipe, eval=eval, **running)
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command(
@@ -119,6 +148,7 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
 @section("Basic", options.out(required=False))
 @_recipe
 @recipe_options(keys_of(RecipeKeys))
+@setting(keys_of(RecipeKeys))
 @section(
     "Output",
     click.option(
@@ -126,28 +156,21 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
         type=choice(TARGETS),
         help="Program that will load the output: shows its kernels.",
     ),
-    click.option("--gpu", type=choice(GPUS), help="GPU on which --target will run [the one here]."),
 )
-@section(
-    "Advanced",
-    click.option(
-        "--gpu-memory",
-        type=options.Bytes(),
-        help="Memory of the GPU that will quantize, if it is not here, like 80GB.",
-    ),
-)
-@section(
-    "Advanced",
-    click.option(
-        "--probe/--no-probe",
-        default=True,
-        help="Measure a part of a long run to estimate its duration [probe].",
-    ),
-    level="all",
-)
-@fit_options("target")
-@run_options()
-def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **given: Any) -> None:
+@declared({"asked": PlanOptions})
+@declared({"fitted": FitOptions}, without=("target",), level="all")
+@declared({"run": RunOptions})
+def plan(
+    model: str,
+    out: Path | None,
+    target: str | None,
+    asked: PlanOptions,
+    fitted: FitOptions,
+    run: RunOptions,
+    as_json: bool,
+    progress: Progress,
+    **given: Any,
+) -> None:
     """Say what quantize would do, and end with its exit code.
 
     Exact bytes of the output, memory, duration, and everything that quantize would refuse before it
@@ -155,44 +178,161 @@ def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **give
     """
     from quantkit.pipeline import fit
 
-    fitted = FitOptions(**{name: given.pop(name) for name in FITTING})
-    asked: Any = {name: given.pop(name) for name in ("gpu_memory", "gpu", "probe")}
-    running, recipe = _split(given)
-    told = progress if progress.quiet else None  # the table lists all warnings, one line does not
-    found = fit.plan(model, recipe, out=out, progress=told, fitted=fitted, **asked, **running)
+    running: Any = {**vars(run), **vars(asked)}
+    # The table lists all warnings, one line does not.
+    running["progress"] = progress if progress.quiet else None
+    fitted = replace(fitted, target=target)
+    found = fit.plan(model, _built(**given), out=out, fitted=fitted, **running)
     if as_json or found.refusal is None:
         emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
     if found.refusal is not None:
         raise found.refusal
 
 
-def _produce(
-    model: str,
-    out: Path,
-    recipe: Recipe,
-    running: dict[str, Any],
-    as_json: bool,
-    progress: Progress,
-) -> None:
-    from quantkit import api
-
-    report = api.produce(model, out, recipe, progress=progress, **running)
-    emit(show.as_json(report) if as_json else show.report(report, progress))
-
-
-def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
-    """Separate the options of a run, and make a recipe of the others."""
+def _built(
+    recipe: str | None, override: Sequence[tuple[str, str]], settings: Sequence[str], **given: Any
+) -> Recipe:
+    """Make a recipe of its options."""
     from quantkit import api
     from quantkit.recipes.files import from_pairs
 
-    running = {name: given.pop(name) for name in RUNNING}
-    twice = [
-        pattern
-        for pattern, count in Counter(pattern for pattern, _ in given["override"]).items()
-        if count > 1
-    ]
-    if twice:
+    counts = Counter(pattern for pattern, _ in override)
+    if twice := [pattern for pattern, count in counts.items() if count > 1]:
         raise click.UsageError(f"--override gives {twice[0]!r} two schemes: leave one")
-    given["override"] = dict(given["override"])
-    given["settings"] = from_pairs(given["settings"], keys_of(RecipeKeys))
-    return running, api.build_recipe(given.pop("recipe"), **given)
+    keys = from_pairs(settings, keys_of(RecipeKeys))
+    return api.build_recipe(recipe, override=dict(override), settings=keys, **given)
+
+
+def format_plan(found: Plan, progress: Progress) -> str:
+    """Format a plan that nothing refuses: the output, the memory. -v lists every linear."""
+    output = found.output
+    bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
+    line = (
+        f"plan: {_linears(output)}, {_schemes(output)}, {found.layout}; "
+        f"{format_bytes(output.source_bytes)} before, {format_bytes(found.total)} after{bits}"
+    )
+    rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in output.rows]
+    return show.of_level(
+        progress, line, _plan(found), show.table(("linear", "shape", "scheme", "bytes"), rows)
+    )
+
+
+def _linears(output: Output) -> str:
+    dense = len(output.rows) - len(output.quantized)
+    return f"{len(output.quantized)} linears quantized, {dense} left dense"
+
+
+def _schemes(output: Output) -> str:
+    from quantkit.reporting import facts
+
+    layers = [{"scheme": row.scheme} for row in output.quantized]
+    return facts.schemes({"scheme": output.scheme, "layers": layers})
+
+
+def _plan(found: Plan) -> str:
+    """Format a plan: the output, the memory, the kernels that will serve it."""
+    output, memory = found.output, found.needs.memory.to_dict()
+    needs = [
+        f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory
+    ]
+    facts_, calibration, duration = output.to_dict(), found.calibration, found.needs.duration
+    lines = show.facts(
+        [
+            ("scheme", _schemes(output)),
+            ("layout", found.layout),
+            ("linears", _linears(output).replace(" linears", "")),
+            (
+                "output",
+                f"{format_bytes(found.total)} in {len(found.files) + REPORT_AND_CARD} files, "
+                f"{output.bytes} bytes of tensors, source {format_bytes(output.source_bytes)}",
+            ),
+            (
+                "share",
+                f"{100 * found.share:.2f} % of the decoder's weights"
+                if found.share is not None
+                else None,
+            ),
+            (
+                "bits/weight",
+                f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None,
+            ),
+            (
+                "calibration",
+                f"{calibration['sequences']} sequences, {calibration['tokens']} tokens of "
+                f"{calibration['source']}"
+                if calibration
+                else None,
+            ),
+            (
+                "duration",
+                f"{format_range(*duration)}, by a probe of one block" if duration else None,
+            ),
+            ("peak memory", f"about {' and '.join(needs)}"),
+            ("disk free", format_bytes(found.needs.disk_free) if found.needs.disk_free else None),
+            ("loads in", facts_["readers"]),
+            ("kernel", facts_["kernel"] or "none of quantkit's own"),
+            *(("note", notice) for notice in found.notices),
+        ]
+    )
+    parts = [
+        lines,
+        _curve(found.fit) if found.fit else "",
+        _serving(found.serving) if found.serving else "",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _curve(fit: Mapping[str, Any]) -> str:
+    """Format the uniform schemes that a target size chooses from; a run mixes them by measured
+    loss increase.
+    """
+    header = ("uniform scheme", "layout", "bytes", "bits/weight", "squared error", "fits")
+    rows = [
+        (
+            row["scheme"],
+            row["layout"],
+            row["bytes"],
+            f"{row['bits']:.3f}",
+            f"{row['harm']:.2e}",
+            fits,
+        )
+        for row in fit["curve"]
+        for fits in [
+            "no" if not row["fits"] else "best" if row["scheme"] == fit["best_uniform"] else "yes"
+        ]
+    ]
+    return show.table(header, rows)
+
+
+def _serving(found: Serving) -> str:
+    """Format the kernels of a program: a row for each kind of linear, then the sources
+    of the rows.
+    """
+    major, minor = found.capability
+    sources = list(dict.fromkeys(kind.source for kind in found.kinds if kind.source))
+    rows = [
+        (
+            kind.name,
+            kind.count,
+            f"{kind.shape[0]}x{kind.shape[1]}",
+            kind.scheme or "-",
+            _kernel(kind, sources),
+        )
+        for kind in found.kinds
+    ]
+    header = (
+        f"{found.target} on {found.gpu} ({major}.{minor})",
+        "count",
+        "n x k",
+        "scheme",
+        "kernel",
+    )
+    lines = [show.table(header, rows)]
+    lines += [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
+    return "\n".join(lines)
+
+
+def _kernel(kind: Kind, sources: list[str]) -> str:
+    name = kind.kernel or ("" if kind.why in ("not known", "dense") else "none")
+    text = ": ".join(filter(None, (name, kind.why)))
+    return f"{text} [{sources.index(kind.source) + 1}]" if kind.source else text

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,15 @@ from quantkit.errors import (
     Words,
     about,
 )
-from quantkit.evaluation.recipe_rows import ROWS, Entry, Judges, Rows
-from quantkit.evaluation.tasks import Exam
+from quantkit.evaluation.compare_rows import ROWS, Entry, Rows, labelled
+from quantkit.evaluation.options import CompareOptions, listed
 from quantkit.io import files
 from quantkit.layouts import LAYOUTS
-from quantkit.progress import Listener, Progress, reporter
+from quantkit.progress import Progress
 from quantkit.recipes.files import load_named_or_scheme, merge
 from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.recipe_table import UNQUANTIZED, Row, as_csv, as_markdown, page
 from quantkit.reporting.summary import ShortRepr
-from quantkit.text.sources import PACKAGED, name_of_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,76 +58,35 @@ class Comparison(ShortRepr):
 def compare(
     model: str | Path,
     out: str | Path,
-    *,
-    recipes: str | Iterable[str],
-    calib: str | Iterable[str] = PACKAGED,
-    seeds: Iterable[int] = (0,),
-    settings: Mapping[str, Any] | None = None,
-    text: str | Iterable[str] = "wikitext2",
-    window: int | None = None,
-    tokens: int | None = None,
-    tasks: str | Iterable[str] = (),
-    data: str | Path | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | Listener | None = None,
+    asked: CompareOptions,
+    settings: Mapping[str, Any],
+    progress: Progress,
 ) -> Comparison:
     """Quantize a model by each of several recipes, judge the results, and write one table into the
     folder `out`.
 
-    `recipes` are shipped names, YAML files, or schemes with a method like `fp6:g64:gptq`, as a list
-    or with commas between them; `settings` maps keys to values for all of them. Those that need
-    text run with each source of `calib` and each of `seeds`. Sources and texts may be named:
-    NAME=FILE.
-
-    A row has perplexity and KL divergence on each `text`, and answers to `tasks`, if there are any
-    (with `data`, `shots` and `limit`, see `eval_tasks`). All models are decoded to float32, so that
-    rows differ only in their codes. A scheme that no layout stores is judged without being packed.
-
-    Finished rows stay in `out`: the same call continues, also with more recipes or texts, and
-    several processes share the rows. Errors of a row are raised before any work, as a
-    QuantkitError.
-
-    Example:
-
-    ```python
-    import quantkit
-
-    options = {"text": "evaluation.txt", "window": 128, "tokens": 1024, "device": "cpu"}
-    found = quantkit.compare("model", "table", recipes=["int4:g64:rtn", "fp6:g64:rtn"], **options)
-    for row in found.rows:
-        print(row["recipe"], row["bits"], row["text:evaluation:ppl"])
-    ```
+    `settings` maps keys of a recipe to values for all of them. Finished rows in `out` stay. Raises
+    a QuantkitError, before any work, for what a row would refuse.
     """
-    progress, out = reporter(progress), Path(out)
+    out = Path(out)
     _require_folder(out)
-    asked = {name: merge(load_named_or_scheme(name), settings or {}) for name in _listed(recipes)}
-    sources, texts = labelled(_listed(calib), "calib"), labelled(_listed(text), "text")
-    seeds = list(dict.fromkeys(seeds))
-    if not asked or not sources or not seeds:
+    recipes = {name: merge(load_named_or_scheme(name), settings) for name in listed(asked.recipes)}
+    sources, seeds = labelled(listed(asked.calib), "calib"), list(dict.fromkeys(asked.seeds))
+    if not recipes or not sources or not seeds:
         raise RecipeError(
             "there is nothing to compare", "name a recipe, a calibration text and a seed"
         )
-    entries = entries_of(asked, sources, seeds)
-    exam = None
-    if names := _listed(tasks):
-        exam = Exam(names, data, shots=shots, limit=limit, batch_size=batch_size)
-    judges = Judges(texts, {"window": window, "tokens": tokens}, exam)
-    run: Any = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    rows = Rows(model, out, judges, progress, run)
+    entries = entries_of(recipes, sources, seeds)
+    rows = Rows(model, out, asked, progress)
     mine = [entry for entry in entries if rows.lacks(entry)]
     rows.require(mine)
     files.make_folder(out / ROWS, parents=True)
     failed: dict[str, str] = {}
 
     def write() -> list[Row]:
-        made = ((entry, rows.row(entry, rows.finished(entries[0]))) for entry in entries)
+        made = ((entry, rows.row(entry, entries[0])) for entry in entries)
         found = [
-            {**row, "command": command(model, entry, sources, settings or {}, run)}
+            {**row, "command": command(model, entry, sources, settings, asked)}
             for entry, row in made
             if row
         ]
@@ -175,23 +132,6 @@ def entries_of(
     return found
 
 
-def labelled(sources: Sequence[str], option: str) -> dict[str, str]:
-    """Return the names of texts, given as SOURCE or NAME=SOURCE. RecipeError if two
-    have one name.
-    """
-    found: dict[str, str] = {}
-    for each in sources:
-        name, equals, source = each.partition("=")
-        if not equals or not re.fullmatch(r"[\w.+-]+", name):
-            name, source = Path(name_of_text(each)).stem, each
-        if name in found:
-            raise RecipeError(
-                f"two texts are called {name}", "name them, like NAME=FILE", subject=Option(option)
-            )
-        found[name] = source
-    return found
-
-
 def _storable(recipe: Recipe) -> Recipe:
     """Return a recipe, without a layout if none holds its schemes."""
 
@@ -214,7 +154,7 @@ def command(
     entry: Entry,
     sources: Mapping[str, str],
     settings: Mapping[str, Any],
-    run: Mapping[str, Any],
+    asked: CompareOptions,
 ) -> str:
     """Return the command that quantizes as a row did. For a scheme without a layout, return the
     command that makes the row.
@@ -222,15 +162,12 @@ def command(
     if entry.recipe is None:
         return ""
     recipe, seed = entry.recipe, entry.seed or 0
-    pairs = list(
-        _pairs(
-            {
-                key: value
-                for key, value in settings.items()
-                if recipe.calibrated or key != "calibration"
-            }
-        )
-    )
+    pairs = [
+        pair
+        for key, value in settings.items()
+        if recipe.calibrated or key != "calibration"
+        for pair in _pairs({key: value})
+    ]
     words: list[Words] = []
     if recipe.layout is None:
         words.append(Option("recipes", entry.name))
@@ -251,7 +188,8 @@ def command(
     words += [] if entry.calib is None else [Option("calib", sources[entry.calib])]
     pairs += [f"calibration.seed={seed}"] if seed and recipe.layout is not None else []
     words += [Words("--set", shlex.quote(pair)) for pair in pairs]
-    words += [Option(name, run[name]) for name in ("revision", "trust_remote_code") if run[name]]
+    words += [Option("revision", asked.revision)] if asked.revision else []
+    words += [Option("trust_remote_code", True)] if asked.trust_remote_code else []
     made = "compare" if recipe.layout is None else "quantize"
     return str(Command(made, model, Option("out", Words("OUT")), *words))
 
@@ -263,11 +201,6 @@ def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield from _pairs(value, f"{before}{key}.")
         else:
             yield f"{before}{key}={value if isinstance(value, str) else json.dumps(value)}"
-
-
-def _listed(names: str | Iterable[str]) -> list[str]:
-    found = names.split(",") if isinstance(names, str) else names
-    return list(dict.fromkeys(name.strip() for name in found if name.strip()))
 
 
 def _require_folder(out: Path) -> None:

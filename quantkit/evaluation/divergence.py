@@ -7,17 +7,28 @@ A mean can hide single bad tokens, so the tails are reported too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError
-from quantkit.evaluation.perplexity import token_losses
-from quantkit.evaluation.windows import Windows, chunks, cut
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.memory_limits import free_memory
+from quantkit.errors import CheckpointError, Command, Option, Words, about
+from quantkit.evaluation.opened import open_checkpoint
+from quantkit.evaluation.options import TextOptions
+from quantkit.evaluation.perplexity import Windows, chunks, cut, exponential, token_losses
+from quantkit.inference.load import load_for_evaluation
+from quantkit.inference.swap_linears import describe_weights
+from quantkit.models.devices import device_of
+from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions, RunOptions
+from quantkit.text.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +37,16 @@ if TYPE_CHECKING:
 FAR = 0.1
 #: Resamples of the windows for an interval, and the share of resamples inside it.
 RESAMPLES, CONFIDENCE = 1000, 0.95
+
+#: A way out where a comparison before publishing cannot be made.
+LATER = Words(
+    "leave",
+    Option("eval"),
+    "out, and measure the output with",
+    Command("eval ppl"),
+    "and",
+    Command("eval kld"),
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +122,91 @@ class Divergence(Figures):
     bos_rule: str = ""
 
 
+def evaluate(
+    checkpoint: str | Path,
+    against: str | Path,
+    asked: TextOptions,
+    load: LoadOptions,
+    progress: Progress,
+) -> Divergence:
+    """Measure the divergence of a checkpoint from the model `against`, of which the revision is."""
+    ours = open_checkpoint(checkpoint, replace(load, revision=None))
+    theirs = open_checkpoint(against, load)
+    text, what = theirs.text(asked.data)
+    model, reference = ours.load(progress), theirs.load(progress)
+    shared: Any = {"data": what, "progress": progress, **asked.protocol}
+    found = kld(model, reference, theirs.tokenizer, text, **shared)
+    return replace(found, weights=describe_weights(model))
+
+
+def measurement(
+    data: str, model: str | Path, run: RunOptions
+) -> Callable[[Checkpoint], dict[str, Any]]:
+    """Prepare the comparison of a model with an output of a run: returns a function of the output.
+
+    It takes the first windows of the text, at most `MOST_TOKENS` tokens together. The function
+    returns the perplexities `before` and `after`, the fields of `Figures`, and their protocol.
+    CheckpointError, before any work, if the text cannot be read or is too short, or the memory does
+    not hold both models.
+    """
+    shared: Any = {"device": run.device, "trust_remote_code": run.trust_remote_code}
+    load = LoadOptions(revision=run.revision, **shared)
+    opened = open_checkpoint(model, load, dequantize=True)
+    text, what = opened.text(data, "eval")
+    length = len(token_ids(opened.tokenizer, text, special=False))
+    if length < 2:
+        raise CheckpointError(
+            Words(f"has {length} tokens, too few for", Option("eval")),
+            "give a longer text",
+            subject=data,
+        )
+    _require_memory(opened.src, run.device)
+
+    def measure(made: Checkpoint) -> dict[str, Any]:
+        try:
+            with about(Option("eval")):
+                return compare(made)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            ways = Words("continue with", Option("resume", True), ",", LATER)
+            raise CheckpointError("out of memory", ways, subject=Option("eval")) from error
+
+    def compare(made: Checkpoint) -> dict[str, Any]:
+        progress = run.progress or Progress(quiet=True)
+        reference = open_checkpoint(model, load, dequantize=True).load(progress)
+        ours = load_for_evaluation(made, **shared, progress=progress)
+        pieces = cut([reference, ours], opened.tokenizer, text, tokens=MOST_TOKENS)
+        first, then = token_values(reference, [ours], pieces, progress)
+        return {
+            "before": exponential(first.nll()),
+            "after": exponential(then.nll()),
+            **then.figures(),
+            "data": what,
+            **pieces.protocol,
+            "tokens": sum(map(len, then.losses)),
+            "weights": describe_weights(ours),
+        }
+
+    return measure
+
+
+def _require_memory(src: Checkpoint, device: str) -> None:
+    """Refuse a comparison that the memory does not hold: the source in float32, and the packed
+    output.
+    """
+    needed = sum(4 * prod(src.shape(name)) for name in src.names()) + src.source_bytes // 2
+    place = device_of(device)
+    free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else free_memory()
+    if free is not None and needed > free:
+        raise CheckpointError(
+            Words(
+                Option("eval"),
+                f"needs about {needed / 1e9:.1f} GB on {place.type}, {free / 1e9:.1f} are free",
+            ),
+            LATER,
+            subject=src.path,
+        )
+
+
 def kld(
     model: PreTrainedModel,
     reference: PreTrainedModel,
@@ -114,7 +220,7 @@ def kld(
     """Compare the next-token distributions of a model with a reference's at every position of every
     window.
 
-    `protocol` has the options of `windows.cut`. Both models are in memory, and the logits of one
+    `protocol` has the options of `cut`. Both models are in memory, and the logits of one
     window at a time. If windows overlap, a position counts as often as it occurs, and intervals are
     too narrow. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
     """
@@ -160,8 +266,8 @@ def _divergences(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
         p, q = theirs[rows].to(ours.device).float(), ours[rows].float()
         same.append(p.argmax(-1) == q.argmax(-1))
         weights, total, norm = _exponentials(p)
-        apart = norm - _exponentials(q)[2]
-        kl.append(((p - q).mul_(weights).sum(-1, dtype=torch.float64) / total - apart).float())
+        shift = norm - _exponentials(q)[2]
+        kl.append(((p - q).mul_(weights).sum(-1, dtype=torch.float64) / total - shift).float())
     return torch.cat(kl).cpu(), torch.cat(same).cpu()
 
 

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import KernelError, Option, RecipeError, Words, require_known
+from quantkit.errors import KernelError, Option, RecipeError, Words
 from quantkit.evaluation.opened import require_package
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.perplexity import token_losses
 from quantkit.evaluation.verification import EngineProof, Verification
 from quantkit.evaluation.verify import verify
@@ -59,59 +60,45 @@ ENVIRONMENT = {
 
 
 def verify_in_engine(
-    folder: Path,
-    engine: str | None,
-    arguments: Mapping[str, Any],
-    against: Path | None = None,
-    progress: Progress | None = None,
-    device: str = "auto",
-    unsealed: bool = False,
+    folder: Path, asked: VerifyOptions, against: Path | None, progress: Progress
 ) -> Verification:
-    """Verify a folder, then compare an `engine` with it, if given. An engine that does not run is a
-    failure.
+    """Verify a folder, then compare an engine with it, if one is named. An engine that does not run
+    is a failure.
 
-    `arguments` are further arguments of `vllm.LLM`. The decoded model runs on `device`, after the
-    engine, in float32. Raises as `verify`, RecipeError for arguments of no engine, and
-    QuantkitError if the engine is not installed.
+    The decoded model runs after the engine, in float32. Raises as `verify`, RecipeError for
+    arguments of no engine, and QuantkitError if the engine is not installed.
     """
-    if engine is None:
-        if arguments:
-            raise RecipeError(
-                Words(Option("engine_args"), "are of an engine, and none is named"),
-                Words("add", Option("engine", next(iter(SERVERS)))),
-            )
-        return verify(folder, against, progress, device, unsealed)
-    require_known("engine", engine, SERVERS)
-    require_package(engine, SERVERS[engine], engine)
-    opened = Checkpoint(folder)
-    require_decoder_only(
-        opened,
-        config_of(opened, False),
-        f"and verify asks {engine} to continue texts",
-        Words("leave", Option("engine"), "out"),
-    )
-    progress = progress or Progress(quiet=True)
-    found = verify(folder, against, progress, device, unsealed)
-    if found.failures:
-        return replace(
-            found,
-            notices=(
-                *found.notices,
-                f"{engine} was not started, because the folder failed already",
-            ),
+    engine, arguments = asked.engine, asked.engine_args or {}
+    if engine is None and arguments:
+        raise RecipeError(
+            Words(Option("engine_args"), "are of an engine, and none is named"),
+            Words("add", Option("engine", next(iter(SERVERS)))),
         )
-    src = Checkpoint(folder)
-    clock = Clock(torch.device("cpu"), dict(found.seconds))
+    if engine is not None:
+        require_package(engine, SERVERS[engine], engine)
+        src = Checkpoint(folder)
+        require_decoder_only(
+            src,
+            config_of(src, False),
+            f"and verify asks {engine} to continue texts",
+            Words("leave", Option("engine"), "out"),
+        )
+    found = verify(folder, against, progress, asked.device, asked.unsealed)
+    if engine is None:
+        return found
+    if found.failures:
+        unasked = f"{engine} was not started, because the folder failed already"
+        return replace(found, notices=(*found.notices, unasked))
+    src, clock = Checkpoint(folder), Clock(torch.device("cpu"), dict(found.seconds))
     try:
         with clock.phase(engine):
             answer = _ask(engine, arguments, folder, _prompts(src), progress)
     except KernelError as error:
         return replace(found, failures=(error.typed,), seconds=clock.seconds)
     with clock.phase("decoded model"):
-        proof = _compared(engine, answer, src, device_of(device), progress)
-    failures = (
-        () if proof.ok else (f"{engine} does not compute what the folder holds: {proof.note}",)
-    )
+        proof = _compared(engine, answer, src, device_of(asked.device), progress)
+    wrong = f"{engine} does not compute what the folder holds: {proof.note}"
+    failures = () if proof.ok else (wrong,)
     return replace(found, failures=failures, engine=proof, seconds=clock.seconds)
 
 

@@ -1,74 +1,81 @@
-"""Open and load a checkpoint for evaluations in which the model writes text."""
+"""The parts that evaluations share: a checkpoint whose weights are not read yet, and a journal of
+answers.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
+from quantkit.errors import FILE, CheckpointError, Option, QuantkitError, RecipeError, Words
 from quantkit.inference.load import load_for_evaluation
 from quantkit.io.files import hash_of
-from quantkit.models.meta_model import config_of, require_decoder_only, require_text
+from quantkit.io.staging import append_journal, read_journal
+from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions
+from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose config and tokenizer are read, its weights not yet."""
+    """A checkpoint whose weights are not read yet, and the options that it is loaded with."""
 
     src: Checkpoint
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    options: LoadOptions
 
-    def load(
-        self, device: str, trust_remote_code: bool, check: bool, progress: Progress
-    ) -> PreTrainedModel:
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer; CheckpointError if it has none."""
+        return load_tokenizer(self.src.path)
+
+    def load(self, progress: Progress) -> PreTrainedModel:
         """Load the model as evaluations do."""
-        options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check}
-        return load_for_evaluation(self.src, **options, progress=progress)
+        asked, options = self.options, {"check": self.options.check, "progress": progress}
+        trusted: Any = {"trust_remote_code": asked.trust_remote_code, **options}
+        return load_for_evaluation(self.src, device=asked.device, **trusted)
+
+    def text(self, source: str, option: str = "data") -> tuple[str, str]:
+        """Read the text on which the model is judged, and a line that describes it; `option` of the
+        command takes the text.
+        """
+        self.require_decoder_only()
+        return load_evaluation_text(source, option)
 
     def require_decoder_only(self) -> None:
         """Raise CheckpointError for an encoder-decoder, whose text does not continue its prompt."""
-        require_decoder_only(
-            self.src, self.config, "and this evaluation needs a model that continues its prompt"
-        )
+        config = config_of(self.src, self.options.trust_remote_code)
+        why = "and evaluations need a model that continues its prompt"
+        require_decoder_only(self.src, config, why)
 
     def digest(self) -> str:
         """Return a digest of the names, sizes and times of the files: the same as long as nobody
         writes them.
         """
         stats = [(name, path.stat()) for name, path in sorted(self.src.sources().items())]
-        return hash_of(
-            repr(
-                [self.src.path.absolute(), *((n, s.st_size, s.st_mtime_ns) for n, s in stats)]
-            ).encode()
-        )
+        files = ((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+        return hash_of(repr([self.src.path.absolute(), *files]).encode())
 
 
-def open_writer(
-    checkpoint: str | Path, revision: str | None, trust_remote_code: bool, dequantize: bool = False
+def open_checkpoint(
+    checkpoint: str | Path, options: LoadOptions, dequantize: bool = False
 ) -> Opened:
-    """Open a checkpoint without its weights; CheckpointError if it is no model that reads and
-    writes text.
-    """
-    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code, dequantize=dequantize)
-    config = config_of(src, trust_remote_code)
-    require_text(src, config, trust_remote_code)
-    return Opened(src, config, load_tokenizer(src.path))
-
-
-def require_running_text(src: Checkpoint, trust_remote_code: bool) -> None:
-    """Raise CheckpointError for an encoder-decoder, which predicts no running text."""
-    why = "and perplexity and KL divergence are those of a running text"
-    require_decoder_only(src, config_of(src, trust_remote_code), why)
+    """Open a folder or a hub id without its weights."""
+    path = resolve(str(checkpoint), options.revision)
+    return Opened(Checkpoint(path, options.trust_remote_code, dequantize=dequantize), options)
 
 
 def require_package(module: str, package: str, extra: str) -> None:
@@ -77,3 +84,52 @@ def require_package(module: str, package: str, extra: str) -> None:
         raise QuantkitError(
             f"the package {package} is not installed", f"pip install 'quantkit[{extra}]'"
         )
+
+
+class Finished:
+    """A store of computed values by name; without a `path` only in memory.
+
+    `run` has everything that the results depend on, as JSON has it. It is the first line of the
+    file. RecipeError if the file is another run's, CheckpointError if it is damaged.
+    """
+
+    def __init__(self, path: str | Path | None, run: Mapping[str, Any]) -> None:
+        self._path, self._run = None if path is None else Path(path), json.loads(json.dumps(run))
+        try:
+            lines = read_journal(self._path) if self._path else []
+        except CheckpointError as error:
+            raise CheckpointError(error.rule, "remove the file", subject=path) from error
+        if lines and lines[0] != {"run": self._run}:
+            before = lines[0].get("run", {})
+            keys = [
+                key
+                for key in self._run
+                if not isinstance(before, dict) or before.get(key) != self._run[key]
+            ]
+            raise RecipeError(
+                f"belongs to another run ({', '.join(keys) or 'of another version'} differ)",
+                Words("name another file with", Option("journal", FILE)),
+                subject=path,
+            )
+        self._known = {line["name"]: line["value"] for line in lines[1:]}
+        self._begun = bool(lines)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def value(self, name: str) -> Any:
+        """Return the value stored under a name."""
+        return self._known[name]
+
+    def get(self, name: str, compute: Callable[[], _T]) -> _T:
+        """Return the value of a name; a missing value is computed and stored. It must be JSON."""
+        if name not in self._known:
+            value = compute()
+            if self._path is not None:
+                if not self._begun:
+                    append_journal(self._path, {"run": self._run})
+                    self._begun = True
+                append_journal(self._path, {"name": name, "value": value})
+            self._known[name] = value
+        found: _T = self._known[name]
+        return found

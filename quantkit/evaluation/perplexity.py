@@ -1,27 +1,95 @@
-"""Perplexity, together with the protocol that it depends on: window, stride, BOS,
-tokens and text.
+"""Perplexity over the windows of a text, with the protocol that it depends on.
+
+The text is tokenized as one string without special tokens, and cut into equal windows. A remainder
+shorter than a window is dropped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import NumericError
-from quantkit.evaluation.windows import chunks, cut
+from quantkit.errors import CheckpointError, NumericError, Option, RecipeError, Words
+from quantkit.evaluation.opened import open_checkpoint
+from quantkit.evaluation.options import TextOptions
+from quantkit.inference.swap_linears import describe_weights
 from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions
+from quantkit.text.tokenizer import adds_bos, check_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: Published perplexities have windows of 2048 tokens, or the model's longest context if that is
+#: shorter.
+LONGEST_WINDOW = 2048
+#: Logits that are processed at a time; bounds the memory for a large vocabulary.
+CHUNK = 2**24
 #: The largest loss whose exponential is a double. Guessing among all tokens of a vocabulary costs
 #: 1/40 of it.
 LARGEST_NLL = 709.0
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a text: int64 `parts` `[n, window]`, one every `stride` of the `text_tokens`
+    that are read.
+
+    `prefix`: the BOS token in front of each window, or nothing. `bos_rule` says why.
+    """
+
+    parts: Tensor
+    prefix: Tensor
+    stride: int
+    bos_rule: str
+    text_tokens: int
+
+    @property
+    def bos(self) -> bool:
+        return len(self.prefix) > 0
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """Facts that accompany every figure."""
+        count, window = self.parts.shape
+        return {
+            "windows": count,
+            "window": window,
+            "stride": self.stride,
+            "bos": self.bos,
+            "bos_rule": self.bos_rule,
+            "text_tokens": self.text_tokens,
+        }
+
+    def each(self, progress: Progress | None, label: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number and the tokens `[window]` of each window."""
+        yield from enumerate(
+            (progress or Progress(quiet=True)).bar(self.parts, label, len(self.parts))
+        )
+
+    def logits(self, model: PreTrainedModel, number: int) -> Tensor:
+        """Compute the logits `[window, v]` after each token of a window. With BOS, the first logits
+        follow only BOS.
+
+        NumericError, naming the window, for logits that are not finite.
+        """
+        tokens = self.parts[number]
+        with torch.inference_mode():
+            ids = torch.cat([self.prefix, tokens])[None].to(model.device)
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits[
+                0, : len(tokens) if self.bos else None
+            ]
+        return require_finite(logits, f"window {number}")
+
+    def targets(self, number: int) -> Tensor:
+        """Return the predicted tokens of a window: all except the first, or with BOS all."""
+        return self.parts[number] if self.bos else self.parts[number, 1:]
 
 
 @dataclass(frozen=True)
@@ -47,6 +115,19 @@ class Perplexity:
     bos_rule: str = ""
 
 
+def evaluate(
+    checkpoint: str | Path, asked: TextOptions, load: LoadOptions, progress: Progress
+) -> Perplexity:
+    """Measure the perplexity of a checkpoint on a text."""
+    opened = open_checkpoint(checkpoint, load)
+    text, what = opened.text(asked.data)
+    model = opened.load(progress)
+    found = perplexity(
+        model, opened.tokenizer, text, data=what, progress=progress, **asked.protocol
+    )
+    return replace(found, weights=describe_weights(model))
+
+
 def perplexity(
     model: PreTrainedModel,
     tokenizer: Callable[..., Any],
@@ -59,9 +140,9 @@ def perplexity(
     """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses
     in float32.
 
-    `protocol` has the options of `windows.cut`. In each window, all tokens but the first are
+    `protocol` has the options of `cut`. In each window, all tokens but the first are
     predicted; with BOS, the first too. If windows overlap, each after the first counts only its
-    last `stride` predictions. Raises as `windows.cut`, and NumericError for logits that are not
+    last `stride` predictions. Raises as `cut`, and NumericError for logits that are not
     finite.
     """
     pieces = cut([model], tokenizer, text, **protocol)
@@ -73,6 +154,85 @@ def perplexity(
         count += len(new)
     nll = total / count
     return Perplexity(exponential(nll), nll, count, data=data, **pieces.protocol)
+
+
+def cut(
+    models: Sequence[PreTrainedModel],
+    tokenizer: Callable[..., Any],
+    text: str,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    bos: bool | None = None,
+    tokens: int | None = None,
+) -> Windows:
+    """Tokenize a text and cut it into windows that all models can take.
+
+    By default a window is the longest context, at most 2048 tokens and no longer than the text, the
+    stride is the window, and BOS is in front if the tokenizer adds it to a text by itself. Only the
+    first `tokens` tokens are read. CheckpointError if the text is shorter than a window, or the
+    tokenizer does not belong to the models. RecipeError if a window is too long for a model, and
+    for `bos` without a BOS token.
+    """
+    first: int | None = getattr(tokenizer, "bos_token_id", None)
+    if bos and first is None:
+        raise RecipeError("the tokenizer has no BOS token", "leave the BOS option out")
+    rule = "as asked" if bos is not None else "the tokenizer's rule"
+    bos = adds_bos(tokenizer) if bos is None else bos
+    positions = min(
+        getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        for m in models
+    )
+    ids = token_ids(tokenizer, text, special=False)
+    read = ids[:tokens]
+    if window is None:
+        window = int(max(2, min(LONGEST_WINDOW, positions - bos, len(read))))
+    stride = window if stride is None else stride
+    _require_fit(window, stride, positions, bos)
+    if len(read) < window and len(read) < len(ids):
+        raise RecipeError(
+            Words(Option("tokens", tokens), f"is less than one window of {window}"),
+            Words("use", Option("window", len(read)), "or more tokens"),
+        )
+    if len(read) < window:
+        smaller = Words("use", Option("window", len(read)), "or") if len(read) > 1 else "use"
+        raise CheckpointError(
+            f"the text has {len(read)} tokens, less than one window of {window}",
+            Words(smaller, "a longer text"),
+        )
+    for model in models:
+        rows = model.get_input_embeddings().get_parameter("weight").shape[0]
+        check_tokens(max(int(read.max()), (first or 0) if bos else 0), rows)
+    prefix = torch.tensor([first] if bos else [], dtype=torch.int64)
+    return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(read))
+
+
+def _require_fit(window: int, stride: int, positions: float, bos: bool) -> None:
+    if window < 2 or not 1 <= stride <= window:
+        raise RecipeError(
+            f"window {window}, stride {stride}",
+            "use a window of 2 or more and a stride of 1 to the window",
+        )
+    if window + bos > positions:
+        what = f"window {window}{' and BOS' if bos else ''}"
+        raise RecipeError(
+            f"the model has {positions} positions",
+            Words("use", Option("window", int(positions) - bos), "or less"),
+            subject=what,
+        )
+
+
+def require_finite(logits: Tensor, what: str) -> Tensor:
+    """Return logits `[t, v]`; NumericError, naming the piece of text, if some are not finite."""
+    if not all(bool(torch.isfinite(logits[rows]).all()) for rows in chunks(logits)):
+        raise NumericError(f"{what} gives logits that are NaN or infinite: the weights are damaged")
+    return logits
+
+
+def chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of `[t, v]` whose working copies fit into little memory."""
+    rows = max(1, CHUNK // logits.shape[-1])
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
 def exponential(nll: float) -> float:

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ import numpy as np
 
 from quantkit.errors import Option, RecipeError, Words
 from quantkit.evaluation.divergence import interval
-from quantkit.evaluation.finished import Finished
-from quantkit.evaluation.opened import Opened, open_writer, require_package
+from quantkit.evaluation.opened import Finished, Opened, open_checkpoint, require_package
+from quantkit.evaluation.options import TaskOptions, listed
 from quantkit.evaluation.task_list import load_tasks
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.io.files import hash_of
-from quantkit.progress import Listener, Progress, reporter
+from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions
 
-#: Seed of few-shot examples, and resamples of a metric whose error has no formula; the first is
-#: lm-eval's own.
-SEED, RESAMPLES = 1234, 1000
+#: Resamples of a metric whose error has no formula.
+RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -80,78 +80,40 @@ class TaskScores:
     weights: str = ""
 
 
-def eval_tasks(
-    checkpoint: str | Path,
-    *,
-    tasks: str | Sequence[str],
-    data: str | Path | None = None,
-    against: str | Path | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    chat_template: bool = False,
-    seed: int = SEED,
-    journal: str | Path | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    check: bool = True,
-    progress: Progress | Listener | None = None,
+def evaluate(
+    checkpoint: str | Path, asked: TaskOptions, load: LoadOptions, progress: Progress
 ) -> TaskScores:
-    """Let a checkpoint answer the questions of lm-eval's tasks, and compare it with another one in
-    pairs.
+    """Let a checkpoint answer the questions of tasks, and compare it with another one in pairs.
 
-    `tasks` are names of lm-eval's, also of its groups and tags, or `zeroshot` for ten usual ones.
-    Questions come from the hub, or from the folder `data`: TASK/validation.jsonl or
-    TASK/test.jsonl, and TASK/train.jsonl for examples. The first `limit` questions of each task are
-    asked, with `shots` examples before them, by default as many as the task says. `chat_template`
-    puts all into the model's template. `against` is a checkpoint that answers the same questions;
-    both are never in memory together. `journal` is a file that keeps finished tasks, from which the
-    same call continues. Needs `quantkit[tasks]`. Raises a QuantkitError, before any weight is read,
-    for tasks, data or a model that cannot be evaluated.
-
-    Example:
-
-    ```python
-    import quantkit
-
-    found = quantkit.eval_tasks("model-int4", tasks="piqa", data="tasks", against="model", limit=4)
-    print(found.scores[0].value, found.scores[0].stderr, found.scores[0].difference)
-    ```
+    Both are never in memory together. Raises a QuantkitError, before any weight is read, for tasks,
+    data or a model that cannot be evaluated.
     """
-    progress = reporter(progress)
-    exam = Exam(
-        tasks,
-        data,
-        shots=shots,
-        limit=limit,
-        batch_size=batch_size,
-        chat_template=chat_template,
-        seed=seed,
-    )
-    opened = {"": open_writer(checkpoint, revision, trust_remote_code)}
-    if against is not None:
-        opened["against"] = open_writer(against, None, trust_remote_code)
+    exam = Exam(asked)
+    opened = {"": open_checkpoint(checkpoint, load)}
+    if asked.against is not None:
+        opened["against"] = open_checkpoint(asked.against, replace(load, revision=None))
     for each in opened.values():
         exam.require(each)
     models = {which or "model": each.digest() for which, each in opened.items()}
-    finished = Finished(journal, {**models, **exam.about, "tasks": exam.asked, "device": device})
+    run = {**models, **exam.about, "tasks": exam.asked, "device": load.device}
+    finished = Finished(asked.journal, run)
     answers: dict[str, dict[str, Any]] = {}
     for which, each in opened.items():
-        model = cache(partial(each.load, device, trust_remote_code, check, progress))
-        answers[which] = {}
-        for name in progress.bar(
+        model = cache(partial(each.load, progress))
+        names = progress.bar(
             list(exam.asked), f"{which} tasks".strip(), len(exam.asked), each="task"
-        ):
-            ask = partial(exam.answer, name, model, each.tokenizer, progress)
+        )
+        answers[which] = {}
+        for name in names:
+            ask = partial(exam.answer, name, model, each, progress)
             answers[which][name] = finished.get(f"{which} {name}".strip(), ask)
         del model
     scores = exam.scores(answers[""], answers.get("against"))
     return TaskScores(
         scores=scores,
         **means(scores),
-        against=None if against is None else str(against),
-        data="the hub" if data is None else Path(data).name,
+        against=asked.against,
+        data="the hub" if asked.data is None else Path(asked.data).name,
         truncated=sum(answer["truncated"] for answer in answers[""].values()),
         weights=answers[""][next(iter(exam.asked))]["weights"],
         **exam.about,
@@ -165,39 +127,25 @@ class Exam:
     `asked` has the facts that each task's answers depend on, and `about` the facts of all tasks.
     """
 
-    def __init__(
-        self,
-        tasks: str | Sequence[str],
-        data: str | Path | None,
-        *,
-        shots: int | None = None,
-        limit: int | None = None,
-        batch_size: int = 8,
-        chat_template: bool = False,
-        seed: int = SEED,
-    ) -> None:
+    def __init__(self, options: TaskOptions) -> None:
         require_package("lm_eval", "lm-eval", "tasks")
         from lm_eval import __version__
 
-        self._limit = limit
+        self._limit, data = options.limit, options.data
         with _as_guest():
-            self._tasks = load_tasks(
-                [tasks] if isinstance(tasks, str) else tasks,
-                None if data is None else Path(data),
-                limit,
-            )
-            self.asked = {name: _asked(task, shots, limit) for name, task in self._tasks.items()}
-        self.about = {
-            "seed": seed,
-            "batch_size": batch_size,
-            "chat_template": chat_template,
-            "lm_eval": __version__,
-        }
+            folder = None if data is None else Path(data)
+            self._tasks = load_tasks(listed(options.tasks), folder, options.limit)
+            self.asked = {
+                name: _asked(task, options.shots, options.limit)
+                for name, task in self._tasks.items()
+            }
+        about = {name: getattr(options, name) for name in ("seed", "batch_size", "chat_template")}
+        self.about: dict[str, Any] = {**about, "lm_eval": __version__}
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be asked so."""
         opened.require_decoder_only()
-        if self.about["chat_template"] and not opened.tokenizer.chat_template:
+        if not opened.tokenizer.chat_template and self.about["chat_template"]:
             raise RecipeError(
                 "the model has no chat template",
                 Words("drop", Option("chat_template")),
@@ -205,7 +153,7 @@ class Exam:
             )
 
     def answer(
-        self, name: str, load: Callable[[], Any], tokenizer: Any, progress: Progress
+        self, name: str, load: Callable[[], Any], opened: Opened, progress: Progress
     ) -> dict[str, Any]:
         """Return the metrics of a task, each with its error and its values of each question, as
         JSON has them.
@@ -216,7 +164,7 @@ class Exam:
         task.set_fewshot_seed(about["seed"])
         bar = progress.bar(1, name)
         with _as_guest():
-            lm = _language_model(model, tokenizer, about["batch_size"], bar, progress)
+            lm = _language_model(model, opened.tokenizer, about["batch_size"], bar, progress)
             results: Any = evaluate(
                 lm,
                 {"tasks": {name: task}},
@@ -269,25 +217,25 @@ def _language_model(
     """
     from lm_eval.models.huggingface import HFLM
 
-    class Told(HFLM):  # type: ignore[misc]
+    class Language(HFLM):  # type: ignore[misc]
         truncated = 0
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
             tokens = (len(self.tok_encode("".join(request.args))) for request in requests)
             self.truncated += sum(count > self.max_length + 1 for count in tokens)
-            with self.told(len(requests)):
+            with self.moving(len(requests)):
                 return super().loglikelihood(requests, disable_tqdm=True)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            room = self.max_length - self.max_gen_toks
+            longest = self.max_length - self.max_gen_toks
             self.truncated += sum(
-                len(self.tok_encode(request.args[0])) > room for request in requests
+                len(self.tok_encode(request.args[0])) > longest for request in requests
             )
-            with self.told(len(requests)):
+            with self.moving(len(requests)):
                 return super().generate_until(requests, disable_tqdm=True)
 
         @contextmanager
-        def told(self, count: int) -> Iterator[None]:
+        def moving(self, count: int) -> Iterator[None]:
             bar.total = count
 
             def tell(module: Any, arguments: Any, named: Mapping[str, Any], output: Any) -> None:
@@ -300,7 +248,7 @@ def _language_model(
             finally:
                 hook.remove()
 
-    return Told(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    return Language(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
 def _asked(task: Any, shots: int | None, limit: int | None) -> dict[str, Any]:
@@ -331,10 +279,10 @@ def _scores(
             theirs = other["metrics"][metric]
             beside["against"] = theirs["value"]
             if found["values"] is not None and theirs["values"] is not None:
-                apart = np.array(found["values"]) - np.array(theirs["values"])
-                low, high = interval(apart) or (None, None)
+                differences = np.array(found["values"]) - np.array(theirs["values"])
+                low, high = interval(differences) or (None, None)
                 beside |= {
-                    "difference": float(apart.mean()),
+                    "difference": float(differences.mean()),
                     "difference_low": low,
                     "difference_high": high,
                 }

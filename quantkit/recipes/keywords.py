@@ -87,3 +87,79 @@ class PruningKeywords(TypedDict, total=False):
     skip_bad_records: int | None
     dense_dtype: Literal["bfloat16", "float16"] | None
     skip: str | Iterable[str] | None
+
+
+class PlanOnlyKeywords(TypedDict, total=False):
+    """The options of a plan for another machine."""
+
+    gpu: str | None
+    gpu_memory: int | None
+    probe: bool
+
+
+class PackKeywords(TypedDict, total=False):
+    """The options of `pack` and `convert`."""
+
+    pad: bool
+    requantize: bool
+    requantize_scales: bool
+    max_shard_size: int
+    overwrite: bool
+
+
+class VerifyKeywords(TypedDict, total=False):
+    """The options of `verify`."""
+
+    device: str
+    unsealed: bool
+    engine: Literal["vllm"] | None
+    engine_args: Mapping[str, Any] | None
+
+
+class TextKeywords(TypedDict, total=False):
+    """The options of `eval_ppl` and `eval_kld`."""
+
+    data: str | Path
+    tokens: int | None
+    window: int | None
+    stride: int | None
+    bos: bool | None
+    device: str
+    revision: str | None
+    trust_remote_code: bool
+    check: bool
+
+
+class TaskKeywords(TypedDict, total=False):
+    """The options of `eval_tasks`."""
+
+    data: str | Path | None
+    against: str | Path | None
+    limit: int | None
+    shots: int | None
+    chat_template: bool
+    seed: int
+    batch_size: int
+    journal: str | Path | None
+    device: str
+    revision: str | None
+    trust_remote_code: bool
+    check: bool
+
+
+class CompareKeywords(TypedDict, total=False):
+    """The options of `compare`."""
+
+    device: str
+    calib: str | Iterable[str]
+    seeds: Iterable[int]
+    text: str | Iterable[str]
+    window: int | None
+    tokens: int | None
+    tasks: str | Iterable[str]
+    data: str | Path | None
+    shots: int | None
+    limit: int | None
+    batch_size: int
+    revision: str | None
+    trust_remote_code: bool

@@ -1,5 +1,5 @@
-"""The options of a run beside the schema of recipes: calibration text, device and output, a size to
-fit.
+"""The options beside the schema of recipes: calibration text, device and output, a size to fit; and
+those of commands that plan, repack, load or write on.
 
 This module imports no torch, so that `--help` is quick.
 """
@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from quantkit.engines.tables import GPUS
 from quantkit.errors import Option, RecipeError, Setting, Words
-from quantkit.keys import Count, Fraction, Positive, check, key
+from quantkit.keys import Checked, Count, Fraction, Positive, check, key, option
 from quantkit.progress import Progress
 from quantkit.recipes.keywords import Settings
 from quantkit.text.conversations import RESERVED
@@ -134,7 +135,7 @@ class RunKeywords(Settings, total=False):
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Checked):
     """Hold the options of one run. Without `progress` it is quiet. RecipeError for a value out of
     range.
     """
@@ -171,16 +172,15 @@ class RunOptions:
         default=None,
         usual="all",
         section="Advanced",
+        metavar="BYTES",
     )
     min_share: Fraction = key(
         "Leave with exit code 4 if the share of the decoder's weights that change is below it",
         default=0.9,
         section="Output",
+        metavar="X",
     )
     progress: Progress | None = None
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ class FitOptions:
         default=None,
         level="shown",
         section="Output",
+        metavar="BYTES",
     )
     target_bits: Annotated[float, Meta(gt=0, le=32)] | None = key(
         "The same by the mean bits of a quantized weight, with scales, like 4.5",
@@ -207,6 +208,7 @@ class FitOptions:
         default=None,
         usual="all that the layout and the program take",
         section="Output",
+        metavar="NAMES",
     )
     target: str | None = key(
         "Program that must open the folder of a target size",
@@ -236,3 +238,90 @@ class FitOptions:
     def is_asked(self) -> bool:
         """Whether there is a target."""
         return self.target_size is not None or self.target_bits is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Checked):
+    """Hold the options of a plan for another machine."""
+
+    gpu: str | None = option(
+        "GPU on which --target will run",
+        default=None,
+        usual="the one here",
+        section="Output",
+        choices=tuple(GPUS),
+    )
+    gpu_memory: Positive | None = option(
+        "Memory of the GPU that will quantize, if it is not here, like 80GB",
+        default=None,
+        section="Advanced",
+        metavar="BYTES",
+    )
+    probe: bool = key(
+        "Measure a part of a long run to estimate its duration",
+        default=True,
+        usual="probe",
+        section="Advanced",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(Checked):
+    """Hold the options for a checkpoint that does not fit the other layout, and for its files."""
+
+    pad: bool = option("Fill weights up with zeros to shapes that the layout holds", default=False)
+    requantize: bool = option(
+        "Round again what has no lossless way (lossy; it is reported)", default=False
+    )
+    requantize_scales: bool = option(
+        "Round scales that are no float16 values, keep codes (reported)", default=False
+    )
+    max_shard_size: Positive = option(
+        "Most bytes of one weight file",
+        default=2**31,
+        usual="2GiB",
+        section="Output",
+        metavar="BYTES",
+    )
+    overwrite: bool = option(
+        "Replace OUT when the new folder is complete", default=False, section="Output"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Checked):
+    """Hold the options of every command that runs a checkpoint."""
+
+    device: str = option(
+        "Where to compute: auto, cpu, cuda, cuda:1 ...", default="auto", section="Basic"
+    )
+    revision: str | None = option(
+        "Branch, tag or commit of a hub model", default=None, section="Advanced"
+    )
+    trust_remote_code: bool = option(
+        "Run Python code that comes with the model", default=False, section="Advanced"
+    )
+    check: bool = option(
+        "Read files that differ from their recorded hashes",
+        default=True,
+        negated=True,
+        section="Advanced",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions(Checked):
+    """Hold how a model writes on after a prompt."""
+
+    chat: bool = option("Answer PROMPT, through the model's chat template", default=False)
+    max_new_tokens: Positive = option("Most tokens to write", default=64)
+    temperature: Annotated[float, Meta(ge=0)] | None = option(
+        "Draw tokens; below 1 the likelier", default=None, usual="0", metavar="X"
+    )
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = option(
+        "Draw from the likeliest tokens that sum to this probability",
+        default=None,
+        usual="1",
+        metavar="X",
+    )
+    seed: int | None = option("Seed of the draws", default=None, usual="0")

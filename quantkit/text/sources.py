@@ -32,6 +32,8 @@ from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_r
 HEADING = re.compile(r"(?:\A|^ *\n)( = [^=\s](?:[^\n]*[^=\s])? = ?\n)(?= *$)", re.MULTILINE)
 BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
+#: These files in words.
+FILES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
 #: A data set on the hub, and one of its configurations.
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 #: The most rows that are read of a hub data set, in its order; many are far too large to download.

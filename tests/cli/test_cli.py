@@ -103,7 +103,7 @@ def test_the_command_and_the_function_have_the_same_options(name: str, keywords:
     assert isinstance(command, Command)
     options = {param.name for param in command.params} - arguments - printed
     options |= {key.keyword for key in command.keys if key.level == "all"}
-    assert keywords.__annotations__.keys() == options | {"progress"}
+    assert keywords.__annotations__.keys() == options - {"eval"}
 
 
 def test_equal_options_make_equal_recipes() -> None:

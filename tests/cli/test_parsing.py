@@ -61,7 +61,6 @@ def test_help_and_wrong_usage_import_nothing_heavy() -> None:
         ("ppl", "model", "--max-perplexity", "nan"),
         ("ppl", "model", "--max-perplexity", "-5"),
         ("kld", "model", "--against", "model", "--max-kld", "nan"),
-        ("code", "model", "--data", "data.jsonl", "--timeout", "nan"),
     ],
 )
 def test_a_limit_that_no_run_can_keep_is_refused_before_the_run(line: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.evaluation import windows
+from quantkit.evaluation import perplexity
 from quantkit.evaluation.divergence import TokenValues, interval, kld
 from quantkit.models.weights import load_dense_model
 from tests.evaluation.conftest import TEXT
@@ -79,6 +79,6 @@ def test_pieces_of_the_logits_do_not_change_the_figures(
     reference = load_dense_model(Checkpoint(tiny_llama))
     model.model.layers[1].mlp.down_proj.weight.data *= 1.3
     whole = kld(model, reference, bytes_, TEXT, window=64)
-    monkeypatch.setattr(windows, "CHUNK", 257 * 7)
+    monkeypatch.setattr(perplexity, "CHUNK", 257 * 7)
     found = kld(model, reference, bytes_, TEXT, window=64)
     assert found.kld == pytest.approx(whole.kld, rel=1e-6) and found.tokens == whole.tokens

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+import quantkit
 from quantkit.evaluation import engine_check
 from quantkit.evaluation.engine_child import describe
 from quantkit.evaluation.verification import VERIFICATION, EngineProof, Verification
@@ -44,7 +45,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 
 def test_an_engine_that_computes_the_folder_is_within_the_bound(folder: Path, stand_in: Callable[[str], None]) -> None:
-    found = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu")
+    found = quantkit.verify(folder, engine="vllm", device="cpu")
     assert found.ok and found.engine is not None, found.failures
     assert 0 < found.engine.mean <= found.engine.mean_bound < 0.2
     assert found.engine.tokens == 2 * (64 + 4 - 1)
@@ -81,7 +82,7 @@ def test_an_engine_that_dies_is_a_failure_of_one_line(
     fault: str, says: str, folder: Path, stand_in: Callable[[str], None]
 ) -> None:
     stand_in(fault)
-    found = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu")
+    found = quantkit.verify(folder, engine="vllm", device="cpu")
     (failure,) = found.failures
     assert says in failure and "\n" not in failure and found.engine is None
 
@@ -90,7 +91,7 @@ def test_an_engine_that_hangs_ends(
     folder: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_check, "LIMIT", 0.2)
-    (failure,) = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu").failures
+    (failure,) = quantkit.verify(folder, engine="vllm", device="cpu").failures
     assert failure == "vllm gave no answer in 0.2 s"
 
 

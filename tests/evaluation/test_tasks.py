@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import quantkit
+from quantkit import eval_tasks
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.divergence import interval
-from quantkit.evaluation.tasks import eval_tasks
 from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.command_line import call, refused

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 from quantkit import errors
 from quantkit.api import placed
-from quantkit.cli.keys import recipe_options
-from quantkit.cli.options import command
+from quantkit.cli.options import command, setting
 from quantkit.errors import RecipeError
 from quantkit.keys import Count, key, keys_of
 from quantkit.recipes.files import from_pairs
@@ -49,7 +48,7 @@ def test_the_file_has_it() -> None:
 
 def test_the_command_line_has_it() -> None:
     @command("make", "quantkit make", computes=False, shared=True, keys=KEYS)
-    @recipe_options(KEYS)
+    @setting(KEYS)
     def make(**given: Any) -> None:
         click.echo(from_pairs(given["settings"], KEYS))
 

@@ -11,7 +11,7 @@ import pytest
 import quantkit
 from quantkit.checkpoint import report
 from quantkit.checkpoint.report import KLD
-from quantkit.evaluation import comparison
+from quantkit.evaluation import divergence
 from tests.command_line import RTN, call, refused
 from tests.folders import TEXT
 from tests.tiny_models import byte_tokenizer
@@ -83,7 +83,7 @@ def test_a_pruned_model_is_measured_too(small_llama: Path, text: Path, tmp_path:
 def test_no_more_than_the_stated_tokens_are_read(
     small_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "MOST_TOKENS", 600)
+    monkeypatch.setattr(divergence, "MOST_TOKENS", 600)
     made = quantkit.quantize(small_llama, tmp_path / "out", method="rtn", eval=str(text))
     assert (made["evaluation"]["windows"], made["evaluation"]["tokens"]) == (1, 511)
     assert made["evaluation"]["text_tokens"] == 600
@@ -110,7 +110,7 @@ def test_a_text_that_cannot_be_used_is_found_before_the_work(
 def test_too_little_memory_is_found_before_the_work(
     small_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "free_memory", lambda: 10**5)
+    monkeypatch.setattr(divergence, "free_memory", lambda: 10**5)
     said = refused("quantize", small_llama, *RTN, "--device", "cpu", "--eval", text, out=tmp_path / "out")
     assert "--eval needs about" in said and "leave --eval out" in said
 
@@ -124,7 +124,7 @@ def test_a_run_that_fails_while_it_measures_is_resumed(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(comparison, "token_values", fail)
+        patch.setattr(divergence, "token_values", fail)
         said = call(*command, "--eval", text, code=1).stderr
     assert "--eval: out of memory: continue with --resume" in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()

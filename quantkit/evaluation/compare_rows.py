@@ -1,7 +1,8 @@
-"""Recipes side by side: each recipe quantizes a model, is judged, and makes a row of the table.
+"""Recipes side by side: each one quantizes a model and is judged, which makes a row of one table.
 
-Each row has a journal with all of its measurements. So a stopped run continues, several processes
-share the rows of a folder, and rows of several machines can be merged as files.
+A row is a journal of its own, in which everything that was measured is kept. So a stopped run
+continues, several processes share the rows of a folder, and the rows of several machines are files
+that can be put together.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
 from quantkit.core.scheme import Scheme
-from quantkit.errors import about
+from quantkit.errors import Option, RecipeError, about
 from quantkit.evaluation.divergence import token_values
-from quantkit.evaluation.finished import Finished
-from quantkit.evaluation.opened import Opened, open_writer
-from quantkit.evaluation.perplexity import exponential
+from quantkit.evaluation.opened import Finished, open_checkpoint
+from quantkit.evaluation.options import CompareOptions, TaskOptions, listed
+from quantkit.evaluation.perplexity import Windows, cut, exponential
 from quantkit.evaluation.tasks import Exam, means
-from quantkit.evaluation.windows import Windows, cut
 from quantkit.io import files
 from quantkit.io.files import hash_of, hash_of_file
 from quantkit.io.staging import check_staging, claimed
@@ -35,14 +35,16 @@ from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.progress import Progress, Recorder
+from quantkit.recipes.options import LoadOptions
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.reporting.recipe_table import UNSTORED, Row
-from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text
+from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text, name_of_text
 from quantkit.version import __version__
 
-#: The folders of journals, and of models and locks, which a finished row removes.
+#: The folder of the journals, and that of models and locks, of which a finished row leaves nothing.
 ROWS, WORK = "rows", "work"
-#: Calibration sequences of a plan whose text was read already: the least number for every stage.
+#: Calibration sequences of a plan whose text was read already: it must hold those of every stage's
+#: least.
 FEW = 16
 
 
@@ -68,124 +70,48 @@ class Entry:
         return ", ".join(parts)
 
 
-class Judges:
-    """The judges of a row: texts and tasks. QuantkitError for an unreadable text."""
-
-    def __init__(
-        self, texts: Mapping[str, str], protocol: Mapping[str, Any], tasks: Exam | None
-    ) -> None:
-        self.texts = {
-            label: load_evaluation_text(source, "text")[0] for label, source in texts.items()
-        }
-        self.protocol, self._tasks = protocol, tasks
-        #: Measurement -> its name in a journal, which changes with everything that the result
-        #: depends on.
-        self._names = {
-            ("text", label): f"text {_digest([hash_of(text.encode()), protocol])}"
-            for label, text in self.texts.items()
-        }
-        for name, asked in tasks.asked.items() if tasks else ():
-            digest = _digest([asked, _lasting(tasks.about)])
-            self._names["task", name] = f"task {name} {digest}"
-
-    def require(self, opened: Opened) -> None:
-        """Raise QuantkitError for a model that cannot be judged so."""
-        opened.require_decoder_only()
-        if self._tasks is not None:
-            self._tasks.require(opened)
-
-    def lacks(self, finished: Finished) -> bool:
-        """Say whether something of a row is not measured."""
-        return not all(name in finished for name in ("made", *self._names.values()))
-
-    def judge(
-        self,
-        finished: Finished,
-        opened: Opened,
-        model: Callable[[], Any],
-        windows: Callable[[str], Windows],
-        reference: Any,
-        progress: Progress,
-    ) -> None:
-        """Measure the unfinished parts. The divergence is from `reference`."""
-        for (kind, which), name in self._names.items():
-            compute: Callable[[], Any]
-            if self._tasks is not None and kind == "task":
-                compute = partial(self._tasks.answer, which, model, opened.tokenizer, progress)
-            else:
-                compute = partial(_text_figures, reference, model, windows(which), progress)
-            finished.get(name, compute)
-
-    def columns(self, finished: Finished, base: Finished) -> Row:
-        """Return the columns of a finished row, tasks in pairs with the unquantized model's if it
-        has answered.
-        """
-        values = {key: finished.value(name) for key, name in self._names.items()}
-        found = {
-            f"{kind}:{which}:{key}": each
-            for (kind, which) in values
-            if kind == "text"
-            for key, each in values[kind, which].items()
-        }
-        if self._tasks is None:
-            return found
-        return found | self._answered(self._tasks, values, finished, base)
-
-    def _answered(
-        self, tasks: Exam, values: Mapping[tuple[str, str], Any], finished: Finished, base: Finished
-    ) -> Row:
-        names = {which: name for (kind, which), name in self._names.items() if kind == "task"}
-        is_paired = finished is not base and all(name in base for name in names.values())
-        others = {which: base.value(name) for which, name in names.items()} if is_paired else None
-        scores = tasks.scores({which: values["task", which] for which in names}, others)
-        firsts, mean = {each.task: asdict(each) for each in reversed(scores)}, means(scores)
-        rest = ("stderr", "difference", "difference_low", "difference_high")
-        found = {
-            f"task:{name}:{key}": firsts[name][key] for name in names for key in ("value", *rest)
-        }
-        return found | {"tasks:value": mean["mean"], **{f"tasks:{key}": mean[key] for key in rest}}
-
-
 class Rows:
-    """The rows of a folder, and how they are made. `run` has device, revision and
-    trust_remote_code.
+    """The rows of a folder, how they are made, and what judges them: texts, and tasks.
+
+    QuantkitError for an unreadable text, and for a model that cannot be judged.
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        out: Path,
-        judges: Judges,
-        progress: Progress,
-        run: Mapping[str, Any],
+        self, model: str | Path, out: Path, asked: CompareOptions, progress: Progress
     ) -> None:
-        self._model, self._out, self._judges, self._progress = model, out, judges, progress
-        self._run: Any = {**run, "min_share": 0.0}  # the report of a row lists the dense linears
-        self._opened = open_writer(
-            model, run["revision"], run["trust_remote_code"], dequantize=True
-        )
-        judges.require(self._opened)
-        self._digests = {
-            name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())
+        self._model, self._out, self._progress = model, out, progress
+        texts = labelled(listed(asked.text), "text").items()
+        self._texts = {name: load_evaluation_text(source, "text")[0] for name, source in texts}
+        self._protocol = {"window": asked.window, "tokens": asked.tokens}
+        self._tasks = _exam(asked)
+        #: What is measured -> its name in a journal, which changes with everything that the result
+        #: depends on.
+        self._names = {
+            ("text", label): f"text {_digest([hash_of(text.encode()), self._protocol])}"
+            for label, text in self._texts.items()
         }
-        self._reference, self._windows = (
-            cache(partial(self._dense, self._opened.src)),
-            cache(self._cut),
-        )
+        for name, about_task in self._tasks.asked.items() if self._tasks else ():
+            digest = _digest([about_task, _lasting(self._tasks.about)])
+            self._names["task", name] = f"task {name} {digest}"
+        run = {key: getattr(asked, key) for key in ("device", "revision", "trust_remote_code")}
+        self._run: Any = {**run, "min_share": 0.0}  # a row is judged, and tells what stays dense
+        self._opened = open_checkpoint(model, LoadOptions(**run), dequantize=True)
+        self._opened.require_decoder_only()
+        if self._tasks is not None:
+            self._tasks.require(self._opened)
+        files_of_model = sorted(self._opened.src.sources().items())
+        self._digests = {name: hash_of_file(path) for name, path in files_of_model}
+        self._reference = cache(partial(self._dense, self._opened.src))
+        self._windows = cache(self._cut)
         self._noted: set[str] = set()
-
-    def finished(self, entry: Entry) -> Finished:
-        """Open the journal of a row."""
-        run = self._identity(entry)
-        return Finished(self._out / ROWS / f"{self._slug(entry, run)}.jsonl", run)
 
     def lacks(self, entry: Entry) -> bool:
         """Say whether a row is not finished."""
-        return self._judges.lacks(self.finished(entry))
+        return self._lacks(self._journal(entry))
 
     def require(self, entries: Sequence[Entry]) -> None:
-        """Plan each recipe and read each text once, to raise the errors of all rows before any
-        work.
+        """Raise the QuantkitError with which a row would be refused: plan each recipe, and read
+        each text once.
         """
         planned: dict[tuple[str, Any], tuple[Entry, Recipe]] = {}
         for entry in entries:
@@ -206,7 +132,7 @@ class Rows:
                     raise found.refusal
 
     def make(self, entry: Entry) -> bool:
-        """Complete a row by quantizing and judging. False if another process works on it."""
+        """Quantize and judge what a row lacks; False if another process does."""
         if not self.lacks(entry):  # a neighbour was quicker
             return True
         work = self._work(entry)
@@ -215,42 +141,81 @@ class Rows:
         with claimed(work) as is_ours:
             if not is_ours:
                 return False
-            finished, folder = self.finished(entry), work / "model"
-            if not self._judges.lacks(finished):
+            journal, folder = self._journal(entry), work / "model"
+            if not self._lacks(journal):
                 return True
             load, reference = self._reference, None
             if entry.recipe is None:
-                finished.get("made", self._unquantized)
+                journal.get("made", self._unquantized)
             else:
-                for which in self._judges.texts:
+                for which in self._texts:
                     self._windows(which)  # a text that is too short is refused before the work
-                finished.get("made", partial(self._made, entry, folder))
+                journal.get("made", partial(self._made, entry, folder))
                 load, reference = cache(partial(self._load, entry, folder)), self._reference()
-            self._judges.judge(
-                finished, self._opened, load, self._windows, reference, self._progress
-            )
+            for (kind, which), name in self._names.items():
+                if self._tasks is not None and kind == "task":
+                    ask = partial(self._tasks.answer, which, load, self._opened, self._progress)
+                else:
+                    ask = partial(self._figures, which, load, reference)
+                journal.get(name, ask)
             files.remove(folder)
             return True
 
     def clear(self, entries: Sequence[Entry]) -> None:
-        """Remove the locks and models of finished rows, but not of rows that other
-        processes make.
+        """Remove the locks and models of finished rows; those of rows that other processes make
+        stay.
         """
         for entry in entries:
             files.remove(self._work(entry))
         files.remove_empty(self._out / WORK)
 
-    def row(self, entry: Entry, base: Finished) -> Row | None:
-        """Return a row as columns, None if it is not finished."""
-        finished = base if entry.recipe is None else self.finished(entry)
-        if self._judges.lacks(finished):
+    def row(self, entry: Entry, unquantized: Entry) -> Row | None:
+        """Return a row as columns, tasks in pairs with the unquantized model's if it has answered;
+        None if it is not finished.
+        """
+        journal = self._journal(entry)
+        if self._lacks(journal):
             return None
-        known: Row = {"recipe": entry.name, **finished.value("made")}
-        known |= {
-            "calibration": entry.calib or "",
-            "seed": "" if entry.calib is None else entry.seed,
-        }
-        return {**known, **self._judges.columns(finished, base)}
+        values = {key: journal.value(name) for key, name in self._names.items()}
+        seed = "" if entry.calib is None else entry.seed
+        known: Row = {"recipe": entry.name, **journal.value("made")}
+        known |= {"calibration": entry.calib or "", "seed": seed}
+        for label in self._texts:
+            known |= {f"text:{label}:{key}": each for key, each in values["text", label].items()}
+        if self._tasks is not None:
+            answers = {which: each for (kind, which), each in values.items() if kind == "task"}
+            known |= self._scores(
+                self._tasks, answers, None if entry == unquantized else unquantized
+            )
+        return known
+
+    def _scores(self, tasks: Exam, answers: Mapping[str, Any], unquantized: Entry | None) -> Row:
+        others = None
+        if unquantized is not None:
+            base, names = self._journal(unquantized), {w: self._names["task", w] for w in answers}
+            if all(name in base for name in names.values()):
+                others = {which: base.value(name) for which, name in names.items()}
+        scores = tasks.scores(answers, others)
+        firsts, mean = {each.task: asdict(each) for each in reversed(scores)}, means(scores)
+        keys = ("stderr", "difference", "difference_low", "difference_high")
+        found = {f"task:{w}:{key}": firsts[w][key] for w in answers for key in ("value", *keys)}
+        return found | {"tasks:value": mean["mean"], **{f"tasks:{key}": mean[key] for key in keys}}
+
+    def _figures(self, which: str, model: Callable[[], Any], reference: Any) -> Row:
+        """Return perplexity and divergence on a text; of the reference itself the perplexity."""
+        windows = self._windows(which)
+        if reference is None:
+            values = token_values(model(), [], windows, self._progress)
+            return {"ppl": exponential(values[0].nll())}
+        found = token_values(reference, [model()], windows, self._progress)[1]
+        return {"ppl": exponential(found.nll()), **found.figures()}
+
+    def _lacks(self, journal: Finished) -> bool:
+        return not all(name in journal for name in ("made", *self._names.values()))
+
+    def _journal(self, entry: Entry) -> Finished:
+        run = self._identity(entry)
+        return Finished(self._out / ROWS / f"{self._slug(entry, run)}.jsonl", run)
 
     def _identity(self, entry: Entry) -> dict[str, Any]:
         recipe = entry.recipe
@@ -271,17 +236,11 @@ class Rows:
         return f"{words}-{_digest(run)}"
 
     def _cut(self, which: str) -> Windows:
-        return cut(
-            [self._reference()],
-            self._opened.tokenizer,
-            self._judges.texts[which],
-            **self._judges.protocol,
-        )
+        text = self._texts[which]
+        return cut([self._reference()], self._opened.tokenizer, text, **self._protocol)
 
     def _dense(self, src: Checkpoint) -> Any:
-        """Load a model decoded to float32, like all models here, so that rows differ only in their
-        codes.
-        """
+        """Load a model, decoded to float32 like every other, so that rows differ in codes alone."""
         return load_dense_model(
             src, device=self._run["device"], trust_remote_code=self._run["trust_remote_code"]
         )
@@ -332,12 +291,12 @@ class Rows:
         """Return the report of a row's folder, which is made if it is not there."""
         assert entry.recipe is not None
         if not folder.exists():
-            begun, told = check_staging(folder, resume=True) is not None, Recorder(self._progress)
-            quantize(self._model, folder, entry.recipe, resume=begun, progress=told, **self._run)
-            for line in told.take():
+            begun, warned = check_staging(folder, resume=True) is not None, Recorder(self._progress)
+            quantize(self._model, folder, entry.recipe, resume=begun, progress=warned, **self._run)
+            for line in warned.take():
                 self._progress.warn(f"{entry.title}: {line}")
         report = load_report(folder)
-        for line in report["notices"]:  # most serve other rows too
+        for line in report["notices"]:  # most are those of other rows too
             if line not in self._noted:
                 self._progress.note(f"{entry.title}: {line}")
                 self._noted.add(line)
@@ -366,18 +325,32 @@ def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, in
     return bits / weights, bits // 8 + sum(dense.values())
 
 
-def _text_figures(
-    reference: Any, model: Callable[[], Any], windows: Windows, progress: Progress
-) -> Row:
-    """Return perplexity and divergence; for the reference itself only the perplexity."""
-    if reference is None:
-        return {"ppl": exponential(token_values(model(), [], windows, progress)[0].nll())}
-    values = token_values(reference, [model()], windows, progress)[1]
-    return {"ppl": exponential(values.nll()), **values.figures()}
+def labelled(sources: Sequence[str], option: str) -> dict[str, str]:
+    """Return the names of texts, given as SOURCE or NAME=SOURCE. RecipeError if two
+    have one name.
+    """
+    found: dict[str, str] = {}
+    for each in sources:
+        name, equals, source = each.partition("=")
+        if not equals or not re.fullmatch(r"[\w.+-]+", name):
+            name, source = Path(name_of_text(each)).stem, each
+        if name in found:
+            raise RecipeError(
+                f"two texts are called {name}", "name them, like NAME=FILE", subject=Option(option)
+            )
+        found[name] = source
+    return found
+
+
+def _exam(asked: CompareOptions) -> Exam | None:
+    """Make the exam of the tasks that are asked for, if there are any."""
+    shared = {key: getattr(asked, key) for key in ("data", "shots", "limit", "batch_size")}
+    names = tuple(listed(asked.tasks))
+    return Exam(TaskOptions(tasks=names, **shared)) if names else None
 
 
 def _lasting(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the size of batches, which changes answers only by rounding."""
+    """Leave out the size of batches, which moves answers by rounding alone."""
     return {key: value for key, value in facts.items() if key != "batch_size"}
 
 
