@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import sys
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +21,6 @@ from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import Command
 from quantkit.errors import RecipeError
 from quantkit.recipes.files import shipped_recipes
-from quantkit.recipes.options import RunKeywords, RunOptions
 from tests.command_line import ROOT, call, commands, refused
 
 # ------------------------------------------------------------------------------------------------ help and results
@@ -38,11 +35,6 @@ def test_every_help_ends_with_an_example() -> None:
         assert last[-1].strip().startswith(" ".join(("quantkit", *path))), path
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, f"{path} {option.name} has no help"
-
-
-def test_the_perplexity_is_printed_with_its_protocol(int4: Path, calib: Path) -> None:
-    text = call("eval", "ppl", int4, "--data", calib, "--window", 32, "--stride", 16).stdout
-    assert re.search(r"perplexity \d+\.\d+\n.*windows of 32 tokens, stride 16, no BOS", text)
 
 
 def test_a_page_drawn_after_verify_says_so(int4: Path, tmp_path: Path) -> None:
@@ -111,10 +103,6 @@ def test_equal_options_make_equal_recipes() -> None:
     assert build_recipe(asym=True, calib="ptb", samples=5).to_yaml() == text
     with pytest.raises(RecipeError, match="unknown option 'smaples'"):
         build_recipe(smaples=5)
-
-
-def test_the_keywords_of_a_run_are_the_fields_of_its_options() -> None:
-    assert [field.name for field in fields(RunOptions)] == list(RunKeywords.__annotations__)
 
 
 # ------------------------------------------------------------------------------------------------ exit codes
