@@ -37,19 +37,6 @@ def test_every_layout_multiplies_as_its_decoded_weight(layout: str, label: str) 
         assert same(layer(x), linear(x, q.dequantize(dtype), layer.bias.to(dtype)))
 
 
-def test_strided_and_unaligned_activations_are_accepted() -> None:
-    q = values("int4:g128")
-    layer = packed("marlin", q, bias=False)
-    weight = q.dequantize()
-    for x in (
-        gauss(256, 6).t(),
-        gauss(4, 6, 256)[:, ::2],
-        gauss(1 + 2 * 256)[1:].view(2, 256),
-        gauss(256).expand(3, 256),
-    ):
-        assert same(layer(x), linear(x, weight))
-
-
 def test_outputs_have_no_padding() -> None:
     q = values("int4:g128", 100, 256)
     q = QuantizedTensor(q.scheme, q.codes.clone(), q.scales)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -21,7 +20,7 @@ from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
-from tests.inference.samples import KERNELS, compiled, gauss, same, values
+from tests.inference.samples import KERNELS, gauss, values
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.operands import weight
 
@@ -37,26 +36,6 @@ def ready(
     q = values(label, n, k)
     tensors = LAYOUTS[layout].pack(q)
     return prepare(KernelWeight(layout, q.scheme, (n, k), tensors), out or n, dtype), tensors, q
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("layout", "label"), KERNELS)
-def test_a_cpu_multiplies_as_the_decoded_weight(layout: str, label: str, dtype: torch.dtype) -> None:
-    handle, tensors, q = ready(layout, label, dtype=dtype)
-    bias = gauss(128, seed=3).to(dtype)
-    for x in (gauss(3, 256).to(dtype), gauss(2, 3, 256).to(dtype), gauss(0, 256).to(dtype)):
-        for shift in (None, bias):
-            others = [] if shift is None else [shift]
-            assert same(OPERATOR(x, [*tensors.values()], others, handle, 128), linear(x, q.dequantize(dtype), shift))
-
-
-def test_a_compiled_graph_has_one_operator_for_any_number_of_tokens() -> None:
-    handle, tensors, q = ready("marlin", "int4:g128")
-    call, operators = compiled(lambda x: OPERATOR(x, [*tensors.values()], [], handle, 128))
-    for m in (3, 5, 300):
-        x = gauss(m, 256).half()
-        assert same(call(x), linear(x, q.dequantize(torch.float16)))
-    assert operators == ["quantkit.multiply"]
 
 
 @pytest.mark.parametrize("shape", [(3, 256), (2, 3, 256), (256,)])

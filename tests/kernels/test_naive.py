@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,32 +107,6 @@ def test_a_launch_that_the_driver_refuses_is_one_error_and_the_process_goes_on()
             driver.launch(function, (4, n // 64), (block,), args, shared)
         assert "\n" not in str(caught.value)
     assert torch.equal(MATMULS[layout](x, tensors, q.scheme, n, k), good)
-
-
-def test_a_second_process_reads_the_binaries_from_the_disk(tmp_path: Path) -> None:
-    code = """
-import sys, torch
-from quantkit.kernels import SOURCES, loader
-if sys.argv[1] == "cached":
-    loader.compile = None
-torch.zeros(1, device="cuda")
-for name in SOURCES:  # of those with many instances each is compiled when it is first needed
-    instances = SOURCES[name][:1] if name.endswith("_hopper") else SOURCES[name]
-    loader.load(name, instances, torch.device("cuda"))
-"""
-    cached_files = {}
-    for how in ("first", "cached"):
-        done = subprocess.run(
-            [sys.executable, "-c", code, how],
-            env={**os.environ, "QUANTKIT_CACHE": str(tmp_path)},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        cached_files[how] = {path.name for path in (tmp_path / "kernels").iterdir()}
-    assert cached_files["cached"] == cached_files["first"]
-    assert {name.split("-")[0] for name in cached_files["first"]} == set(SOURCES)
 
 
 @pytest.mark.parametrize(
