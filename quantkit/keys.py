@@ -29,6 +29,7 @@ Level = Literal["shown", "option", "all", "key"]
 OPTIONS: tuple[Level, ...] = ("shown", "option")
 #: Numbers with bounds.
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+TwoOrMore = Annotated[int, msgspec.Meta(ge=2)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 

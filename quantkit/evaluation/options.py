@@ -6,14 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta
-
-from quantkit.keys import Checked, Count, Positive, option
+from quantkit.keys import Checked, Count, Positive, TwoOrMore, option
 from quantkit.text.sources import FILES, NAMED, PACKAGED
 
-Pair = Annotated[int, Meta(ge=2)]
 Names = str | tuple[str, ...]
 NAMES = "str | Iterable[str]"
 
@@ -29,10 +26,10 @@ class TextOptions(Checked):
         metavar="NAME|FILE",
         typed="str | Path",
     )
-    tokens: Pair | None = option(
+    tokens: TwoOrMore | None = option(
         "Read the text's first N tokens", default=None, usual="all", section="Basic", metavar="N"
     )
-    window: Pair | None = option(
+    window: TwoOrMore | None = option(
         "Tokens per window", default=None, usual="the model's context, at most 2048"
     )
     stride: Positive | None = option(
@@ -130,10 +127,10 @@ class CompareOptions(Checked):
         metavar="SOURCE,NAME=SOURCE",
         typed=NAMES,
     )
-    window: Pair | None = option(
+    window: TwoOrMore | None = option(
         "Tokens per window", default=None, usual="the model's context, at most 2048"
     )
-    tokens: Pair | None = option(
+    tokens: TwoOrMore | None = option(
         "Read each text's first N tokens", default=None, usual="all", metavar="N"
     )
     tasks: Names = option(
