@@ -28,7 +28,7 @@ from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.tasks import TaskScore, TaskScores
 from quantkit.evaluation.verification import Verification
 from quantkit.keys import Key, keys_of
-from quantkit.layouts import compatibility
+from quantkit.layouts import recast
 from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Event
@@ -193,7 +193,7 @@ def cli_page() -> str:
 
 def conversions_page() -> str:
     """Make the page of conversions: one matrix, and the conditions by letter."""
-    found = {(pair.source, pair.target): pair for pair in compatibility.conversions()}
+    found = {(pair.source, pair.target): pair for pair in recast.conversions()}
     letters: dict[str, str] = {}
     for pair in found.values():
         if pair.lossless is None and pair.condition:

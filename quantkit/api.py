@@ -27,7 +27,7 @@ from quantkit.evaluation.verification import Verification
 from quantkit.inference.load import load as load_model
 from quantkit.keys import Key, built, keys_of
 from quantkit.keywords import api_function
-from quantkit.layouts import compatibility
+from quantkit.layouts import recast
 from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.pipeline.publish import Result
@@ -257,7 +257,7 @@ def convert(
     quantkit.convert("gptq-to-marlin24", "model-24-gptq", "model-marlin24", overwrite=True)
     ```
     """
-    source, target = compatibility.parse(pair)
+    source, target = recast.parse(pair)
     running: Any = {**vars(PackOptions(**options)), "progress": reporter(progress)}
     try:
         return _result(out, pack_folder(checkpoint, out, target, expect=source, **running))

@@ -26,7 +26,7 @@ TYPED = (
     "engines/tables.py",
     "errors.py",
     "kernels/loader.py",
-    "layouts/compatibility.py",
+    "layouts/recast.py",
     "recipes/options.py",
     "serving/",
 )

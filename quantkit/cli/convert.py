@@ -70,10 +70,10 @@ def convert(
 
     As pack, and CHECKPOINT must be in layout A."""
     from quantkit import api
-    from quantkit.layouts import compatibility
+    from quantkit.layouts import recast
 
     if listing:
-        found = compatibility.conversions()
+        found = recast.conversions()
         rows = [(f"{c.source}-to-{c.target}", c.verdict) for c in found]
         conversions = {"conversions": [asdict(c) for c in found]}
         table = show.table(("conversion", "verdict"), rows)

@@ -1,8 +1,8 @@
 """File layouts: the place of each code, scale and zero point in a checkpoint, and the form of its
 config.json.
 
-docs/layouts.md has the bit-exact definitions. To add a layout, start with `marlin.py`, the shortest
-one.
+docs/layouts.md has the bit-exact definitions. To add a layout, start with the shortest one,
+`humming.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from quantkit.layouts.compressed_tensors import CompressedTensors
 from quantkit.layouts.expressions import check_amount, pattern
 from quantkit.layouts.gptq import Gptq, GptqV2
 from quantkit.layouts.humming import Humming
-from quantkit.layouts.marlin import Marlin
-from quantkit.layouts.marlin24 import Marlin24, Marlin24CompressedTensors
+from quantkit.layouts.marlin import Marlin, Marlin24, Marlin24CompressedTensors
 from quantkit.layouts.schemes import ORIGINAL, Schemes, read
 from quantkit.layouts.tcfpx import TcFpx
 

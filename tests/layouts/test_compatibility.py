@@ -18,8 +18,17 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.compatibility import PRUNED, RECENTRED, SCHEMES, Conversion, conversions, parse
-from quantkit.layouts.recast import broken_rule, recast, target
+from quantkit.layouts.recast import (
+    PRUNED,
+    RECENTRED,
+    SCHEMES,
+    Conversion,
+    broken_rule,
+    conversions,
+    parse,
+    recast,
+    target,
+)
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call, refused
 from tests.faults import memory_path

@@ -10,7 +10,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
-from quantkit.layouts import LAYOUTS, marlin24
+from quantkit.layouts import LAYOUTS, marlin
 from quantkit.layouts.arrangement import Arrangement
 from tests.golden import both_ways, golden
 from tests.layouts.samples import record
@@ -65,7 +65,7 @@ def test_the_encoding_of_pytorch_chooses_the_same_places() -> None:
     for case, info in file.cases.items():
         dense, meta = (file(case, name) for name in ("dense", "meta"))
         assert meta.dtype == getattr(torch, info["meta"])
-        kept, metadata = marlin24.compress((dense != 0).to(torch.uint8), 0)
+        kept, metadata = marlin.compress((dense != 0).to(torch.uint8), 0)
         assert torch.equal(orders[meta.dtype].pack(metadata, 4).view(meta.dtype).view(meta.shape), meta), case
         assert torch.equal(kept.bool(), file(case, "values") != 0), case
 
@@ -98,13 +98,13 @@ def every_quad(zero: int) -> tuple[Tensor, Tensor]:
 def test_every_quad_follows_the_table_and_comes_back(zero: int) -> None:
     every, legal = every_quad(zero)
     quads = every[legal]
-    kept, metadata = marlin24.compress(quads, zero)
+    kept, metadata = marlin.compress(quads, zero)
     pairs = kept.tolist()
     for quad, pair, code in zip(quads.tolist(), pairs, metadata.view(-1).tolist(), strict=True):
         assert code == TABLE[tuple(i for i in range(4) if quad[i] != zero)]
         assert pair == [quad[code & 3], quad[code >> 2]]
     back = torch.empty_like(quads)
-    marlin24.expand(kept, metadata, zero, out=back)
+    marlin.expand(kept, metadata, zero, out=back)
     assert torch.equal(back, quads)
 
 
@@ -114,9 +114,9 @@ def test_three_or_four_nonzero_codes_are_refused_with_the_first_place(zero: int)
     first = int((~legal).int().argmax())
     match = f"{int((~legal).sum())} of {len(every)} quads .* row {first}, columns 0 to 3: this is no 2:4 weight"
     with pytest.raises(LayoutError, match=match):
-        marlin24.compress(every, zero)
+        marlin.compress(every, zero)
     with pytest.raises(LayoutError, match="multiple of 4"):
-        marlin24.compress(torch.full((2, 6), zero, dtype=torch.uint8), zero)
+        marlin.compress(torch.full((2, 6), zero, dtype=torch.uint8), zero)
 
 
 @pytest.mark.parametrize("zero", [0, 8])
@@ -127,7 +127,7 @@ def test_kept_codes_are_expanded_to_the_places_of_any_valid_metadata(zero: int, 
     expected = torch.full((256, 4), zero, dtype=torch.uint8)
     expected[:, code & 3], expected[:, code >> 2] = pairs[:, 0], pairs[:, 1]
     back = torch.empty_like(expected)
-    marlin24.expand(pairs, torch.full((256, 1), code, dtype=torch.uint8), zero, out=back)
+    marlin.expand(pairs, torch.full((256, 1), code, dtype=torch.uint8), zero, out=back)
     assert torch.equal(back, expected)
 
 
@@ -136,7 +136,7 @@ def test_codes_may_be_a_view_of_another_tensor() -> None:
     inside = torch.full((130, 261), 3, dtype=torch.uint8)
     inside[1:129, 5:] = q
     for codes in (inside[1:129, 5:], q.t().contiguous().t()):
-        for found, expected in zip(marlin24.compress(codes, 8), marlin24.compress(q, 8), strict=True):
+        for found, expected in zip(marlin.compress(codes, 8), marlin.compress(q, 8), strict=True):
             assert torch.equal(found, expected)
 
 
@@ -164,15 +164,15 @@ def test_metadata_that_does_not_describe_two_of_four_is_refused(layout: str, cod
 def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) -> None:
     """If a kept code is zero, several pairs of places have the same values; readers take the stored one."""
     q = record(ROWS, 128, 128, seed=3)
-    ours = marlin24.compress(q.codes, 8)[1]
+    ours = marlin.compress(q.codes, 8)[1]
     quads = q.codes.view(-1, 4)
     mask = torch.zeros_like(quads).scatter_(1, (quads != 8).int().argsort(-1, descending=True)[:, :2], 1)
-    theirs = marlin24.compress(mask.view(128, 128), 0)[1]
+    theirs = marlin.compress(mask.view(128, 128), 0)[1]
     assert not torch.equal(ours, theirs)
     places = theirs.view(-1, 1).long()
     kept = quads.gather(1, torch.cat((places & 3, places >> 2), 1)).view(128, 64)
-    b_24 = marlin24.KEPT.pack(kept, 4).view(4, 256)
-    meta = marlin24.METADATA_ORDER.pack(theirs, 4).view(torch.int16).view(4, 256)
+    b_24 = marlin.KEPT.pack(kept, 4).view(4, 256)
+    meta = marlin.METADATA_ORDER.pack(theirs, 4).view(torch.int16).view(4, 256)
     foreign = tensors_of(layout, b_24, meta, q.scales.t().contiguous())
     back = LAYOUTS[layout].unpack(foreign, q.scheme)
     assert back.equal(q)
