@@ -82,7 +82,7 @@ class Rows:
         self._model, self._out, self._progress = model, out, progress
         texts = labelled(listed(asked.text), "text").items()
         self._texts = {name: load_evaluation_text(source, "text")[0] for name, source in texts}
-        self._protocol = {"window": asked.window, "tokens": asked.tokens}
+        self._protocol: Any = {"window": asked.window, "tokens": asked.tokens}
         self._tasks = _exam(asked)
         #: What is measured -> its name in a journal, which changes with everything that the result
         #: depends on.
