@@ -12,9 +12,14 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter, Item
+from quantkit.core.formats import FP6, INT4
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.io.model_folder import INDEX
 from quantkit.io.staging import is_complete, publish, staging
+from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.base import Layout
+from quantkit.layouts.schemes import Schemes
 
 ONE = {"a.weight": torch.arange(6, dtype=torch.float16), "b.bias": torch.ones(3)}
 TWO = {"c.weight": torch.arange(4.0).view(2, 2)}
@@ -67,3 +72,39 @@ def copy_all(
 
 def keys_that_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return " and ".join(key for key in now if before[key] != now[key]) or None
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+SPARSE = Scheme(INT4, 128, sparsity="2:4")
+
+SCHEMES = {"humming": Scheme(FP6), "tcfpx": Scheme(FP6), "marlin": Scheme(INT4, 128)}
+
+SCHEMES |= {"marlin24": SPARSE, "marlin24-ct": SPARSE}
+
+
+def record(scheme: Scheme, n: int = 256, k: int = 256) -> QuantizedTensor:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 2**scheme.format.bits, (n, k), generator=generator).to(torch.uint8)
+    if scheme.sparsity is not None:
+        codes.view(n, -1, 4)[..., 1:3] = scheme.format.zero_code
+    scales = torch.rand(n, scheme.groups(k), generator=generator).add(0.5).half()
+    return QuantizedTensor(scheme, codes, scales)
+
+
+def packed_folder(folder: Path, name: str) -> tuple[Path, QuantizedTensor]:
+    """A packed weight with a bias, between two dense tensors, written with the library rather than with our writer."""
+    layout = LAYOUTS[name]
+    q = record(SCHEMES.get(name, Scheme(INT4, 64)))
+    schemes = Schemes(q.scheme, ignore=("lm_head",))
+    config = {**layout.write_config(schemes), "quantkit": quantkit_key(name, schemes, "1", None)}
+    tensors = {f"{Q}.{suffix}": tensor for suffix, tensor in layout.pack(q).items()}
+    dense = {
+        "model.embed_tokens.weight": torch.ones(4, 4),
+        "model.norm.weight": torch.ones(4),
+        f"{Q}.bias": torch.ones(256),
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config, "dtype": "float16"}))
+    save_file({**tensors, **dense}, folder / "model.safetensors")
+    return folder, q

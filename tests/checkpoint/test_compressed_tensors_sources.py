@@ -11,116 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.api import eval_ppl
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
-from tests.tiny_models import byte_tokenizer
+from tests.checkpoint.low_bit import (
+    SOUND,
+    Tensors,
+    config_of,
+    decompressed,
+    floats,
+    folder_of,
+    of_one,
+    pairs,
+    random_weight,
+    weights,
+)
 
-Tensors = dict[str, Tensor]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn"}
-
-
-def packed_rows(codes: np.ndarray, bits: int) -> Tensor:
-    """Pack unsigned codes `[n, k]` into int32 words along a row, the first code in the lowest bits, the rest 0."""
-    n, k = codes.shape
-    many = 32 // bits
-    words = np.zeros((n, -(-k // many)), np.uint32)
-    for j in range(k):
-        words[:, j // many] |= codes[:, j].astype(np.uint32) << np.uint32(bits * (j % many))
-    return torch.from_numpy(words.view(np.int32).copy())
-
-
-def pairs(codes: np.ndarray) -> Tensor:
-    """Pack E2M1 codes into bytes, the first of two in the low bits."""
-    return torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8))
-
-
-def weights(bits: int, strategy: str, size: int | None = None, symmetric: bool = True, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": symmetric, **more}
-
-
-def floats(bits: int, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
-    return {**weights(bits, strategy, size, **more), "type": "float"}
-
-
-def random_weight(fmt: str, args: dict[str, Any], n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensors:
-    """Write any codes, scales, zero points and groups of columns as a format stores them, packed by hand."""
-    draw, random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    bits, size = args["num_bits"], args["group_size"]
-    groups = k // size if size else 1
-    rows = 1 if args["strategy"] == "tensor" else n
-    scale = (torch.rand(rows, groups, generator=random) + 0.1).mul(0.01).to(dtype)
-    codes = draw.integers(0, 2**bits, (n, k))
-    zeros = draw.integers(0, 2**bits, (rows, groups))
-    middle = 2 ** (bits - 1)
-    found: Tensors = {"weight_scale": scale}
-    if fmt == "pack-quantized":
-        found |= {"weight_packed": packed_rows(codes, bits), "weight_shape": torch.tensor([n, k])}
-        if not args["symmetric"]:
-            found["weight_zero_point"] = packed_rows(zeros.T, bits).t().contiguous()
-    elif args["type"] == "int":
-        found["weight"] = torch.from_numpy((codes - middle).astype(np.int8))
-        if not args["symmetric"]:
-            found["weight_zero_point"] = torch.from_numpy((zeros - middle).astype(np.int8))
-    elif bits == 8:
-        found["weight"] = torch.randn(n, k, generator=random).mul(40).to(torch.float8_e4m3fn)
-        if fmt == "mxfp8-quantized":
-            found["weight_scale"] = torch.from_numpy(draw.integers(100, 140, (n, groups)).astype(np.uint8))
-    else:
-        found["weight_packed"] = pairs(codes)
-        if fmt == "mxfp4-pack-quantized":
-            found["weight_scale"] = torch.from_numpy(draw.integers(100, 140, (n, groups)).astype(np.uint8))
-        else:
-            found["weight_scale"] = (torch.rand(n, groups, generator=random) * 448).to(torch.float8_e4m3fn)
-            found["weight_global_scale"] = torch.tensor([3171.7])
-    if args.get("actorder") == "group":
-        found["weight_g_idx"] = torch.randperm(k, generator=random).floor_divide(size).to(torch.int32)
-    return found
-
-
-def decompressed(fmt: str, args: dict[str, Any], stored: Tensors) -> Tensor:
-    """Let the library decompress a weight; one with act-order, which it no longer reads, with its columns sorted."""
-    stored, args = dict(stored), {key: value for key, value in args.items() if key != "actorder"}
-    order = stored.pop("weight_g_idx", None)
-    back = slice(None) if order is None else order.argsort(stable=True)
-    if order is not None:
-        words = np.repeat(stored["weight_packed"].numpy().view(np.uint32), 8, 1)
-        codes = words >> np.arange(len(order), dtype=np.uint32) % 8 * 4 & 15
-        stored["weight_packed"] = packed_rows(codes[:, back.numpy()], 4)
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), format=fmt)
-    found = BaseCompressor.get_value_from_registry(fmt).decompress(stored, scheme)["weight"]
-    out = torch.empty_like(found)
-    out[:, back] = found
-    return out
-
-
-def config_of(groups: dict[str, dict[str, Any]], dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
-    quantization = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"], **more}
-    return {"model_type": "llama", "dtype": dtype, "quantization_config": quantization}
-
-
-def folder_of(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def of_one(folder: Path, fmt: str, args: dict[str, Any], stored: Tensors, dtype: str = "bfloat16") -> Checkpoint:
-    """Open a folder with one linear `x` in a format."""
-    config = config_of({"group_0": {"targets": ["Linear"], "weights": args}}, dtype, format=fmt)
-    tensors = {f"x.{name}": tensor for name, tensor in stored.items()}
-    return Checkpoint(folder_of(folder, tensors, config), dequantize=True)
 
 
 #: Case -> format, arguments, shape, and what the notice says.
@@ -319,72 +233,6 @@ def test_scales_of_activations_and_of_the_cache_are_left_out_and_counted(tmp_pat
     )
 
 
-SOUND = {
-    "int4": ("pack-quantized", weights(4, "group", 32, False)),
-    "nvfp4": ("nvfp4-pack-quantized", floats(4, "tensor_group", 16)),
-    "mxfp4": ("mxfp4-pack-quantized", floats(4, "group", 32)),
-    "int8": ("int-quantized", weights(8, "channel", None, False)),
-}
-
-
-def first_of(tensors: Tensors, name: str, value: float) -> None:
-    tensors[name].view(-1)[:1].fill_(value)
-
-
-#: Case -> form, what is done to the tensors of its weight `x` [8, 64], and the error.
-DAMAGE: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
-    "no scale": ("int4", lambda t: t.pop("weight_scale"), "x.weight_packed is INT4 and has no x.weight_scale"),
-    "no zero points": ("int4", lambda t: t.pop("weight_zero_point"), "INT4 and has no x.weight_zero_point"),
-    "no codes": ("int4", lambda t: t.pop("weight_packed"), "is there, the INT4 weight that it scales is not"),
-    "cut codes": (
-        *("int4", lambda t: t.update(weight_packed=t["weight_packed"][:, :7].clone())),
-        "x.weight_shape says [8, 64], and x.weight_packed has shape [8, 7]",
-    ),
-    "scales of other groups": (
-        *("int4", lambda t: t.update(weight_scale=t["weight_scale"][:, :1].clone())),
-        "x.weight_scale has shape [8, 1], config.json asks for [8, 2] with a weight of [8, 64]",
-    ),
-    "zero points cut": (
-        *("int4", lambda t: t.update(weight_zero_point=t["weight_zero_point"][:, :1].clone())),
-        "x.weight_zero_point is int32 of shape [1, 1], its weight needs [1, 2]",
-    ),
-    "a NaN scale": ("int4", lambda t: first_of(t, "weight_scale", float("nan")), "NaN or infinite, first at [0, 0]"),
-    "a group too many": (
-        *("int4", lambda t: t.update(weight_g_idx=torch.full((64,), 2, dtype=torch.int32))),
-        "x.weight_g_idx names a group that is not one of 2",
-    ),
-    "groups of too few columns": (
-        *("int4", lambda t: t.update(weight_g_idx=torch.zeros(63, dtype=torch.int32))),
-        "x.weight_g_idx has shape [63], its weight needs [64]",
-    ),
-    "codes twice": (
-        *("int4", lambda t: t.update(weight=torch.ones(8, 64))),
-        "x.weight is there twice, also as x.weight_packed",
-    ),
-    "bytes for words": (
-        *("int4", lambda t: t.update(weight_packed=t["weight_packed"].view(torch.uint8))),
-        "x.weight_packed has dtype uint8, config.json says INT4",
-    ),
-    "scales of integers": ("int8", lambda t: t.update(weight_scale=t["weight_scale"].int()), "has dtype int32"),
-    "no global scale": ("nvfp4", lambda t: t.pop("weight_global_scale"), "NVFP4 and has no x.weight_global_scale"),
-    "global scale 0": ("nvfp4", lambda t: first_of(t, "weight_global_scale", 0), "x.weight_global_scale is 0.0"),
-    "global scale NaN": ("nvfp4", lambda t: first_of(t, "weight_global_scale", float("nan")), "is nan"),
-    "a NaN E4M3 scale": ("nvfp4", lambda t: t["weight_scale"].view(torch.uint8)[2, 1:2].fill_(127), "first at [2, 1]"),
-    "a NaN E8M0 scale": ("mxfp4", lambda t: t["weight_scale"][2, 1:2].fill_(255), "first at [2, 1]"),
-    "float scales": ("mxfp4", lambda t: t.update(weight_scale=torch.ones(8, 2)), "no scale of MXFP4 has"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_weights_are_one_line(case: str, tmp_path: Path) -> None:
-    form, damage, words = DAMAGE[case]
-    stored = random_weight(*SOUND[form], 8, 64, torch.bfloat16)
-    damage(stored)
-    with pytest.raises(QuantkitError) as caught:
-        of_one(tmp_path / "m", *SOUND[form], stored).get("x.weight")
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("fmt", "args"),
     [
@@ -431,23 +279,6 @@ def test_forms_that_are_not_read_name_the_way_out(case: str, tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------- whole models
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a random bfloat16 Llama of two layers with a tokenizer."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("llama")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            **{"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "num_hidden_layers": 2, "hidden_size": 64},
-            **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
-        )
-        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def low_and_exact(source: Path, folder: Path, fmt: str, args: dict[str, Any]) -> tuple[Path, Path]:
@@ -505,13 +336,6 @@ def test_scales_that_float16_does_not_hold_are_evaluated_all_the_same(llama: Pat
     text.write_text("A scale multiplies a group of weights. " * 20)
     found, expected = (eval_ppl(folder, data=str(text), window=64, device="cpu") for folder in (low, exact))
     assert found.perplexity == expected.perplexity
-
-
-def test_inspect_names_the_form_of_a_release(llama: Path, tmp_path: Path) -> None:
-    low, _ = low_and_exact(llama, tmp_path, *SOUND["nvfp4"])
-    found = describe(Checkpoint(low))
-    assert found["dequantized_from"] == "NVFP4 (one scale for 16)" and found["layout"] is None
-    assert found["readers"] == "anything that reads Hugging Face folders of NVFP4 (one scale for 16)"
 
 
 def test_packing_int4_of_another_tool_stays_lossless(llama: Path, tmp_path: Path) -> None:

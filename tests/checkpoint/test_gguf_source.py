@@ -22,7 +22,6 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.demo import MODEL
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io.gguf_header import read_gguf_header
-from quantkit.pipeline.inspection import describe
 from quantkit.text.tokenizer import load_tokenizer
 from tests.gguf_files import converted, gguf, tokenizer_keys, write_file, write_gguf
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer
@@ -140,13 +139,6 @@ def test_a_tokenizer_that_lost_its_merges_is_refused(llama: tuple[Path, Path], t
     broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     with pytest.raises(CheckpointError, match=r"reads its tokenizer wrongly: \d+ of \d+ words .* newer transformers"):
         gguf_source.require_words(tmp_path, broken)
-
-
-def test_inspect_names_the_file_and_counts_its_bytes(llama: tuple[Path, Path]) -> None:
-    found = describe(opened(llama[0]))
-    assert found["path"] == str(llama[0].resolve()) and found["bits_per_parameter"] < 4.6
-    assert found["readers"] == "anything that reads GGUF"
-    assert found["files"] == {"model.gguf": llama[0].stat().st_size}
 
 
 def test_a_folder_gives_its_only_file_and_safetensors_come_first(llama: tuple[Path, Path], tmp_path: Path) -> None:
@@ -384,28 +376,3 @@ def test_the_scaled_positions_of_llama_3_are_kept_and_other_factors_refused(
     write_file(tmp_path / "b.gguf", "llama", stated, {**weights, "rope_freqs.weight": factors + 1}, "F16")
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight has other factors than Llama 3"):
         opened(tmp_path / "b.gguf")
-
-
-def test_a_stopped_run_continues_to_the_same_bytes_and_not_with_another_file(
-    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quantkit.calibration.uncalibrated.COMMIT_BYTES", 1)
-    file = tmp_path / "model.gguf"
-    file.write_bytes(llama[0].read_bytes())
-
-    def stop(event: Any) -> None:
-        if event.done >= 5:
-            raise RuntimeError("stopped")
-
-    for name in ("a", "b"):
-        with pytest.raises(RuntimeError, match="stopped"):
-            quantize(file, tmp_path / name, progress=stop, **RTN)
-    found = quantize(file, tmp_path / "a", resume=True, **RTN)["files"]
-    whole = quantize(file, tmp_path / "c", **RTN)["files"]
-    weights = [name for name in whole if name.endswith(".safetensors")]
-    assert weights and [found[name] for name in weights] == [whole[name] for name in weights]
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"was begun with other settings, of the source model.gguf"):
-        quantize(file, tmp_path / "b", resume=True, **RTN)

@@ -3,85 +3,39 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quantkit.api import compare, eval_ppl
+from quantkit.api import compare
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
 from quantkit.inference.load import load
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping
-from tests.tiny_models import byte_tokenizer
+from tests.checkpoint.low_bit import (
+    BLOCK,
+    FINE,
+    SMALL,
+    by_blocks,
+    fp8_values,
+    rewritten,
+    to_mxfp4,
+    write_dense,
+    write_fp8,
+)
 
 RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn", "layout": "gptq"}
-BLOCK = 32  # instead of 128, so that tiny weights have several blocks, the last of them cut
-
-Tensors = dict[str, Tensor]
 
 
-# ------------------------------------------------------------- the published arithmetic, on its own
-
-
-def fp8_values(stored: Tensor) -> np.ndarray:
-    """Decode E4M3 (1, 4 and 3 bits, bias 7, 0x7F and 0xFF NaN) byte by byte, as the FP8 paper defines it."""
-    table = np.zeros(256, np.float32)
-    for byte in range(256):
-        sign, exponent, fraction = 1 - 2 * (byte >> 7), (byte >> 3) & 15, byte & 7
-        value = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
-        table[byte] = sign * (np.nan if byte & 127 == 127 else value)
-    return table[stored.view(torch.uint8).numpy()]
-
-
-def by_blocks(values: np.ndarray, scales: np.ndarray, rows: int, columns: int) -> Tensor:
-    """Multiply each block of a matrix by its scale, in float32, and round to bfloat16."""
-    out = np.empty(values.shape, np.float32)
-    for i in range(values.shape[0]):
-        for j in range(values.shape[1]):
-            out[i, j] = values[i, j] * scales[i // rows, j // columns]
-    return torch.from_numpy(out).to(torch.bfloat16)
-
-
-def to_fp8(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix to FP8 with a float32 scale for each block; return the codes and scales."""
-    n, k = weight.shape
-    grid, codes = torch.empty(-(-n // rows), -(-k // columns)), torch.empty(n, k, dtype=torch.float8_e4m3fn)
-    for i in range(grid.shape[0]):
-        for j in range(grid.shape[1]):
-            some = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-            grid[i, j] = weight[some].float().abs().max() / 448
-            codes[some] = (weight[some].float() / grid[i, j]).to(torch.float8_e4m3fn)
-    return codes, grid
-
-
-def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize experts `[e, k, n]` to MXFP4: blocks `[e, n, k / 32, 16]` and scales `[e, n, k / 32]`, both uint8."""
-    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    groups = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
-    exponents = groups.abs().amax(-1).log2().floor() - 2
-    scaled = groups / exponents.exp2().unsqueeze(-1)
-    codes = (scaled.abs().unsqueeze(-1) - magnitudes).abs().argmin(-1) + 8 * (scaled < 0)
-    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponents + 127).to(torch.uint8)
-
-
-# ------------------------------------------------------------- tiny models, as published ones are
-
-IDS = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256, "max_position_embeddings": 512}
-SMALL = {**IDS, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA = {**SMALL, "hidden_size": 64, "intermediate_size": 96}
 DEEPSEEK = {
     **{**SMALL, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64},
     **{"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
@@ -94,65 +48,6 @@ GPT_OSS = {
 }
 
 
-def write_dense(folder: Path, name: str, arguments: dict[str, Any]) -> Path:
-    """Write a random bfloat16 model with a byte-level tokenizer."""
-    import transformers
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**arguments))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def rewritten(source: Path, folder: Path, tensors: Tensors, stated: dict[str, Any] | None) -> Path:
-    """Copy a folder with other tensors and another `quantization_config`."""
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.name not in ("model.safetensors", "config.json"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": stated} if stated else {})))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def linears(tensors: Tensors) -> list[str]:
-    """List the weights that published FP8 models quantize: all linears but the head and the routers."""
-    kept = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
-    return [name for name, tensor in tensors.items() if tensor.ndim == 2 and not name.endswith(kept)]
-
-
-def write_fp8(
-    source: Path,
-    folder: Path,
-    stated: dict[str, Any],
-    rows: int | None,
-    columns: int | None,
-    store: Callable[[Tensor], Tensor] = lambda scales: scales,
-    suffix: str = "weight_scale_inv",
-    **more: Tensor,
-) -> tuple[Path, Path]:
-    """Write an FP8 folder, and a dense one with the values that the published arithmetic gives; return both.
-
-    Each block of `rows` and `columns` (None: all) has a scale, changed by `store`. `more` are tensors of each linear.
-    """
-    dense = load_file(source / "model.safetensors")
-    low, exact = dict(dense), dict(dense)
-    for name in linears(dense):
-        block = rows or dense[name].shape[0], columns or dense[name].shape[1]
-        codes, scales = to_fp8(dense[name], *block)
-        stored = store(scales)
-        powers = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
-        module = name.removesuffix("weight")
-        low |= {name: codes, module + suffix: stored.clone(), **{module + last: t.clone() for last, t in more.items()}}
-        grid = powers.float().reshape(scales.shape).numpy()
-        exact[name] = by_blocks(fp8_values(codes), grid, *block)
-    return rewritten(source, folder / "low", low, stated), rewritten(source, folder / "exact", exact, None)
-
-
-FINE = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
 
 
@@ -230,11 +125,6 @@ LEFT_OUT = {
     "a tensor, static activations": "14 activation_scale and ",
     "compressed-tensors, a tensor": "14 input_scale, 14 output_scale and ",
 }
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dense(tmp_path_factory.mktemp("llama"), "LlamaConfig", LLAMA)
 
 
 @pytest.fixture(scope="module")
@@ -339,20 +229,6 @@ def test_every_mxfp4_code_and_extreme_exponents_are_exact(gpt_oss: tuple[Path, P
     assert torch.equal(Checkpoint(low).get(name), expected)
 
 
-def test_fp8_blocks_have_the_values_of_transformers(deepseek: tuple[Path, Path]) -> None:
-    from types import SimpleNamespace
-
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    src, stored = Checkpoint(deepseek[0]), load_file(deepseek[0] / "model.safetensors")
-    theirs = Fp8Dequantize(SimpleNamespace())
-    for name in src.names():
-        scale = f"{name}_scale_inv"
-        if name.endswith("proj.weight") and src.shape(name)[0] % BLOCK == 0:
-            found = theirs._dequantize_one(stored[name], stored[scale], torch.bfloat16)
-            assert torch.equal(src.get(name), found)
-
-
 def test_gptq_of_a_low_bit_folder_gives_the_bytes_of_the_dense_one(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"Document {i}: " + "a scale multiplies a block " * (1 + i % 5) for i in range(8)))
@@ -367,13 +243,6 @@ def test_gptq_of_a_low_bit_folder_gives_the_bytes_of_the_dense_one(gpt_oss: tupl
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_perplexity_of_a_low_bit_folder_is_that_of_the_dense_one(deepseek: tuple[Path, Path], tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("A scale multiplies a block of weights. " * 40)
-    found, expected = (eval_ppl(folder, data=str(text), window=64, device="cpu") for folder in deepseek)
-    assert found.perplexity == expected.perplexity
-
-
 def test_a_comparison_has_the_size_of_a_low_bit_source_not_that_of_its_dequantized_weights(
     llama: Path, tmp_path: Path
 ) -> None:
@@ -384,90 +253,6 @@ def test_a_comparison_has_the_size_of_a_low_bit_source_not_that_of_its_dequantiz
     stored = load_file(low / "model.safetensors").values()
     assert row["bytes"] == sum(tensor.nbytes for tensor in stored)
     assert row["precision"] == "FP8 (32x32 block scales)" and row["bits"] < 16
-
-
-Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj"
-#: Case -> what is done to the tensors of an FP8 folder, or of an MXFP4 one, and what the error says.
-DAMAGE: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
-    "no scale": ("fp8", lambda t: t.pop(f"{Q}_scale_inv"), f"{Q} is FP8 and has no {Q}_scale_inv"),
-    "no weight": ("fp8", lambda t: t.pop(Q), f"{Q}_scale_inv is there, the FP8 weight that it scales is not"),
-    "a float weight with a scale": (
-        "fp8",
-        lambda t: t.update({Q: t[Q].bfloat16()}),
-        f"{Q}_scale_inv is there, the FP8 weight that it scales is not",
-    ),
-    "a scale too few": (
-        "fp8",
-        lambda t: t.update({f"{Q}_scale_inv": torch.ones(2, 1)}),
-        f"{Q}_scale_inv has shape [2, 1], config.json asks for [2, 2] with a weight of [64, 64]",
-    ),
-    "scales of integers": (
-        "fp8",
-        lambda t: t.update({f"{Q}_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
-        f"{Q}_scale_inv has dtype int32",
-    ),
-    "a vector in FP8": ("fp8", lambda t: t.update({Q: t[Q][0].clone()}), f"{Q} is FP8 of shape [64]"),
-    "an infinite scale": (
-        "fp8",
-        lambda t: t[f"{Q}_scale_inv"].view(-1)[2:3].fill_(float("inf")),
-        f"{Q}_scale_inv has a scale that is NaN or infinite, first at [1, 0]",
-    ),
-    "a NaN code": (
-        "fp8",
-        lambda t: t[Q].view(torch.uint8)[3, 5:6].fill_(127),
-        f"{Q.removesuffix('.weight')}: 1 of 4096 weights are NaN or infinite, the first [3, 5]",
-    ),
-    "blocks without scales": (
-        "mxfp4",
-        lambda t: t.pop(f"{DOWN}_scales"),
-        f"{DOWN}_blocks is MXFP4 and {DOWN}_scales is missing",
-    ),
-    "scales without blocks": (
-        "mxfp4",
-        lambda t: t.pop(f"{DOWN}_blocks"),
-        f"{DOWN}_scales is MXFP4 and {DOWN}_blocks is missing",
-    ),
-    "scales of another shape": (
-        "mxfp4",
-        lambda t: t.update({f"{DOWN}_scales": t[f"{DOWN}_scales"][:, 1:].clone()}),
-        f"{DOWN}_blocks has shape [3, 64, 1, 16] and {DOWN}_scales [3, 63, 1]",
-    ),
-    "an E8M0 scale of NaN": (
-        "mxfp4",
-        lambda t: t[f"{DOWN}_scales"][1, 2:3].fill_(255),
-        f"{DOWN}_scales has a scale that is NaN or infinite, first at [1, 2, 0]",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_low_bit_folders_are_one_line_and_leave_no_output(
-    case: str, llama: Path, gpt_oss: tuple[Path, Path], tmp_path: Path
-) -> None:
-    form, damage, words = DAMAGE[case]
-    low = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)[0] if form == "fp8" else gpt_oss[0]
-    tensors = load_file(low / "model.safetensors")
-    damage(tensors)
-    stated = json.loads((low / "config.json").read_text())["quantization_config"]
-    folder = rewritten(low, tmp_path / "damaged", tensors, stated)
-    with pytest.raises(QuantkitError) as caught:
-        quantize(folder, tmp_path / "out", from_mapping(RTN), min_share=0)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
-
-
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "blocks of no size": ({**FINE, "weight_block_size": [128, 0]}, "'weight_block_size' is '[128, 0]'"),
-    "blocks of one size": ({**FINE, "weight_block_size": 128}, "'weight_block_size' is '128'"),
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_configs_of_fp8_that_cannot_be_read_are_refused(case: str, llama: Path, tmp_path: Path) -> None:
-    stated, words = CONFIGS[case]
-    low, _ = write_fp8(llama, tmp_path, stated, BLOCK, BLOCK)
-    with pytest.raises(CheckpointError, match=re.escape(words)):
-        Checkpoint(low)
 
 
 def test_the_quantization_of_a_wrapper_s_language_model_is_read_and_does_not_survive(
@@ -489,10 +274,3 @@ def test_low_bit_folders_are_sources_alone(llama: Path, tmp_path: Path) -> None:
         load(low, device="cpu")
     with pytest.raises(CheckpointError, match=r"is FP8 .32x32 block scales., and packed"):
         verify(low)
-
-
-def test_inspect_counts_the_stored_bytes_and_the_dequantized_shapes(llama: Path, tmp_path: Path) -> None:
-    low, exact = (describe(Checkpoint(folder)) for folder in write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK))
-    assert low["shapes"] == exact["shapes"] and low["parameters"] == exact["parameters"]
-    assert low["bytes"]["total"] < 0.8 * exact["bytes"]["total"]
-    assert low["bytes"]["total"] == sum(t.nbytes for t in load_file(tmp_path / "low" / "model.safetensors").values())

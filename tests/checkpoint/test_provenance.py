@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,16 @@ import pytest
 
 from quantkit.checkpoint.provenance import SUMS, recorded_hashes, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT
+from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError
+from quantkit.evaluation.verify import verify
 from quantkit.io.files import hash_of_file
+from quantkit.io.safetensors_files import read_header
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.folders import sha256
+from tests.reporting.samples import write_report
 
 RTN = from_mapping({"method": "rtn", "clip": "none"})
 
@@ -93,3 +97,43 @@ def test_a_list_that_leads_elsewhere_is_not_read(small_llama: Path, tmp_path: Pa
     (folder / SUMS).symlink_to(tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="link out of the model's folder"):
         recorded_hashes(Checkpoint(folder))
+
+
+@pytest.fixture
+def older(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A quantized folder as it was written when reports listed SHA-256."""
+    quantize(tiny_llama, tmp_path / "older", from_mapping({"method": "rtn", "clip": "none"}))
+    path = tmp_path / "older" / REPORT
+    report = json.loads(path.read_text())
+    report["files"] = {name: sha256(path.parent / name) for name in report["files"]}
+    write_report(path.parent, report)
+    return path.parent
+
+
+def damage(folder: Path, name: str) -> Path:
+    """Flip a bit of a tensor; return its file."""
+    shard = next(path for path in folder.glob("*.safetensors") if name in read_header(path)[0])
+    data = bytearray(shard.read_bytes())
+    data[read_header(shard)[0][name].start] ^= 1
+    shard.write_bytes(data)
+    return shard
+
+
+def test_a_source_with_an_older_report_is_held_against_it(older: Path, tmp_path: Path) -> None:
+    report = pack(older, tmp_path / "out", "marlin")
+    assert report["source"]["files"] == {name: sha256(path) for name, path in Checkpoint(older).sources().items()}
+    assert all(digest.startswith("blake3:") for digest in report["files"].values())
+    assert verify(older).ok and verify(tmp_path / "out").ok
+    shard = damage(older, "model.norm.weight")
+    with pytest.raises(CheckpointError, match=f"{shard.name}: its hash is not the one"):
+        pack(older, tmp_path / "again", "marlin")
+    assert not (tmp_path / "again").exists()
+    found = verify(older)
+    assert [line for line in found.failures if line.startswith(f"{shard.name}: its hash is not the one")]
+
+
+def test_a_hash_of_another_kind_with_the_same_digits_is_no_match(older: Path) -> None:
+    report = load(older)
+    report["files"] = {name: f"blake3:{digest}" for name, digest in report["files"].items()}
+    write_report(older, report)
+    assert len(verify(older).failures) == len(report["files"])

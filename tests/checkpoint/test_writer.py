@@ -13,52 +13,19 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter, Item
-from quantkit.core.formats import FP6, INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io import files
 from quantkit.io.model_folder import INDEX, SMALL, companions
 from quantkit.io.safetensors_files import RESERVED, read_header
 from quantkit.io.staging import staging
-from quantkit.layouts import LAYOUTS, quantkit_key
-from quantkit.layouts.schemes import Schemes
-from tests.checkpoint.samples import copy_all, dense_folder, keys_that_differ
+from quantkit.layouts import LAYOUTS
+from tests.checkpoint.samples import Q, copy_all, dense_folder, keys_that_differ, packed_folder, record
 from tests.faults import memory_path, state
 from tests.tiny_models import write_model
 
 tmp_path = memory_path
-Q = "model.layers.0.self_attn.q_proj"
-SPARSE = Scheme(INT4, 128, sparsity="2:4")
-SCHEMES = {"humming": Scheme(FP6), "tcfpx": Scheme(FP6), "marlin": Scheme(INT4, 128)}
-SCHEMES |= {"marlin24": SPARSE, "marlin24-ct": SPARSE}
-
-
-def record(scheme: Scheme, n: int = 256, k: int = 256) -> QuantizedTensor:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 2**scheme.format.bits, (n, k), generator=generator).to(torch.uint8)
-    if scheme.sparsity is not None:
-        codes.view(n, -1, 4)[..., 1:3] = scheme.format.zero_code
-    scales = torch.rand(n, scheme.groups(k), generator=generator).add(0.5).half()
-    return QuantizedTensor(scheme, codes, scales)
-
-
-def packed_folder(folder: Path, name: str) -> tuple[Path, QuantizedTensor]:
-    """A packed weight with a bias, between two dense tensors, written with the library rather than with our writer."""
-    layout = LAYOUTS[name]
-    q = record(SCHEMES.get(name, Scheme(INT4, 64)))
-    schemes = Schemes(q.scheme, ignore=("lm_head",))
-    config = {**layout.write_config(schemes), "quantkit": quantkit_key(name, schemes, "1", None)}
-    tensors = {f"{Q}.{suffix}": tensor for suffix, tensor in layout.pack(q).items()}
-    dense = {
-        "model.embed_tokens.weight": torch.ones(4, 4),
-        "model.norm.weight": torch.ones(4),
-        f"{Q}.bias": torch.ones(256),
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config, "dtype": "float16"}))
-    save_file({**tensors, **dense}, folder / "model.safetensors")
-    return folder, q
 
 
 # ------------------------------------------------------------------------------------------------ packed weights
@@ -82,47 +49,6 @@ def test_packed_weights_go_through_folders_unchanged(tmp_path: Path, name: str) 
     if source.layout.SIDE_FILE is not None:
         side = json.loads((tmp_path / "out" / source.layout.SIDE_FILE.name).read_text())
         assert side == source.layout.SIDE_FILE.contents(source.config["quantization_config"])
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("damage", ["missing", "dtype", "shape", "stray"])
-def test_a_damaged_part_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    folder, _ = packed_folder(tmp_path / "m", name)
-    source = Checkpoint(folder)
-    tensors = {n: source.get(n) for n in source.names()}
-    for suffix in LAYOUTS[name].pack(record(source.scheme(Q))):
-        broken = dict(tensors)
-        part = f"{Q}.{suffix}"
-        if damage == "missing":
-            del broken[part]
-            if suffix == "g_idx":
-                continue  # many published GPTQ files have none: it counts as static
-        elif damage == "dtype":
-            broken[part] = broken[part].double() if broken[part].is_floating_point() else broken[part].to(torch.int8)
-        elif damage == "shape":
-            broken[part] = torch.cat([broken[part], broken[part]])
-        else:
-            broken[f"other.{suffix}"] = broken[part].clone()
-            if suffix in (LAYOUTS[name].MARKER, "weight"):
-                continue
-        save_file(broken, folder / "model.safetensors")
-        with pytest.raises(CheckpointError) as caught:
-            Checkpoint(folder).quantized(Q)
-        assert (Q in str(caught.value) or damage == "stray") and "\n" not in str(caught.value), suffix
-
-
-def test_contradictions_between_config_and_tensors_are_refused(tmp_path: Path) -> None:
-    folder, q = packed_folder(tmp_path / "m", "marlin")
-    tensors = {n: Checkpoint(folder).get(n) for n in Checkpoint(folder).names()}
-    save_file({**tensors, f"{Q}.weight": q.dequantize()}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="twice"):
-        Checkpoint(folder)
-    head = {f"lm_head.{suffix}": tensors[f"{Q}.{suffix}"].clone() for suffix in ("B", "s")}
-    save_file({**tensors, **head}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="lm_head is packed"):
-        Checkpoint(folder)
-    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
-    assert "no tensor is packed" in Checkpoint(folder).notices[0]
 
 
 def test_a_folder_that_only_the_side_file_describes(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.io import files
-from quantkit.io.files import write_atomic
+from quantkit.io.files import PIECE, hash_of, hash_of_file, write_atomic
 from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from tests.faults import Killed, count, failing, faults, killer, memory_path
+from tests.folders import sha256
 
 tmp_path = memory_path
 
@@ -201,3 +202,35 @@ def test_a_strange_journal_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / JOURNAL).write_bytes(text)
     with pytest.raises(CheckpointError, match="line 1 is damaged"):
         read_journal(tmp_path / JOURNAL)
+
+
+# ------------------------------------------------------------------------------------------------ hashes
+
+#: Of the published test vectors: bytes 0, 1, ... 250, 0, 1, ... of so many bytes.
+PUBLISHED = {
+    0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+    1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
+    1024: "42214739f095a406f3fc83deb889744ac00df831c10daa55189b5d121c855af7",
+    102400: "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085",
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_hashes_are_those_that_others_compute(size: int, tmp_path: Path) -> None:
+    data = bytes(i % 251 for i in range(size))
+    (tmp_path / "x").write_bytes(data)
+    assert hash_of(data) == hash_of_file(tmp_path / "x") == f"blake3:{PUBLISHED[size]}"
+
+
+@pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1])
+def test_pieces_are_hashed_as_the_whole_in_either_kind(size: int, tmp_path: Path) -> None:
+    data = bytes(i % 251 for i in range(size))
+    (tmp_path / "x").write_bytes(data)
+    assert hash_of_file(tmp_path / "x") == hash_of_file(tmp_path / "x", hash_of(b"")) == hash_of(data)
+    assert hash_of_file(tmp_path / "x", "0" * 64) == sha256(tmp_path / "x")
+
+
+@pytest.mark.parametrize("like", [None, 5, [], "", "0" * 63, "0" * 65, "blake3:" + "0" * 64, "sha1:" + "0" * 40])
+def test_only_a_sha256_asks_for_another(like: object, tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    assert hash_of_file(tmp_path / "x", like) == f"blake3:{PUBLISHED[0]}"

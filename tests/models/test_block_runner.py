@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
+from quantkit.models.interception import REPEATED
 from quantkit.models.passing import Passed, State, pack
 from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
@@ -21,27 +24,52 @@ from tests.models.folders import block_by_block, documents, outputs, plain
 from tests.tiny_models import FAMILIES
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_block_by_block_activations_equal_those_of_the_whole_model(family: str, folders: dict[str, Path]) -> None:
-    model = BlockRunner(Checkpoint(folders[family]), device="cpu")
-    reference = plain(folders[family])
-    docs = documents()
-    expected = [outputs(reference, model.blocks, tokens)[0] for tokens in docs]
+def of_equal_length(count: int = REPEATED + 2, length: int = 20) -> list[Tensor]:
+    """Draw documents; the last one has the tokens 0 and 1, which may be special, at many places."""
+    generator = torch.Generator().manual_seed(6)
+    documents = [torch.randint(2, 256, (length,), generator=generator) for _ in range(count)]
+    documents[-1][::3], documents[-1][1::3] = 0, 1
+    return documents
+
+
+def compare(folder: Path, docs: list[Tensor], carried: Mapping[int, int] = MappingProxyType({})) -> list[bool]:
+    """Run each block on all documents, and compare it with the whole model; return whether it ran alone on the last.
+
+    `carried` has the number of tensors that some blocks pass on beside their hidden state.
+    """
+    model, whole = BlockRunner(Checkpoint(folder), device="cpu"), plain(folder)
     model.prepare(embeddings=True)
-    states = [model.embed(tokens) for tokens in docs]
+    states: list[State | None] = [model.embed(tokens) for tokens in docs]
     model.drop_embeddings()
-    for index, path in enumerate(model.blocks):
+    expected, alone = [outputs(whole, model.blocks, tokens)[0] for tokens in docs], []
+    for index in range(len(model.blocks)):
         model.load_block(index)
-        loaded = {n for n, p in model.module.named_parameters() if p.device.type != "meta"}
-        others = tuple(f"{other}." for other in model.blocks if other != path)
-        assert not any(name.startswith(others) for name in loaded)
-        table = model.module.get_input_embeddings().weight
-        assert table.untyped_storage().nbytes() == table[0].nbytes  # one row of zeros
-        outs = [model.run(index, tokens, state) for tokens, state in zip(docs, states, strict=True)]
+        for document, tokens in enumerate(docs):
+            state = states[document]
+            assert state is not None
+            before = state.hidden.clone(), [tensor.clone() for tensor in state.passed]
+            states[document] = found = model.run(index, tokens, state)
+            assert torch.equal(before[0], state.hidden) and all(map(torch.equal, before[1], state.passed))
+            assert found is not None and len(found.passed) == carried.get(index, len(found.passed))
+            reference = expected[document][index]  # of several streams the first one
+            streams = found.hidden if found.hidden.numel() == reference.numel() else found.hidden[:, 0]
+            torch.testing.assert_close(streams, reference.reshape(streams.shape), rtol=1e-5, atol=1e-5)
+        alone.append(model.ran_alone)
+        assert json.loads(json.dumps(model.forms[index])) == model.forms[index]
         model.unload_block(index)
-        states = [out for out in outs if out is not None]
-        for document, out in enumerate(states):
-            torch.testing.assert_close(out.hidden, expected[document][index], rtol=1e-5, atol=1e-5)
+    return alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_alone_or_repeated_give_what_the_whole_model_gives(family: str, folders: dict[str, Path]) -> None:
+    alone = compare(folders[family], [*documents(), *of_equal_length()])
+    if family in ("llama", "mistral", "opt", "gpt2", "mixtral"):
+        assert all(alone)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "zamba2", "zaya", "glm_moe_dsa", "deepseek_v4", "xlnet", "bloom"])
+def test_what_a_block_takes_from_tokens_or_earlier_blocks_is_new_in_each_pass(family: str, tmp_path: Path) -> None:
+    compare(families.write(family, tmp_path / "m", torch.float32), of_equal_length())
 
 
 @pytest.mark.parametrize(
@@ -60,28 +88,7 @@ def test_block_by_block_activations_equal_those_of_the_whole_model(family: str, 
     ],
 )
 def test_what_blocks_pass_on_reaches_later_ones(family: str, carried: dict[int, int], tmp_path: Path) -> None:
-    folder = families.write(family, tmp_path / "m", torch.float32)
-    model, whole, docs = BlockRunner(Checkpoint(folder), device="cpu"), plain(folder), documents()[1:]
-    model.prepare(embeddings=True)
-    states: list[State | None] = [model.embed(tokens) for tokens in docs]
-    model.drop_embeddings()
-    expected = [outputs(whole, model.blocks, tokens)[0] for tokens in docs]
-    for index in range(len(model.blocks)):
-        model.load_block(index)
-        for document, tokens in enumerate(docs):
-            state = states[document]
-            assert state is not None
-            before = state.hidden.clone(), [tensor.clone() for tensor in state.passed]
-            states[document] = found = model.run(index, tokens, state)
-            assert found is not None
-            assert torch.equal(before[0], state.hidden) and all(map(torch.equal, before[1], state.passed))
-            streams = found.hidden[:, 0] if family == "gemma3n_text" else found.hidden  # `outputs` has the first one
-            reference = expected[document][index]
-            torch.testing.assert_close(streams, reference.reshape(streams.shape), rtol=1e-5, atol=1e-5)
-            if index in carried:
-                assert len(found.passed) == carried[index]
-        assert json.loads(json.dumps(model.forms[index])) == model.forms[index]
-        model.unload_block(index)
+    compare(families.write(family, tmp_path / "m", torch.float32), documents()[1:], carried)
 
 
 @pytest.mark.parametrize(
@@ -185,3 +192,26 @@ def test_a_block_that_takes_what_was_not_stored_is_refused(folders: dict[str, Pa
 def test_a_value_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"passes on a value of type object, .*: use --method rtn"):
         pack(Passed(torch.zeros(1, 1), [(torch.zeros(1), object())], {}), frozenset())
+
+
+def test_a_batch_with_gradients_runs_alone_and_another_shape_does_not(folders: dict[str, Path]) -> None:
+    runs = []
+    for repeats in (True, False):
+        model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
+        model.prepare(embeddings=True)
+        model.load_block(0)
+        name = next(name for name in model.paths if "gate" in name)
+        model.run(0, torch.arange(5), model.embed(torch.arange(5)))
+        for seed in range(REPEATED + 1) if repeats else [REPEATED]:
+            generator = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(256, (3, 9), generator=generator)
+            hidden = torch.randn(3, 9, model.module.config.hidden_size, generator=generator)
+            weight = model.weights.source(name).float().requires_grad_()
+            out = model.run_with(0, tokens, State(hidden), {name: weight})
+            out.square().sum().backward()
+            assert model.takes_batches(0)
+        assert model.ran_alone == repeats
+        runs.append((out.detach(), weight.grad))
+        model.run_with(0, tokens[:2], State(hidden[:2]), {})
+        assert not model.ran_alone
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.interception import Interception, NotReached, watching
+from quantkit.models.interception import (
+    HIDDEN as HIDDEN_STATE,
+    KEPT,
+    REPEATED,
+    Given,
+    Interception,
+    NotReached,
+    Repeated,
+    independent,
+    watching,
+)
 from quantkit.models.passing import Needed, Passed, Unused
 
 HIDDEN = torch.arange(6.0).view(3, 2)
@@ -118,3 +128,51 @@ def test_tokens_come_first_whatever_the_dimensions(shape: tuple[int, ...]) -> No
     again = blocks.run(lambda: model[1](model[0](entering)), 1, found)
     assert again is not None and torch.equal(again.hidden, found.hidden)
     assert blocks.batch_comes_first == (len(shape) == 3 and shape[0] == 1)
+
+
+# ---------------------------------------------------------------------- arguments that stay the same
+
+SHAPE = torch.Size((1, 4, 2))
+
+
+X = torch.ones(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "may"),
+    [
+        ((HIDDEN_STATE, torch.ones(3), None), (HIDDEN_STATE, torch.ones(3), None), True),
+        ((HIDDEN_STATE, (torch.ones(3), 2, "sdpa")), (HIDDEN_STATE, (torch.ones(3), 2, "sdpa")), True),
+        ((HIDDEN_STATE, torch.ones(3)), (HIDDEN_STATE, torch.zeros(3)), False),
+        ((HIDDEN_STATE, torch.ones(3)), (HIDDEN_STATE, torch.ones(3).double()), False),
+        ((HIDDEN_STATE, torch.ones(17)), (HIDDEN_STATE, torch.ones(17)), False),  # larger than twice the hidden state
+        ((HIDDEN_STATE, 1), (HIDDEN_STATE, 2), False),
+        ((HIDDEN_STATE, 1), (HIDDEN_STATE, True), False),
+        ((HIDDEN_STATE, {}), (HIDDEN_STATE, {}), False),  # the block may leave entries there
+        ((HIDDEN_STATE, []), (HIDDEN_STATE, []), False),
+        ((HIDDEN_STATE, torch.ones(3).requires_grad_()), (HIDDEN_STATE, torch.ones(3)), False),
+    ],
+)
+def test_only_arguments_that_stay_are_kept(first: Any, second: Any, may: bool) -> None:
+    one, other = (Given(args[:1], dict(enumerate(args[1:])), SHAPE, True) for args in (first, second))  # type: ignore[arg-type]
+    assert independent(one, other, X) == may
+    assert not independent(one._replace(is_stored=False), other, X)
+    assert not independent(None, other, X) and not independent(one, None, X)
+
+
+def test_arguments_are_kept_for_one_block_and_some_shapes_until_they_change() -> None:
+    mask, repeated, asked = torch.ones(3), Repeated(), list[int]()
+
+    def found() -> Given:
+        asked.append(1)
+        return Given((HIDDEN_STATE, mask), {}, SHAPE, True)
+
+    assert [repeated.get(0, "a", found) is not None for _ in range(REPEATED + 2)] == [False] * (REPEATED - 1) + [
+        True
+    ] * 3
+    mask.add_(1)
+    assert [repeated.get(0, "a", found) for _ in range(REPEATED + 2)] == [None] * (REPEATED + 2) and len(asked) == 1
+    for shape in range(KEPT + 1):
+        last = [repeated.get(0, shape, found) for _ in range(REPEATED)][-1]
+        assert (last is None) == (shape == KEPT)
+    assert repeated.get(1, 0, found) is None

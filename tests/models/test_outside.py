@@ -16,7 +16,7 @@ import quantkit
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from tests.checkpoint.test_low_bit_sources import FINE, write_fp8
+from tests.checkpoint.low_bit import FINE, write_fp8
 
 DRAFT = "model.layers.2"
 
