@@ -188,7 +188,7 @@ class Companions(NamedTuple):
     """
 
     texts: dict[str, bytes | None]
-    left_out: tuple[str, ...]
+    left_out: list[str]
 
 
 def companions_of(src: Checkpoint) -> Companions:

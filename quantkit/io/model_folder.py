@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -111,15 +111,6 @@ def has_chat_template(folder: Path) -> bool:
             "chat_template"
         )
     return bool(stated) or (folder / "chat_template.jinja").is_file()
-
-
-class Companions(NamedTuple):
-    """Hold the files that go along with new weights, and the other files and folders of a source,
-    left out.
-    """
-
-    names: tuple[str, ...]
-    left_out: tuple[str, ...]
 
 
 def inside(folder: Path, name: Any) -> Path:
@@ -255,8 +246,11 @@ def shards(
     return names, weight_map
 
 
-def companions(folder: Path, weights: Collection[str] = (), code: bool = False) -> Companions:
-    """Sort the files that are no `weights`. Raises CheckpointError for a link out of the folder.
+def companions(
+    folder: Path, weights: Collection[str] = (), code: bool = False
+) -> tuple[list[str], list[str]]:
+    """Sort the files that are no `weights` into those that go along and those left
+    out. Raises CheckpointError for a link out of the folder.
 
     Every small file of data at the top goes along, and with `code` the Python files. Hidden files
     belong to the repository, not to the model.
@@ -288,7 +282,7 @@ def companions(folder: Path, weights: Collection[str] = (), code: bool = False) 
     for name in templates:
         inside(folder, name)
     shown_names = (name.encode(errors="backslashreplace").decode() for name in left_out)
-    return Companions(tuple(sorted(names)), tuple(shown_names))
+    return sorted(names), list(shown_names)
 
 
 def is_local(name: str, folder: Path) -> bool:

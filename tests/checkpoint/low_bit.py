@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,38 +94,18 @@ def rewritten(source: Path, folder: Path, tensors: Tensors, stated: dict[str, An
     return folder
 
 
-def linears(tensors: Tensors) -> list[str]:
-    """List the weights that published FP8 models quantize: all linears but the head and the routers."""
-    kept = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
-    return [name for name, tensor in tensors.items() if tensor.ndim == 2 and not name.endswith(kept)]
+def write_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
+    """Write an FP8 folder of `FINE`, and a dense one with the values that the published arithmetic gives; return both.
 
-
-def write_fp8(
-    source: Path,
-    folder: Path,
-    stated: dict[str, Any],
-    rows: int | None,
-    columns: int | None,
-    store: Callable[[Tensor], Tensor] = lambda scales: scales,
-    suffix: str = "weight_scale_inv",
-    **more: Tensor,
-) -> tuple[Path, Path]:
-    """Write an FP8 folder, and a dense one with the values that the published arithmetic gives; return both.
-
-    Each block of `rows` and `columns` (None: all) has a scale, changed by `store`. `more` are tensors of each linear.
+    As in published models, all linears are quantized but the head and the routers.
     """
     dense = load_file(source / "model.safetensors")
     low, exact = dict(dense), dict(dense)
-    for name in linears(dense):
-        block = rows or dense[name].shape[0], columns or dense[name].shape[1]
-        codes, scales = to_fp8(dense[name], *block)
-        stored = store(scales)
-        powers = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
-        module = name.removesuffix("weight")
-        low |= {name: codes, module + suffix: stored.clone(), **{module + last: t.clone() for last, t in more.items()}}
-        grid = powers.float().reshape(scales.shape).numpy()
-        exact[name] = by_blocks(fp8_values(codes), grid, *block)
-    return rewritten(source, folder / "low", low, stated), rewritten(source, folder / "exact", exact, None)
+    for name, tensor in dense.items():
+        if tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+            low[name], low[f"{name}_scale_inv"] = codes, scales = to_fp8(tensor, BLOCK, BLOCK)
+            exact[name] = by_blocks(fp8_values(codes), scales.numpy(), BLOCK, BLOCK)
+    return rewritten(source, folder / "low", low, FINE), rewritten(source, folder / "exact", exact, None)
 
 
 def packed_rows(codes: np.ndarray, bits: int) -> Tensor:

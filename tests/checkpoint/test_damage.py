@@ -138,7 +138,7 @@ def test_values_that_cannot_be_are_named(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("edit", ["no scale", "a NaN code"])
 def test_a_damaged_source_is_one_line_and_leaves_no_output(edit: str, llama: Path, tmp_path: Path) -> None:
-    low, _ = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
+    low, _ = write_fp8(llama, tmp_path)
     tensors = load_file(low / "model.safetensors")
     if edit == "no scale":
         del tensors[f"{X}_scale_inv"]
@@ -153,7 +153,7 @@ def test_a_damaged_source_is_one_line_and_leaves_no_output(edit: str, llama: Pat
 
 @pytest.mark.parametrize("size", [[128, 0], 128])
 def test_blocks_of_no_size_are_refused(size: object, llama: Path, tmp_path: Path) -> None:
-    low, _ = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
+    low, _ = write_fp8(llama, tmp_path)
     config = json.loads((low / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = size
     (low / "config.json").write_text(json.dumps(config))

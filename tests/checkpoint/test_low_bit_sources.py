@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,9 +26,13 @@ from tests.checkpoint.low_bit import (
     BLOCK,
     FINE,
     SMALL,
+    Tensors,
     by_blocks,
+    floats,
+    folder_of,
     fp8_values,
     rewritten,
+    to_fp8,
     to_mxfp4,
     write_dense,
     write_fp8,
@@ -36,102 +41,60 @@ from tests.checkpoint.low_bit import (
 RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn", "layout": "gptq"}
 
 
-DEEPSEEK = {
-    **{**SMALL, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64},
-    **{"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
-    **{"n_group": 2, "topk_group": 1, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
-    **{"qk_nope_head_dim": 16, "v_head_dim": 16},
-}
 GPT_OSS = {
     **{**SMALL, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 3},
     **{"num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": None},
 }
 
 
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+class Form(NamedTuple):
+    """How an FP8 weight is stored, and what the notice says of it."""
+
+    stated: dict[str, Any]
+    words: str
+    block: tuple[int, int] = (BLOCK, BLOCK)
+    store: Callable[[Tensor], Tensor] = lambda scales: scales
+    suffix: str = "weight_scale_inv"
+    beside: tuple[str, ...] = ()
 
 
 def compressed(strategy: str, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return {**COMPRESSED, "config_groups": {"group_0": group}}
+    group = {"targets": ["Linear"], "weights": floats(8, strategy, **more), "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
 
 def power_of_two(scales: Tensor) -> Tensor:
     return (scales.log2().ceil() + 127).to(torch.uint8)
 
 
-#: Case -> what `write_fp8` is given, and what the notice says of it.
-FORMS: dict[str, tuple[dict[str, Any], str]] = {
-    "blocks": ({"stated": FINE, "rows": BLOCK, "columns": BLOCK}, "32x32 block scales"),
-    "blocks, bfloat16 scales": (
-        {"stated": FINE, "rows": BLOCK, "columns": BLOCK, "store": lambda s: s.bfloat16()},
-        "32x32 block scales",
+N, K = 48, 64
+EXPONENTS = {**FINE, "scale_fmt": "ue8m0"}
+STATIC = {**FINE, "weight_block_size": None, "activation_scheme": "static"}
+CACHE = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+FORMS = {
+    "blocks": Form(FINE, "32x32 block scales"),
+    "bfloat16 scales": Form(FINE, "32x32 block scales", store=Tensor.bfloat16),
+    "E8M0 scales": Form(
+        EXPONENTS, "32x32 block scales", store=lambda s: power_of_two(s).view(torch.float8_e8m0fnu), suffix="scale"
     ),
-    "blocks, E8M0 scales": (
-        {
-            "stated": {**FINE, "scale_fmt": "ue8m0"},
-            "rows": BLOCK,
-            "columns": BLOCK,
-            "store": lambda s: power_of_two(s).view(torch.float8_e8m0fnu),
-            "suffix": "scale",
-        },
-        "32x32 block scales",
+    "E8M0 scales as bytes": Form(EXPONENTS, "32x32 block scales", store=power_of_two),
+    "one block": Form({**FINE, "weight_block_size": [128, 128]}, "128x128 block scales", (128, 128)),
+    "a tensor, static activations": Form(
+        STATIC, "one scale a tensor", (N, K), lambda s: s.bfloat16().reshape(()), beside=("activation_scale",)
     ),
-    "blocks, E8M0 scales as bytes": (
-        {"stated": {**FINE, "scale_fmt": "ue8m0"}, "rows": BLOCK, "columns": BLOCK, "store": power_of_two},
-        "32x32 block scales",
+    "compressed-tensors, a tensor": Form(
+        {**compressed("tensor"), **CACHE},
+        *("one scale a tensor", (N, K), lambda s: s.reshape(1), "weight_scale", ("input_scale", "output_scale")),
     ),
-    "a tensor, static activations": (
-        {
-            "stated": {**FINE, "weight_block_size": None, "activation_scheme": "static"},
-            "rows": None,
-            "columns": None,
-            "store": lambda s: s.bfloat16().reshape(()),
-            "activation_scale": torch.ones(()),
-        },
-        "one scale a tensor",
+    "compressed-tensors, blocks": Form(
+        compressed("block", block_structure=[BLOCK, 16]),
+        *("32x16 block scales", (BLOCK, 16), Tensor.bfloat16, "weight_scale"),
     ),
-    "compressed-tensors, a tensor": (
-        {
-            "stated": {**compressed("tensor"), "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
-            "rows": None,
-            "columns": None,
-            "store": lambda s: s.reshape(1),
-            "suffix": "weight_scale",
-            "input_scale": torch.ones(1),
-            "output_scale": torch.ones(1),
-        },
-        "one scale a tensor",
-    ),
-    "compressed-tensors, blocks": (
-        {
-            "stated": compressed("block", block_structure=[BLOCK, 16]),
-            "rows": BLOCK,
-            "columns": 16,
-            "store": lambda s: s.bfloat16(),
-            "suffix": "weight_scale",
-        },
-        "32x16 block scales",
-    ),
-    "compressed-tensors, groups": (
-        {"stated": compressed("group", group_size=16), "rows": 1, "columns": 16, "suffix": "weight_scale"},
-        "one scale for 16",
+    "compressed-tensors, groups": Form(
+        compressed("group", size=16), "one scale for 16", (1, 16), suffix="weight_scale"
     ),
 }
-#: Case -> the tensors that no dense model has.
-LEFT_OUT = {
-    "a tensor, static activations": "14 activation_scale and ",
-    "compressed-tensors, a tensor": "14 input_scale, 14 output_scale and ",
-}
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("deepseek")
-    source = write_dense(folder / "source", "DeepseekV3Config", DEEPSEEK)
-    return write_fp8(source, folder, FINE, BLOCK, BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +112,9 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return rewritten(source, folder / "low", low, stated), rewritten(source, folder / "exact", exact, None)
 
 
-def require_equal(low: Path, exact: Path) -> Checkpoint:
-    """Require that the low-bit folder presents exactly the tensors of the dense one, whole and by slices."""
-    src, expected = Checkpoint(low), load_file(exact / "model.safetensors")
+def require_equal(low: Path, expected: Tensors) -> Checkpoint:
+    """Require that a low-bit folder presents exactly these tensors, whole and by slices."""
+    src = Checkpoint(low)
     assert src.layout is None and src.low_bit is not None
     assert sorted(src.names()) == sorted(expected)
     for name, tensor in expected.items():
@@ -165,39 +128,41 @@ def require_equal(low: Path, exact: Path) -> Checkpoint:
     return src
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_fp8_weights_are_those_of_the_published_arithmetic(form: str, llama: Path, tmp_path: Path) -> None:
-    given, words = FORMS[form]
-    src = require_equal(*write_fp8(llama, tmp_path, **given))
-    left_out = LEFT_OUT.get(form, "") + "the rounding of activations"
-    told = f"source weights are FP8 ({words}), dequantized to bfloat16 on reading; left out: {left_out}"
-    assert src.notices == [told]
+def weights_in(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
 
 
-def test_fp8_experts_and_blocks_that_are_cut_are_those_of_the_published_arithmetic(deepseek: tuple[Path, Path]) -> None:
-    src = require_equal(*deepseek)
-    assert src.shape("model.layers.0.self_attn.kv_a_proj_with_mqa.weight") == (48, 64)  # 1.5 blocks of 32
+def stored_as(folder: Path, tensors: Tensors, stated: dict[str, Any]) -> Path:
+    return folder_of(folder, tensors, {"model_type": "llama", "dtype": "bfloat16", "quantization_config": stated})
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_fp8_weights_are_those_of_the_published_arithmetic(case: str, tmp_path: Path) -> None:
+    form = FORMS[case]
+    codes, scales = to_fp8(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), *form.block)
+    stored = form.store(scales)
+    powers = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
+    expected = by_blocks(fp8_values(codes), powers.float().reshape(scales.shape).numpy(), *form.block)
+    tensors = {"x.weight": codes, f"x.{form.suffix}": stored, **{f"x.{name}": torch.ones(1) for name in form.beside}}
+    src = require_equal(stored_as(tmp_path / "m", tensors, form.stated), {"x.weight": expected})
+    left_out = "".join(f"1 {name}, " for name in form.beside)[:-2] + " and " if form.beside else ""
+    told = f"source weights are FP8 ({form.words}), dequantized to bfloat16 on reading; left out: "
+    assert src.notices == [f"{told}{left_out}the rounding of activations"]
 
 
 @pytest.mark.parametrize(("stated", "form"), [(FINE, "FP8"), ({"quant_method": "mxfp4"}, "MXFP4 (one scale for 32)")])
 def test_a_dense_folder_with_a_stale_config_is_dense_and_says_so(
     stated: dict[str, Any], form: str, llama: Path, tmp_path: Path
 ) -> None:
-    stale = rewritten(llama, tmp_path / "stale", load_file(llama / "model.safetensors"), stated)
-    src = require_equal(stale, llama)
+    src = require_equal(rewritten(llama, tmp_path / "stale", weights_in(llama), stated), weights_in(llama))
     assert src.notices == [f"config.json states {form}, no tensor is stored in it"]
-
-
-def test_a_weight_of_one_block_has_block_scales(llama: Path, tmp_path: Path) -> None:
-    low, _ = write_fp8(llama, tmp_path, {**FINE, "weight_block_size": [128, 128]}, 128, 128)
-    assert Checkpoint(low).low_bit == "FP8 (128x128 block scales)"
 
 
 @pytest.mark.parametrize(
     ("block", "shape"), [([32, 32], (3, 2, 2)), (None, (3,)), (None, (3, 1, 1)), (None, (3, 48, 1))]
 )
 def test_fp8_experts_in_one_tensor_have_the_scales_of_their_expert(
-    block: list[int] | None, shape: tuple[int, ...], llama: Path, tmp_path: Path
+    block: list[int] | None, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     random = torch.Generator().manual_seed(0)
     codes = torch.randn(3, 48, 64, generator=random).to(torch.float8_e4m3fn)
@@ -207,15 +172,12 @@ def test_fp8_experts_in_one_tensor_have_the_scales_of_their_expert(
         by_blocks(fp8_values(codes[i]), scales[i].reshape(-(-48 // rows), -1).numpy(), rows, columns) for i in range(3)
     ]
     low = {"experts.up": codes, "experts.up_scale_inv": scales, "experts.up_activation_scale": torch.ones(3)}
-    stated = {**FINE, "weight_block_size": block}
-    require_equal(
-        rewritten(llama, tmp_path / "low", low, stated),
-        rewritten(llama, tmp_path / "exact", {"experts.up": torch.stack(each)}, None),
-    )
+    folder = stored_as(tmp_path / "m", low, {**FINE, "weight_block_size": block})
+    require_equal(folder, {"experts.up": torch.stack(each)})
 
 
 def test_mxfp4_experts_are_those_of_transformers(gpt_oss: tuple[Path, Path]) -> None:
-    src = require_equal(*gpt_oss)
+    src = require_equal(gpt_oss[0], weights_in(gpt_oss[1]))
     assert src.notices == ["source weights are MXFP4 (one scale for 32), dequantized to bfloat16 on reading"]
 
 
@@ -246,7 +208,7 @@ def test_gptq_of_a_low_bit_folder_gives_the_bytes_of_the_dense_one(gpt_oss: tupl
 def test_a_comparison_has_the_size_of_a_low_bit_source_not_that_of_its_dequantized_weights(
     llama: Path, tmp_path: Path
 ) -> None:
-    low, _ = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
+    low, _ = write_fp8(llama, tmp_path)
     (tmp_path / "text.txt").write_text("A scale multiplies a block of weights. " * 40)
     judged: dict[str, Any] = {"text": str(tmp_path / "text.txt"), "window": 64, "tokens": 64, "device": "cpu"}
     row = compare(low, tmp_path / "table", recipes=["int4:g32:rtn"], **judged).rows[0]
@@ -258,16 +220,16 @@ def test_a_comparison_has_the_size_of_a_low_bit_source_not_that_of_its_dequantiz
 def test_the_quantization_of_a_wrapper_s_language_model_is_read_and_does_not_survive(
     llama: Path, tmp_path: Path
 ) -> None:
-    low, exact = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
+    low, exact = write_fp8(llama, tmp_path)
     config = json.loads((low / "config.json").read_text())
     config["text_config"] = {"quantization_config": config.pop("quantization_config"), "rope_theta": 7}
     (low / "config.json").write_text(json.dumps(config))
-    src = require_equal(low, exact)
+    src = require_equal(low, weights_in(exact))
     assert src.dense_config() == {**src.config, "text_config": {"rope_theta": 7}}
 
 
 def test_low_bit_folders_are_sources_alone(llama: Path, tmp_path: Path) -> None:
-    low, _ = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
+    low, _ = write_fp8(llama, tmp_path)
     with pytest.raises(CheckpointError, match="use quantkit quantize first"):
         pack(low, tmp_path / "out", "marlin")
     with pytest.raises(CheckpointError, match="or load it by transformers"):

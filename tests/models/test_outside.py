@@ -16,7 +16,7 @@ import quantkit
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from tests.checkpoint.low_bit import FINE, write_fp8
+from tests.checkpoint.low_bit import write_fp8
 
 DRAFT = "model.layers.2"
 
@@ -109,7 +109,7 @@ def test_a_pattern_that_also_matches_a_draft_layer_changes_only_the_model(
 
 
 def test_a_draft_layer_of_an_fp8_source_is_decoded_and_stated_as_dense(glm: Path, tmp_path: Path) -> None:
-    low, exact = write_fp8(glm, tmp_path, FINE, 32, 32)
+    low, exact = write_fp8(glm, tmp_path)
     report = quantized(low, tmp_path / "out", "compressed-tensors")
     made, expected = Checkpoint(tmp_path / "out"), load_file(exact / "model.safetensors")
     name = f"{DRAFT}.mlp.experts.1.up_proj"
