@@ -93,7 +93,8 @@ def unfuse_experts(names: StateNames, src: Checkpoint, *, slices: bool = True) -
         setattr(holder, leaf, unfused)
         for place, expert in zip(unfused.paths(), unfused.singles, strict=True):
             add_module(model, place, expert)
-        holder._is_hf_initialized = True  # type: ignore[assignment] # transformers would fill the fused parameters
+        # transformers would fill the fused parameters.
+        holder._is_hf_initialized = True  # type: ignore[assignment]
     return sliced
 
 

@@ -185,7 +185,8 @@ def _hook() -> None:
     """Register `_on_meta` once for the process, because hooks must not change while another thread
     makes a module.
     """
-    register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # it may return another
+    # The hook may return another parameter.
+    register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]
 
 
 def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
