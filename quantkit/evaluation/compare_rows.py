@@ -90,15 +90,15 @@ class Rows:
             ("text", label): f"text {_digest([hash_of(text.encode()), self._protocol])}"
             for label, text in self._texts.items()
         }
-        for name, about_task in self._tasks.asked.items() if self._tasks else ():
-            digest = _digest([about_task, _lasting(self._tasks.about)])
-            self._names["task", name] = f"task {name} {digest}"
         run = {key: getattr(asked, key) for key in ("device", "revision", "trust_remote_code")}
         self._run: Any = {**run, "min_share": 0.0}  # a row is judged, and tells what stays dense
         self._opened = open_checkpoint(model, LoadOptions(**run), dequantize=True)
         self._opened.require_decoder_only()
         if self._tasks is not None:
             self._tasks.require(self._opened)
+            for name, task in self._tasks.asked.items():
+                digest = _digest([task, _lasting(self._tasks.about)])
+                self._names["task", name] = f"task {name} {digest}"
         files_of_model = sorted(self._opened.src.sources().items())
         self._digests = {name: hash_of_file(path) for name, path in files_of_model}
         self._reference = cache(partial(self._dense, self._opened.src))
