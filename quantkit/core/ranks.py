@@ -236,7 +236,7 @@ class Ranks:
         if found is None:
             self._raised = error or QuantkitError(*LOST)
             raise self._raised
-        failed = next((rank for rank, (_, told) in enumerate(found) if told is not None), None)
+        failed = next((rank for rank, (_, other) in enumerate(found) if other is not None), None)
         if failed is None:
             return [value for value, _ in found]
         own = error is not None and (failed == self.rank or not _is_shown(error))

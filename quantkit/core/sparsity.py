@@ -54,13 +54,13 @@ def mask(scores: Tensor) -> Tensor:
     NaN counts as the least score, so that two stay in every group. LayoutError unless 4 divides k.
     """
     n, k = scores.shape
-    kept = torch.empty(n, quads(k), QUAD, dtype=torch.bool, device=scores.device)
+    chosen = torch.empty(n, quads(k), QUAD, dtype=torch.bool, device=scores.device)
     step = max(1, BLOCK // k)
     for a in range(0, n, step):
         part = scores[a : a + step].reshape(-1, QUAD)
         part = part.masked_fill(part.isnan(), -torch.inf)
-        kept[a : a + step] = best_two(part.T).T.view(-1, k // QUAD, QUAD)
-    return kept.view(n, k)
+        chosen[a : a + step] = best_two(part.T).T.view(-1, k // QUAD, QUAD)
+    return chosen.view(n, k)
 
 
 def weight_mask(weight: Tensor, diagonal: Tensor | None = None) -> Tensor:

@@ -241,12 +241,12 @@ def _read_message(message: Any, dropped: list[str], where: str) -> dict[str, Any
     found = {
         key: value for key, value in message.items() if value is not None
     }  # a table has every key in every row
-    told = "role" in found
-    speaker = found.pop("role" if told else "from", None)
+    has_role = "role" in found
+    speaker = found.pop("role" if has_role else "from", None)
     if not isinstance(speaker, str) or not speaker:
         raise BrokenRecord("has no role, nor from and value", where)
     role = SPEAKERS.get(speaker.lower())
-    if role is None and not told:
+    if role is None and not has_role:
         raise BrokenRecord(f"is from {speaker!r}, known are {', '.join(SPEAKERS)}", where)
     content = found.pop("content" if "content" in found else "value", None)
     if (
@@ -321,9 +321,9 @@ def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
         calls.append(
             {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         )
-    kept = {key: value for key, value in message.items() if key != CALL}
+    others = {key: value for key, value in message.items() if key != CALL}
     return {
-        **kept,
+        **others,
         "role": "assistant",
         "content": "" if of_content else message["content"],
         "tool_calls": calls,

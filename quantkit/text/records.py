@@ -275,10 +275,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _without_nulls(value: Any) -> Any:
     """Return a value without the keys that are null; a message keeps a null content."""
     if isinstance(value, dict):
-        kept = {
+        present = {
             key: each
             for key, each in value.items()
             if each is not None or key in ("content", "value")
         }
-        return {key: _without_nulls(each) for key, each in kept.items()}
+        return {key: _without_nulls(each) for key, each in present.items()}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

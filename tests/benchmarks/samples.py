@@ -25,9 +25,7 @@ LLAMA: dict[str, Any] = {
 FAMILIES = {
     "llama": LLAMA,
     "qwen2 tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
-    "gemma": {**LLAMA, "model_type": "gemma", "num_key_value_heads": 1},
     "gpt_neox": {**LLAMA, "model_type": "gpt_neox"},
-    "opt": {**LLAMA, "model_type": "opt", "ffn_dim": 256, "word_embed_proj_dim": 128},
 }
 
 
