@@ -161,21 +161,16 @@ def test_plain_text_for_a_model_that_chats_gets_a_notice(tmp_path: Path, tokeniz
         draw_calibration(talk, tokenizer, **options)
 
 
-def test_parts_that_are_no_text_get_a_notice(tmp_path: Path, chatty: Any) -> None:
-    content = [{"type": "text", "text": "What is this?"}, {"type": "image"}]
-    source = write(tmp_path / "a.jsonl", json.dumps({"messages": [{"role": "user", "content": content}]}))
-    (notice,) = draw_calibration(source, chatty, samples=1, max_length=64, seed=0).notices
-    assert notice == f"{Path(source).name}: 1 parts of messages are no text and were left out: 1 image"
-
-
 def test_what_is_not_in_the_text_is_in_a_notice(tmp_path: Path, chatty: Any) -> None:
-    talk = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "x", "reasoning_content": "hm"}]
+    parts = [{"type": "text", "text": "Hi?"}, {"type": "image"}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x", "reasoning_content": "hm"}]
     records = [{"messages": talk, "tools": [{"type": "function"}], "id": 7}, {"messages": None}, {"messages": []}]
     source = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records)))
     options = {"samples": 1, "max_length": 64, "seed": 0}
     found = draw_calibration(source, chatty, **options, template_args={"enable_thinking": False})
     assert found.notices == (
         "a.jsonl: 2 records were left out: 1 null, 1 empty",
+        "a.jsonl: 1 parts of messages are no text and were left out: 1 image",
         "a.jsonl: the model's chat template does not read enable_thinking, tools, reasoning_content",
         "a.jsonl: keys of records that are not given to the chat template: id",
     )

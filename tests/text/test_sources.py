@@ -31,9 +31,8 @@ def test_a_formula_is_not_a_heading(tmp_path: Path) -> None:
     assert len(load_documents(write(tmp_path / "wiki.txt", text)).texts) == 2
 
 
-@pytest.mark.parametrize(("part", "articles"), [("train", 600), ("valid", 60), ("test", 60)])
-def test_wikitext2_has_its_official_number_of_articles(shared: Path, part: str, articles: int) -> None:
-    assert len(load_documents(str(shared / "data" / "wikitext2" / f"{part}.txt")).texts) == articles
+def test_wikitext2_has_its_official_number_of_articles(shared: Path) -> None:
+    assert len(load_documents(str(shared / "data" / "wikitext2" / "test.txt")).texts) == 60
 
 
 def test_blank_lines_separate_documents(tmp_path: Path) -> None:
@@ -126,6 +125,7 @@ def test_a_parquet_file_without_rows_is_named_as_one_without_text(tmp_path: Path
         ("a.jsonl", b'{"body": "x"}', "found the keys body: rename the key or column"),
         ("a.jsonl", b'["x"]', 'it is no object with keys: write it as {"text": "..."}'),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}', 'keys messages: write it as {"text": "..."}'),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}', "line 2: text is null: remove the record"),
         ("a.txt.gz", b"", "unknown kind of text file: decompress it"),
     ],
 )
@@ -135,11 +135,6 @@ def test_what_is_no_evaluation_text_is_refused_with_a_way_that_helps(
     with pytest.raises(CheckpointError) as caught:
         load_evaluation_text(write(tmp_path / name, content))
     assert str(caught.value).endswith(way)
-
-
-def test_a_missing_file_is_refused_with_the_names_of_data_sets() -> None:
-    with pytest.raises(CheckpointError, match="wikitext2, ptb, c4"):
-        load_documents("wikitext3")
 
 
 def test_a_named_column_is_read_instead(tmp_path: Path) -> None:
@@ -155,7 +150,7 @@ def test_a_named_column_is_read_instead(tmp_path: Path) -> None:
 TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
 
 
-@pytest.mark.parametrize("key", ["messages", "conversations", "dialog"])
+@pytest.mark.parametrize("key", ["conversations", "dialog"])
 def test_records_of_messages_are_conversations(key: str, tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -189,12 +184,6 @@ def test_a_byte_order_mark_is_no_text(name: str, encoding: str, tmp_path: Path) 
 def test_files_that_were_joined_have_marks_in_between(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}\r\n\ufeff{"text": "b"}\r\n')
     assert load_documents(source).texts == ["a", "b"]
-
-
-def test_a_null_text_that_evaluates_is_named_as_null(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", '{"text": "a"}\n{"text": null}\n')
-    with pytest.raises(CheckpointError, match=r"a\.jsonl: line 2: text is null: remove the record"):
-        load_evaluation_text(source)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +229,6 @@ def test_a_table_fills_up_with_nulls_that_are_no_part_of_a_record(tmp_path: Path
     found = [text for text in load_documents(str(tmp_path / "a.parquet")).texts if isinstance(text, Conversation)]
     assert [text.arguments for text in found] == [{"tools": tools[:1]}, {"tools": tools[1:]}]
     assert [text.messages for text in found] == [({**talk[0], "content": ""}, TALK[1]), tuple(TALK)]
-
-
-def test_a_record_without_messages_among_conversations_is_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", json.dumps({"messages": TALK}) + '\n{"messages": "hello"}\n')
-    with pytest.raises(CheckpointError, match=r"a\.jsonl: line 2: messages is no list of messages: repair"):
-        load_documents(source)
 
 
 def test_the_packaged_text_is_enough_for_the_usual_samples() -> None:
@@ -306,8 +289,8 @@ def test_kinds_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "folder").mkdir()
     kinds = [kind_of(s) for s in ("c4", "packaged", "a.txt", "b.JSON", "folder", "org/name", "org/na.me:v1.0")]
     assert kinds == ["data set", "packaged", "plain text", "records", "hub", "hub", "hub"]
-    for missing in ("folder/a.txt", "./org/name", "/org/name", "a/b/c"):
-        with pytest.raises(CheckpointError, match="no such text"):
+    for missing in ("folder/a.txt", "./org/name", "/org/name", "a/b/c", "wikitext3"):
+        with pytest.raises(CheckpointError, match=r"no such text: .* use wikitext2, ptb, c4"):
             kind_of(missing)
 
 
