@@ -1,6 +1,6 @@
 """Recipes side by side: each one quantizes a model and is judged, which makes a row of one table.
 
-A row is a journal of its own, in which everything that was measured is kept. So a stopped run
+A row is a journal of its own, with all of its measurements. So a stopped run
 continues, several processes share the rows of a folder, and the rows of several machines are files
 that can be put together.
 """
@@ -240,7 +240,7 @@ class Rows:
         return cut([self._reference()], self._opened.tokenizer, text, **self._protocol)
 
     def _dense(self, src: Checkpoint) -> Any:
-        """Load a model, decoded to float32 like every other, so that rows differ in codes alone."""
+        """Load a model, decoded to float32 like every other, so that rows differ only in codes."""
         return load_dense_model(
             src, device=self._run["device"], trust_remote_code=self._run["trust_remote_code"]
         )
@@ -350,7 +350,7 @@ def _exam(asked: CompareOptions) -> Exam | None:
 
 
 def _lasting(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the size of batches, which moves answers by rounding alone."""
+    """Leave out the size of batches, which changes answers only by rounding."""
     return {key: value for key, value in facts.items() if key != "batch_size"}
 
 

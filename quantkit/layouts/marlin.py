@@ -46,8 +46,8 @@ KEPT = Arrangement("N a:8 b:2 j:4", "K h:2 q:4 e:2", "K N a q j e b h")
 SPARSE_SCALES = Arrangement("G", "N b:2 c:4", "G N c b")
 #: The order of metadata (docs/layouts.md 4.4).
 METADATA_ORDER = Arrangement("N e:8 n2:2 n1:2 n0:2", "C d:2 q:4", "C N n1 e n0 d n2 q")
-#: Index: bit i is set if code i of four is not zero. Entry: `i0 | i1 << 2` for the kept places,
-#: or REFUSED for three and four nonzero codes (docs/layouts.md 4.1).
+#: Index: bit i is set if code i of four is not zero. Entry: `i0 | i1 << 2` for the stored
+#: positions, or REFUSED for three and four nonzero codes (docs/layouts.md 4.1).
 REFUSED = 0
 METADATA = (0xE, 0x8, 0x9, 0x4, 0xE, 0x8, 0x9, 0x0, 0xE, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
 
@@ -322,8 +322,8 @@ def expand(kept: Tensor, metadata: Tensor, zero: int, out: Tensor) -> None:
 
 @lru_cache(maxsize=4)
 def _compressed(zero: int, device: torch.device) -> Tensor:
-    """Tabulate kept codes, in the low two bytes, and metadata above. Index: the nibbles 0, 2, 1, 3
-    of a group of four.
+    """Tabulate stored codes, in the low two bytes, and metadata above. Index: the nibbles 0, 2, 1,
+    3 of a group of four.
     """
     number = torch.arange(1 << 16)
     quads = torch.stack([number >> shift & 15 for shift in (0, 8, 4, 12)], 1)
@@ -337,7 +337,7 @@ def _compressed(zero: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _expanded(zero: int, device: torch.device) -> Tensor:
-    """Tabulate groups of four, a byte each. Index: the kept codes in the low two bytes, with
+    """Tabulate groups of four, a byte each. Index: the stored codes in the low two bytes, with
     metadata between them.
     """
     number = torch.arange(1 << 12)
