@@ -64,9 +64,9 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     (ALGORITHMS 5.1).
 
     `sparse` sorts groups of four columns for 2:4 weights (ALGORITHMS 9). A failing factorisation is
-    repeated with ten times the damping, up to 1; `rungs` records this. NumericError if that is not
-    enough, if every channel is dead, if `h` is not finite or no covariance, or if `damp` is too
-    small for float32. LayoutError if `sparse` and 4 does not divide k.
+    repeated with ten times the damping, up to 1; `rungs` records this. NumericError if no damping
+    suffices, every channel is dead, `h` is not finite or no covariance, or `damp` is too small for
+    float32. LayoutError if `sparse` and 4 does not divide k.
     """
     dtype = factor_dtype(h.device)
     if dtype == torch.float32 and options.damp < _LEAST_DAMP_FLOAT32:

@@ -1,8 +1,7 @@
-"""Recipes side by side: each one quantizes a model and is judged, which makes a row of one table.
+"""Recipes side by side: each recipe quantizes a model, is judged, and makes a row of the table.
 
-A row is a journal of its own, with all of its measurements. So a stopped run
-continues, several processes share the rows of a folder, and the rows of several machines are files
-that can be put together.
+A row is a journal of its own, with all of its measurements. So a stopped run continues, several
+processes share the rows of a folder, and rows of several machines can be merged as files.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ from quantkit.reporting.recipe_table import UNSTORED, Row
 from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text, name_of_text
 from quantkit.version import __version__
 
-#: The folder of the journals, and that of models and locks, of which a finished row leaves nothing.
+#: The folders of journals, and of models and locks, which a finished row removes.
 ROWS, WORK = "rows", "work"
-#: Calibration sequences of a plan whose text was read already: it must hold those of every stage's
-#: least.
+#: Calibration sequences of a plan whose text was read already: the least number for every stage.
 FEW = 16
 
 
@@ -84,7 +82,7 @@ class Rows:
         self._texts = {name: load_evaluation_text(source, "text")[0] for name, source in texts}
         self._protocol: Any = {"window": asked.window, "tokens": asked.tokens}
         self._tasks = _exam(asked)
-        #: What is measured -> its name in a journal, which changes with everything that the result
+        #: Measurement -> its name in a journal, which changes with everything that the result
         #: depends on.
         self._names = {
             ("text", label): f"text {_digest([hash_of(text.encode()), self._protocol])}"
@@ -110,8 +108,8 @@ class Rows:
         return self._lacks(self._journal(entry))
 
     def require(self, entries: Sequence[Entry]) -> None:
-        """Raise the QuantkitError with which a row would be refused: plan each recipe, and read
-        each text once.
+        """Plan each recipe and read each text once, to raise the errors of all rows before any
+        work.
         """
         planned: dict[tuple[str, Any], tuple[Entry, Recipe]] = {}
         for entry in entries:
@@ -132,7 +130,7 @@ class Rows:
                     raise found.refusal
 
     def make(self, entry: Entry) -> bool:
-        """Quantize and judge what a row lacks; False if another process does."""
+        """Complete a row by quantizing and judging. False if another process works on it."""
         if not self.lacks(entry):  # a neighbour was quicker
             return True
         work = self._work(entry)
@@ -162,8 +160,8 @@ class Rows:
             return True
 
     def clear(self, entries: Sequence[Entry]) -> None:
-        """Remove the locks and models of finished rows; those of rows that other processes make
-        stay.
+        """Remove the locks and models of finished rows, but not of rows that other
+        processes make.
         """
         for entry in entries:
             files.remove(self._work(entry))
