@@ -276,7 +276,7 @@ class PackOptions(Checked):
     requantize_scales: bool = option(
         "Round scales that are no float16 values, keep codes (reported)", default=False
     )
-    max_shard_size: Positive = option(
+    max_shard_size: int = option(
         "Most bytes of one weight file",
         default=2**31,
         usual="2GiB",

@@ -152,7 +152,7 @@ def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
         ]
         engine = engine_of(title) if is_signed else None
         if engine and (limit := engine.signed.get(str(report.get("layout")))):
-            lines += ["", _plain(f"{title}: {limit}.")]
+            lines += ["", _plain(f"{title}: {limit.spelled()}.")]
     return lines
 
 

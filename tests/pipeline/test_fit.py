@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quantkit.calibration import divergence
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
 from quantkit.engines.joined import fused_groups
@@ -148,15 +149,15 @@ def test_the_predicted_loss_increase_is_the_measured_divergence(shared: Path, tm
 def test_a_mix_that_is_worse_on_held_out_text_is_not_written(
     small: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = fit.divergences
-    monkeypatch.setattr(fit, "divergences", lambda *args: {**judge(*args), "mixed": 9.0})
+    judge = divergence.divergences
+    monkeypatch.setattr(divergence, "divergences", lambda *args: {**judge(*args), "mixed": 9.0})
     report = fit.quantize(small, tmp_path / "out", recipe(calib), ASKED)
     assert report["fit"]["chosen"] == "uniform" and report["fit"]["best_uniform"] == "int4:g64"
     assert {layer["scheme"] for layer in report["layers"]} == {"int4:g64"}
     quantize(small, tmp_path / "plain", recipe(calib, scheme={"group_size": 64}))
     ours, plain = hashes(tmp_path / "out"), hashes(tmp_path / "plain")
     assert ours.pop("README.md") != plain.pop("README.md") and ours == plain
-    monkeypatch.setattr(fit, "divergences", lambda *args: {**judge(*args), "mixed": 0.0})
+    monkeypatch.setattr(divergence, "divergences", lambda *args: {**judge(*args), "mixed": 0.0})
     fit.quantize(small, tmp_path / "mixed", recipe(calib), ASKED)
     report = load_json(tmp_path / "mixed" / "quantkit_report.json")
     assert len({layer["scheme"] for layer in report["layers"]}) > 1
@@ -252,7 +253,9 @@ def test_another_target_does_not_go_on_with_the_work_of_this_one(small: Path, ca
 def test_the_experts_of_a_layer_and_joined_linears_have_one_scheme_on_disk(
     calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "divergences", lambda run, folders: {name: float(name != "mixed") for name in folders})
+    monkeypatch.setattr(
+        divergence, "divergences", lambda run, folders: {name: float(name != "mixed") for name in folders}
+    )
     model = write_model("mixtral", tmp_path / "model")
     asked = FitOptions(target_bits=4.4, allowed="int4", target="vllm")
     report = fit.quantize(model, tmp_path / "out", recipe(calib), asked)
