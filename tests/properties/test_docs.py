@@ -123,6 +123,12 @@ def test_every_make_target_shown_exists() -> None:
                 assert {word for word in words[1:2] if "=" not in word} <= targets, f"{page.name}: {' '.join(words)}"
 
 
+def test_make_targets_name_tests_that_are_there() -> None:
+    printed = subprocess.run(["make", "-n", "amx", "fast"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = re.findall(r"\btests/[\w/.]+", printed)
+    assert len(named) > 10 and [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Zensical, which builds the site, needs Python 3.11")
 def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path: Path) -> None:
     pytest.importorskip("zensical", reason="Zensical builds the site: pip install 'quantkit[docs]'")
