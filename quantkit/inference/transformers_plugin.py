@@ -136,9 +136,10 @@ class QuantkitQuantizer(HfQuantizer):
         """Drop transformers' rules that merge or split tensors which this model has in their stored
         form, such as unfused experts.
         """
+        theirs: Any = super().update_weight_conversions
         return [
             rule
-            for rule in super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
+            for rule in theirs(weight_conversions, *model)
             if not isinstance(rule, WeightConverter)
             or self._patterns.intersection(rule.source_patterns)
         ]
