@@ -123,8 +123,10 @@ def insufficient(found: Run) -> None:
         words, name = bench.words(changes, options), f"{'wide' if changes else 'small'} {options}"
         with case(found, name, out):
             half = bench.peak(words) // 2
+            run(measured(("plan", *words, "--json", "-q"), found.folder / "most"), found.folder)
+            taken = int((found.folder / "most").read_text())
             for first in ("plan", "quantize"):
-                ended = run(halved((first, *words, "-o", out, "-q"), half), found.folder)
+                ended = run(halved((first, *words, "-o", out, "-q"), half - taken), found.folder)
                 one_line(ended)
                 judged = "of memory, and ulimit -d allows" in ended.stderr
                 assert ended.code == 1 and (judged or half < bench.imported), ended.stderr
@@ -136,11 +138,14 @@ def insufficient(found: Run) -> None:
     found.facts |= {"slowest refusal in seconds": round(slowest, 2), "refused by comparing": compared}
 
 
-def halved(words: tuple[object, ...], room: int) -> Work:
-    """Return the work of a command line that may use `room` bytes in all."""
+def halved(words: tuple[object, ...], more: int) -> Work:
+    """Return the work of a command line that may take `more` bytes than now, or must do with fewer.
+
+    The RAM of a fork does not count yet the pages of libraries that it has not touched, so a plan's is measured before.
+    """
 
     def work() -> int | None:
-        limit = max(0, status("VmData") + room - status("VmRSS"))
+        limit = max(0, status("VmData") + more)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return command(*words)()
 
