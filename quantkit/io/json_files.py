@@ -99,7 +99,9 @@ def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, An
             raise ValueError(f"the number {text[:20]} is too large")
         return value
 
-    def integer(text: str) -> int:
+    def integer(text: str) -> float:
+        if text == "-0":  # other readers take it for a float
+            return -0.0
         if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
             raise ValueError(f"the number {text[:20]} is too large")
         return int(text)

@@ -76,6 +76,7 @@ BAD_HEADERS = {
     "size is not the range": file_of({"a": entry(shape=[3])}, b"1234"),
     "range backwards": file_of({"a": entry(offsets=[4, 0])}, b"1234"),
     "range negative": file_of({"a": entry(offsets=[-4, 0])}, b"1234"),
+    "range from minus zero": file_of(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[-0,4]}}', b"1234"),
     "range of three": file_of({"a": entry(offsets=[0, 4, 4])}, b"1234"),
     "range past the end": file_of({"a": entry(shape=[8], offsets=[0, 8])}, b"1234"),
     "data after the last": file_of({"a": entry()}, b"12345"),
