@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,16 +50,17 @@ def killer(step: int) -> Callable[[str, Path], None]:
     return hook
 
 
-def failing(step: int, error: int, once: bool) -> Callable[[str, Path], None]:
+def failing(step: int, error: int, once: bool, spared: Sequence[str] = ("unlink",)) -> Callable[[str, Path], None]:
+    """Return a hook that fails at an operation, once or from then on; deleting works on a full disk."""
     seen = 0
 
     def hook(operation: str, path: Path) -> None:
         nonlocal seen
-        if operation == "unlink":  # deleting works on a full disk
+        if operation in spared:
             return
         seen += 1
         if seen == step or (seen > step and not once):
-            raise OSError(error, os.strerror(error))
+            raise OSError(error, os.strerror(error), str(path))
 
     return hook
 

@@ -56,6 +56,11 @@ class Run:
         """Return random numbers that depend on the seed and `key` alone, so that one case can be run again."""
         return random.Random(repr((self.seed, *key)))
 
+    def draws(self, key: str) -> Iterator[tuple[int, random.Random]]:
+        """Yield the number and the random numbers of each case that the family must run."""
+        for number in range(self.least):
+            yield number, self.random(key, number)
+
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
         """Count a case; an exception in the block is its failure, and does not leave the block."""

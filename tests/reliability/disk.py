@@ -6,13 +6,12 @@ import ctypes
 import errno
 import io
 import json
-import os
 import re
 import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
@@ -20,20 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration import budget
+from quantkit.io.safetensors_files import read_header
+from tests.faults import failing
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import Ended, command, run
-from tests.reliability.jobs import Job, Jobs, at_operation, case, chosen, continued, hooked, same
-from tests.reliability.samples import one_line, quantkit, text
+from tests.reliability.forks import command, run
+from tests.reliability.jobs import Job, Jobs, at_operation, case, chosen, continued, hooked, judged, survives
+from tests.reliability.samples import quantkit, text, weights
 from tests.tiny_models import write_model
 
 #: CLONE_NEWNS of Linux.
 NEW_MOUNTS = 0x00020000
-#: The line of a full disk names the bytes that it lacks and those that are free.
-SPACE = re.compile(r"no space left \(([\d,]+) more bytes needed, ([\d,]+) free\)")
 #: The line of a plan for a disk that is too small.
-TOO_SMALL = re.compile(r"the run takes .* of disk and .* are free")
-#: Injected by D2: error number -> words of its line.
+TOO_SMALL = "the run takes .* of disk and .* are free"
+#: Injected errors: error number -> a pattern of its line.
 ERRORS = {
+    errno.ENOSPC: r"no space left \([\d,]+ more bytes needed, [\d,]+ free\)",
     errno.EIO: "input/output error",
     errno.EDQUOT: "no space left",
     errno.EROFS: "read-only file system",
@@ -41,45 +41,23 @@ ERRORS = {
 }
 
 
-class Fault:
-    """A hook of `files` that fails at operation `step`, once or from then on; `fired` has what it failed.
-
-    Deleting works on a full disk, so `spared` operations never fail.
-    """
-
-    def __init__(self, step: int, error: int, once: bool, spared: Sequence[str] = ()) -> None:
-        self.step, self.error, self.once, self.spared = step, error, once, spared
-        self.seen = 0
-
-    def __call__(self, operation: str, path: Path) -> None:
-        self.seen += 1
-        if operation not in self.spared and (self.seen == self.step or (self.seen > self.step and not self.once)):
-            raise OSError(self.error, os.strerror(self.error), str(path))
+def attempts(found: Run, *names: str) -> list[Job]:
+    """Return the jobs that a family disturbs, and state their operations."""
+    known = Jobs(found.folder)
+    made = [known[name] for name in names]
+    found.facts["operations"] = {job.name: job.operations for job in made}
+    return made
 
 
-def after_fault(job: Job, step: int, out: Path, scratch: Path) -> None:
-    """Ask as `continued`. If the sync after the last rename failed, the output is complete, and only not yet durable.
-
-    So it is if the last operation of all failed, which deletes an older output.
-    """
-    if out.exists() and step >= job.operations - 1:
-        same(job, out)
-    else:
-        go_on(job, out, scratch)
-
-
-def go_on(job: Job, out: Path, scratch: Path) -> None:
-    """Ask as `continued`, and that a command which cannot resume left nothing."""
-    assert job.resumes or not list(out.parent.glob(f"{out.name}*")), "something is left of a command that cannot resume"
-    continued(job, out, scratch)
-
-
-def refused(ended: Ended, out: Path) -> str:
-    """Ask for exit code 1 and one line that names the output, its partial folder or a file in it."""
-    one_line(ended)
-    assert ended.code == 1, f"exit {ended.code}"
-    assert str(out.parent) in ended.stderr, ended.stderr
-    return ended.stderr
+def injected(found: Run, job: Job, error: int, step: int, once: bool) -> None:
+    """Fail with an error at an operation, once or from then on."""
+    out = found.folder / "out"
+    with case(found, f"{job.name}: {errno.errorcode[error]} {'once' if once else 'from'} {step}", out):
+        # Deleting works on a full disk. One that fails, or is read-only, deletes nothing either.
+        spared = ("unlink",) if error in (errno.ENOSPC, errno.EDQUOT) else ()
+        budget.BESIDE["cpu"] = step // 2 % 2 == 0  # as on a GPU, or not
+        ended = run(hooked(command(*job.line(out)), failing(step, error, once, spared)), found.folder)
+        survives(job, ended, out, found.folder, re.escape(str(found.folder)), ERRORS[error])
 
 
 # D1: a full disk
@@ -87,37 +65,33 @@ def refused(ended: Ended, out: Path) -> str:
 
 def full(found: Run) -> None:
     """Fail with ENOSPC at each operation, and on a real tmpfs fill it, shrink it and take its inodes."""
-    known = Jobs(found.folder)
-    rounded, solved, packed, mapped = made = [known[name] for name in ("rounded", "calibrated", "pack", "mapped")]
-    found.facts["operations"] = {job.name: job.operations for job in made}
-    steps = [(i, k, once) for i in (0, 1) for k in range(1, made[i].operations + 1) for once in (True, False)]
+    rounded, solved, packed, mapped = attempts(found, "rounded", "calibrated", "pack", "mapped")
     found.facts["real tmpfs"] = real = may_mount()
-    for i, k, once in chosen(found, steps, 8 if real else 16, "hook"):
-        injected_full(found, (rounded, solved)[i], k, once)
+    steps = [(job, k, once) for job in (rounded, solved) for k in each_operation(job) for once in (True, False)]
+    for job, k, once in chosen(found, steps, 8 if real else 16, "hook"):
+        injected(found, job, errno.ENOSPC, k, once)
     if not real:
         return
-    steps = [(i, k) for i in (0, 1, 2) for k in range(1, (solved, packed, mapped)[i].operations + 1)]
-    if found.column == "nightly":  # a release tries all
-        steps = steps[::2]
-    for i, k in chosen(found, steps, 4, "fill"):
-        filled(found, (solved, packed, mapped)[i], k)
-    for job, share in chosen(found, list(product((1, 2), range(5, 125, 5))), 2, "size"):
-        too_small(found, made[job], share / 100)
+    filled = [(job, k) for job in (solved, packed, mapped) for k in each_operation(job)]
+    for job, k in chosen(found, filled[:: 2 if found.column == "nightly" else 1], 4, "fill"):  # a release tries all
+        with disk(found, f"{job.name}: disk filled before {k}", "16m") as out:
+            ballast = out.parent / "ballast"
+            ended = run(at_operation(k, partial(fill, ballast), command(*job.line(out))), found.folder)
+            ballast.unlink()
+            # What the line says to be free has five digits.
+            says = re.escape(str(out.parent)), r"no space left \([\d,]+ more bytes needed, [\d,]{1,6} free\)"
+            survives(job, ended, out, found.folder, *says)
+    for job, share in chosen(found, list(product((solved, packed), range(5, 125, 5))), 2, "size"):
+        size = sum(path.stat().st_size for path in (found.folder / f"{job.name}-reference").iterdir())
+        with disk(found, f"{job.name}: disk of {share} % of the output", f"{share * size // 100}") as out:
+            small(found, job, out, f"{TOO_SMALL}|{ERRORS[errno.ENOSPC]}", share > 95)
     for inodes in chosen(found, list(range(2, 30)), 2, "inodes"):
-        without_inodes(found, packed, inodes)
+        with disk(found, f"{packed.name}: {inodes} inodes", "16m", f"nr_inodes={inodes}") as out:
+            small(found, packed, out, "no inodes left", inodes > len(packed.files))
 
 
-def injected_full(found: Run, job: Job, step: int, once: bool) -> None:
-    out = found.folder / "out"
-    with case(found, f"{job.name}: ENOSPC {'once' if once else 'from'} {step}", out):
-        hook = Fault(step, errno.ENOSPC, once, spared=("unlink",))
-        budget.BESIDE["cpu"] = step % 2 == 0  # as on a GPU, or not
-        ended = run(hooked(command(*job.line(out)), hook), found.folder)
-        if ended.code == 0:
-            same(job, out)  # the operation was a deletion, or one whose failure has no effect
-            return
-        assert SPACE.search(refused(ended, out)), ended.stderr
-        after_fault(job, step, out, found.folder)
+def each_operation(job: Job) -> range:
+    return range(1, job.operations + 1)
 
 
 def may_mount() -> bool:
@@ -129,151 +103,56 @@ def may_mount() -> bool:
 
 
 @contextmanager
-def disk(found: Run, size: str, *options: str) -> Iterator[Path]:
-    """Yield an output folder on a tmpfs of `size`, which is unmounted however the block ends."""
+def disk(found: Run, name: str, size: str, *options: str) -> Iterator[Path]:
+    """Count a case whose output folder is on a tmpfs of `size`, which is unmounted however the block ends."""
     at, stated = found.folder / "disk", ",".join((f"size={size}", *options))
     at.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", stated, "quantkit-test", str(at)], capture_output=True, check=True)
     try:
-        yield at / "out"
+        with found.case(name):
+            yield at / "out"
     finally:
         subprocess.run(["umount", str(at)], capture_output=True, check=True)
 
 
-def enlarged(out: Path) -> None:
-    """Make the disk of an output large enough for everything."""
-    stated = "remount,size=64m,nr_inodes=1000"
-    subprocess.run(["mount", "-o", stated, str(out.parent)], capture_output=True, check=True)
+def fill(ballast: Path) -> None:
+    """Fill a disk to its last byte."""
+    with suppress(OSError), io.FileIO(ballast, "w") as file:
+        while file.write(bytes(65536)):
+            pass
 
 
-def filled(found: Run, job: Job, step: int) -> None:
-    """Fill the disk to its last byte before one operation; then free it."""
-    with found.case(f"{job.name}: disk filled before {step}"), disk(found, "16m") as out:
-        ballast = out.parent / "ballast"
-
-        def fill() -> None:
-            with suppress(OSError), io.FileIO(ballast, "w") as file:
-                while file.write(bytes(65536)):
-                    pass
-
-        ended = run(at_operation(step, fill, command(*job.line(out))), found.folder)
-        ballast.unlink()
-        if ended.code == 0:
-            same(job, out)  # no byte was written after this operation
-            return
-        needed = SPACE.search(refused(ended, out))
-        assert needed is not None, ended.stderr
-        assert int(needed[2].replace(",", "")) < 65536, f"not what is free: {ended.stderr}"
-        go_on(job, out, found.folder)
-
-
-def too_small(found: Run, job: Job, share: float) -> None:
-    """Run on a disk that has a share of the bytes that the output takes; then enlarge it."""
-    size = sum(path.stat().st_size for path in (found.folder / f"{job.name}-reference").iterdir())
-    with found.case(f"{job.name}: disk of {share:.0%} of the output"), disk(found, f"{int(share * size)}") as out:
-        ended = quantkit(found.folder, *job.line(out), code=None)
-        if ended.code == 0:
-            assert share > 0.95, "a disk this small cannot hold the output"
-            same(job, out)
-            return
-        line = refused(ended, out)
-        assert TOO_SMALL.search(line) or SPACE.search(line), line
-        enlarged(out)
-        go_on(job, out, found.folder)
-
-
-def without_inodes(found: Run, job: Job, inodes: int) -> None:
-    """Run on a disk that has a number of inodes; then give it more."""
-    with found.case(f"{job.name}: {inodes} inodes"), disk(found, "16m", f"nr_inodes={inodes}") as out:
-        ended = quantkit(found.folder, *job.line(out), code=None)
-        if ended.code == 0:
-            assert inodes > len(job.files), "more files than inodes"
-            same(job, out)
-            return
-        assert "no inodes left" in refused(ended, out), ended.stderr
-        enlarged(out)
-        go_on(job, out, found.folder)
+def small(found: Run, job: Job, out: Path, says: str, enough: bool) -> None:
+    """Run on a disk that is too small unless `enough`; then enlarge it, and continue."""
+    ended = quantkit(found.folder, *job.line(out), code=None)
+    due = {"completes": None if enough else False}
+    if judged(job, ended, out, found.folder, re.escape(str(out.parent)), says, **due):
+        stated = "remount,size=64m,nr_inodes=1000"
+        subprocess.run(["mount", "-o", stated, str(out.parent)], capture_output=True, check=True)
+        continued(job, out, found.folder)
 
 
 # D2: a disk that refuses
 
 
 def refusing(found: Run) -> None:
-    """Fail with each other error at each operation, write short at each write, and limit the sizes of files."""
-    known = Jobs(found.folder)
-    made = known["rounded"], known["calibrated"]
-    solved = made[1]
-    found.facts["operations"] = {job.name: job.operations for job in made}
-    steps = [(error, i, k) for error in ERRORS for i in (0, 1) for k in range(1, made[i].operations + 1)]
-    if found.column == "nightly":  # of the longer command every other one; a release tries all
-        steps = [step for step in steps if step[1] == 0 or (step[0] + step[2]) % 2]
-    for error, i, k in chosen(found, steps, 10, "error"):
-        once = k % 2 == 0
-        injected(found, made[i], error, k, once)
-    writes = range(1, counted_writes(solved, found.folder) + 1)
-    found.facts["writes"] = len(writes)
-    for k in chosen(found, list(writes), 5, "short"):
-        short(found, solved, k)
+    """Fail with each other error at each operation, and limit the sizes of files."""
+    rounded, solved = attempts(found, "rounded", "calibrated")
+    steps = [
+        (error, job, k)
+        for error in ERRORS
+        for job in (rounded, solved)
+        for k in each_operation(job)
+        # At night of the longer command every other one; a release tries all.
+        if error != errno.ENOSPC and (job is rounded or (error + k) % 2 or found.column != "nightly")
+    ]
+    for error, job, k in chosen(found, steps, 12, "error"):
+        injected(found, job, error, k, once=k % 2 == 0)
     largest = max(path.stat().st_size for path in (found.folder / "calibrated-reference").iterdir())
-    limits = [(limit, ignored) for limit in range(2048, largest + 8192, 8192) for ignored in (True, False)]
     found.facts["largest file"] = largest
+    limits = list(product(range(2048, largest + 8192, 8192), (True, False)))
     for limit, ignored in chosen(found, limits, 8, "limit"):
         limited(found, solved, limit, ignored, limit > largest)
-
-
-def injected(found: Run, job: Job, error: int, step: int, once: bool) -> None:
-    out = found.folder / "out"
-    with case(found, f"{job.name}: {errno.errorcode[error]} {'once' if once else 'from'} {step}", out):
-        # A disk that fails, or is read-only, deletes nothing either.
-        spared = ("unlink",) if error == errno.EDQUOT else ()
-        ended = run(hooked(command(*job.line(out)), Fault(step, error, once, spared)), found.folder)
-        if ended.code == 0:
-            same(job, out)
-            return
-        assert ERRORS[error] in refused(ended, out), ended.stderr
-        after_fault(job, step, out, found.folder)
-
-
-class Short(io.FileIO):
-    """A file of which write `at` of the process stores half of its bytes; `record` gets the number of writes so far."""
-
-    at = seen = 0
-    record: Path | None = None
-
-    def write(self, data: Any, /) -> int:
-        Short.seen += 1
-        if Short.record is not None:
-            Short.record.write_text(f"{Short.seen}")
-        return super().write(data[: max(1, len(data) // 2)] if Short.seen == Short.at else data)
-
-
-def shortened(words: Sequence[object], at: int, record: Path | None = None) -> int | None:
-    """Run a command line of which write number `at` is short."""
-    fdopen = os.fdopen
-
-    def opened(fd: int, mode: str = "r", *args: Any, **options: Any) -> Any:
-        return Short(fd, "r+b") if mode == "r+b" else fdopen(fd, mode, *args, **options)
-
-    Short.at, Short.record, os.fdopen = at, record, opened
-    return command(*words)()
-
-
-def counted_writes(job: Job, folder: Path) -> int:
-    """Count the writes of a job."""
-    out = folder / "out"
-    ended = run(partial(shortened, job.line(out), 0, folder / "writes"), folder)
-    assert ended.code == 0, ended.stderr
-    shutil.rmtree(out)
-    return int((folder / "writes").read_text())
-
-
-def short(found: Run, job: Job, at: int) -> None:
-    """Store half of one write, as a network file system may; the rest must follow."""
-    out = found.folder / "out"
-    with case(found, f"{job.name}: write {at} is short", out):
-        ended = run(partial(shortened, job.line(out), at), found.folder)
-        assert ended.code == 0, ended.stderr
-        same(job, out)
 
 
 def limited(found: Run, job: Job, limit: int, ignored: bool, enough: bool) -> None:
@@ -286,17 +165,8 @@ def limited(found: Run, job: Job, limit: int, ignored: bool, enough: bool) -> No
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             return command(*job.line(out))()
 
-        ended = run(work, found.folder)
-        if ended.code == 0:
-            assert enough, "a file of this size was not allowed"
-            same(job, out)
-            return
-        assert not enough, ended.stderr
-        if ignored:
-            assert "file too large" in refused(ended, out), ended.stderr
-        else:
-            assert ended.code == -signal.SIGXFSZ, f"exit {ended.code}: {ended.stderr}"
-        go_on(job, out, found.folder)
+        due: dict[str, Any] = {"code": 1 if ignored else -signal.SIGXFSZ, "completes": enough}
+        survives(job, run(work, found.folder), out, found.folder, "file too large", **due)
 
 
 # D3: plan's bytes
@@ -371,17 +241,9 @@ def compared(stated: dict[str, Any], out: Path, tensors: int) -> int:
     wrong = {name: real[name] - size for name, size in named.items() if real[name] != size}
     assert not any(name.endswith(".safetensors") for name in wrong), wrong
     assert all(abs(by) <= 4096 for by in wrong.values()), wrong
-    stored = sum(entry[1] - entry[0] for entry in offsets(out))
+    stored = sum(info.end - info.start for path in weights(out) for info in read_header(path)[0].values())
     assert stored == tensors, f"{stored} bytes of tensors, {tensors} planned"
     return max((abs(by) for by in wrong.values()), default=0)
-
-
-def offsets(out: Path) -> Iterator[list[int]]:
-    """Read where each tensor begins and ends, from the headers alone."""
-    for path in out.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        yield from (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
 
 
 FAMILIES: list[Family] = [

@@ -7,10 +7,9 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -20,7 +19,7 @@ import quantkit
 from quantkit.checkpoint.provenance import checked, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, SEAL, load as load_report
-from quantkit.errors import CheckpointError, QuantkitError, RecipeError
+from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.evaluation.verify import verify, verify_files
 from quantkit.io.files import hash_of_file
 from quantkit.io.json_files import load_json
@@ -32,27 +31,15 @@ from quantkit.recipes.recipe import from_mapping
 from quantkit.reporting.html import page
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
+from tests.reliability.samples import changed, flipped, mutated, opened, refused, weights
 
 #: Of so many flips, one goes through a command or a whole `load`, and the others through the functions under them.
 WHOLE = 25
-#: Values that replace an entry of a JSON file.
-ODD: list[Any] = [None, True, -1, 0, 2**63, 1e308, "", "x" * 2000, "\x00", "../x", [], {}, [[]], {"a": []}, [None]]
+#: Pieces that replace others in a JSON file.
+ODD = b'null true -1 0 9223372036854775808 1e308 1e999 "" "../x" [] {} [[]] {"a":[]} [null] " , : } ]'.split()
+ODD += [b'"%s"' % (b"x" * 2000), b'"\\u0000"', b"[" * 70 + b"]" * 70]
+RTN = ("--method", "rtn")
 LAYOUTS = ("compressed-tensors", "gptq", "marlin", "awq", "quick")
-
-
-@contextmanager
-def changed(path: Path, data: bytes) -> Iterator[None]:
-    """Give a file other bytes in the block."""
-    before = path.read_bytes()
-    path.write_bytes(data)
-    try:
-        yield
-    finally:
-        path.write_bytes(before)
-
-
-def flipped(data: bytes, at: int, bit: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
 def place(path: Path, rng: random.Random) -> tuple[int, int, str]:
@@ -61,20 +48,6 @@ def place(path: Path, rng: random.Random) -> tuple[int, int, str]:
     first = min(info.start for info in tensors.values())
     at = rng.randrange(first, path.stat().st_size)
     return at, rng.randrange(8), next(name for name, info in tensors.items() if info.start <= at < info.end)
-
-
-def weights(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def refused(work: Callable[[], object], word: str) -> None:
-    """Ask for a CheckpointError of one line with `word` in it."""
-    try:
-        work()
-    except CheckpointError as error:
-        assert word in str(error) and "\n" not in str(error), str(error)
-    else:
-        raise AssertionError(f"passed, although {word} was changed")
 
 
 def sources(folder: Path) -> dict[str, Path]:
@@ -100,21 +73,16 @@ def attack_sources(found: Run) -> None:
     for name, folder in known.items():
         with found.case(f"{name}: intact"):
             source_hashes(Checkpoint(folder))
-    for i in range(found.least):
-        rng = found.random("H3", i)
+    for i, rng in found.draws("H3"):
         name, folder = rng.choice(list(known.items()))
         path = rng.choice(weights(folder))
         at, bit, _ = place(path, rng)
         with found.case(f"{name}: {path.name} byte {at} bit {bit}"), changed(path, flipped(path.read_bytes(), at, bit)):
-            refused(lambda folder=folder: source_hashes(Checkpoint(folder)), path.name)  # type: ignore[misc]
+            refused(partial(source_hashes, Checkpoint(folder)), path.name)
             if i % WHOLE == 0:
-                command = (
-                    ("quantize", folder, "--method", "rtn")
-                    if name != "a report"
-                    else ("prune", folder, "--method", "magnitude")
-                )
+                words = ("prune", folder, "--method", "magnitude") if name == "a report" else ("quantize", folder, *RTN)
                 out = found.folder / "out"
-                samples.one_line(samples.quantkit(found.folder, *command, "-o", out, "-q", code=1))
+                samples.one_line(samples.quantkit(found.folder, *words, "-o", out, "-q", code=1))
                 assert not out.exists()
 
 
@@ -138,8 +106,7 @@ def attack_outputs(found: Run) -> None:
         with found.case(f"{folder.name}: intact"), checked(Checkpoint(folder)):
             assert verify(folder, device="cpu").ok and verify_files(folder)[0] == []
             quantkit.load(folder, device="cpu")
-    for i in range(found.least):
-        rng = found.random("H4", i)
+    for i, rng in found.draws("H4"):
         folder = rng.choice(made)
         path = rng.choice(weights(folder))
         at, bit, tensor = place(path, rng)
@@ -152,12 +119,10 @@ def attack_outputs(found: Run) -> None:
         path = rng.choice(weights(folder))
         data = path.read_bytes()
         at, bit = rng.randrange(8 + int.from_bytes(data[:8], "little")), rng.randrange(8)
-        with (
-            found.case(f"{folder.name}: {path.name} header byte {at} bit {bit}"),
-            changed(path, flipped(data, at, bit)),
-        ):
+        case = found.case(f"{folder.name}: {path.name} header byte {at} bit {bit}")
+        with case, changed(path, flipped(data, at, bit)):
             assert verify_files(folder)[0]
-            refused(lambda folder=folder: _checked(folder), path.name)  # type: ignore[misc]
+            refused(partial(opened, folder), path.name)
 
 
 def rates(path: Path) -> dict[str, float]:
@@ -179,35 +144,9 @@ def seen_in_an_output(folder: Path, tensor: str, whole: bool) -> None:
     proof = verify(folder, device="cpu") if whole else None
     assert proof is None or (not proof.ok and any(tensor in line for line in proof.failures)), proof
     assert any(tensor in line for line in verify_files(folder)[0]), tensor
-    refused(lambda: _checked(folder), tensor)
+    refused(partial(opened, folder), tensor)
     if whole:
         refused(lambda: quantkit.load(folder, device="cpu"), tensor)
-
-
-def _checked(folder: Path) -> None:
-    with checked(Checkpoint(folder)):
-        pass
-
-
-def mutant(data: bytes, rng: random.Random, is_json: bool) -> bytes:
-    """Change one bit of a file, or one entry of a JSON object at any depth."""
-    if rng.random() < 0.7 or not is_json:
-        return flipped(data, rng.randrange(len(data)), rng.randrange(8))
-    value = json.loads(data)
-    inner: Any = value
-    while True:
-        key = rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
-        if not (isinstance(inner[key], dict | list) and inner[key]) or rng.random() < 0.3:
-            break
-        inner = inner[key]
-    what = rng.randrange(3)
-    if what == 0:
-        inner[key] = rng.choice(ODD)
-    elif what == 1 and isinstance(inner, dict):
-        inner[f"{key}x"] = inner.pop(key)
-    else:
-        del inner[key]
-    return json.dumps(value).encode()
 
 
 def attack_texts(found: Run) -> None:
@@ -232,7 +171,7 @@ def attack_texts(found: Run) -> None:
 
     def sealed(path: Path) -> None:
         if path.suffix in (".json", ".jinja") and not (path == report and only_the_seal(path)):
-            refused(lambda: _checked(ours), "")
+            refused(partial(opened, ours), "")
         try:
             assert verify_files(ours)[0], f"{path.name} passed inspect --check"
         except CheckpointError as error:
@@ -246,13 +185,6 @@ def attack_texts(found: Run) -> None:
             return False
         return SEAL not in left and all(left.get(key) == recorded[key] for key in recorded if key != SEAL)
 
-    def unlisted(path: Path) -> None:
-        """Nothing knows what is right here: all that can be asked is one line, or an answer."""
-        _quantkit_error_or_nothing(lambda: describe(Checkpoint(path.parent)))
-
-    def recipe(path: Path) -> None:
-        _quantkit_error_or_nothing(lambda: from_mapping(recipe_files.load(path)).to_yaml())
-
     def unfinished(path: Path) -> None:
         try:
             left = read_journal(path)
@@ -261,29 +193,26 @@ def attack_texts(found: Run) -> None:
         else:
             assert left == lines[: len(left)] and len(left) >= len(lines) - 1
 
-    def proof(path: Path) -> None:
-        _quantkit_error_or_nothing(lambda: page(recorded, load_json(path)))
-
-    targets: list[tuple[Path, Callable[[Path], None]]] = [*((path, sealed) for path in listed), (report, sealed)]
-    texts = [path for path in sorted(foreign.iterdir()) if path.suffix == ".json"]
-    targets += [(path, unlisted) for path in texts if "config" in path.name or "index" in path.name]
+    # Nothing knows what is right in these: all that can be asked is one line, or an answer.
+    unlisted = answers(lambda path: describe(Checkpoint(path.parent)))
+    recipe = answers(lambda path: from_mapping(recipe_files.load(path)).to_yaml())
+    proof = answers(lambda path: page(recorded, load_json(path)))
+    texts = [path for path in sorted(foreign.glob("*.json")) if "config" in path.name or "index" in path.name]
+    targets: list[tuple[Path, Callable[[Path], None]]] = [(path, sealed) for path in (*listed, report)]
+    targets += [(path, unlisted) for path in texts]
     targets += [(folder / "recipe.yaml", recipe), (journal, unfinished), (ours / "verify.json", proof)]
     with found.case("intact"):
         assert verify_files(ours)[0] == []
-        _checked(ours)
+        opened(ours)
     with found.case("a recipe with an unknown key names it"):
         stated = yaml.safe_load((folder / "recipe.yaml").read_text())
-        try:
-            from_mapping({**stated, "grup_size": 64})
-        except RecipeError as error:
-            assert "grup_size" in str(error)
-        else:
-            raise AssertionError("passed")
-    for i in range(found.least):
-        rng = found.random("H5", i)
+        refused(partial(from_mapping, {**stated, "grup_size": 64}), "grup_size")
+    for i, rng in found.draws("H5"):
         path, ask = rng.choice(targets)
         data = path.read_bytes()
-        other = mutant(data, rng, path.suffix == ".json")
+        entries = path.suffix == ".json" and rng.random() < 0.5
+        bit = rng.randrange(8 * len(data))
+        other = mutated(data, rng, ODD) if entries else flipped(data, bit // 8, bit % 8)
         if other == data or (ask is sealed and _same_json(data, other) and path == report):
             found.passed(1)
             continue
@@ -302,11 +231,16 @@ def _same_json(a: bytes, b: bytes) -> bool:
         return False
 
 
-def _quantkit_error_or_nothing(work: Callable[[], object]) -> None:
-    try:
-        work()
-    except QuantkitError as error:
-        assert "\n" not in str(error), str(error)
+def answers(work: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return the question to a file whether work ends well or in an error of one line."""
+
+    def ask(path: Path) -> None:
+        try:
+            work(path)
+        except QuantkitError as error:
+            assert "\n" not in str(error), str(error)
+
+    return ask
 
 
 FAMILIES = [

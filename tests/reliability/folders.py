@@ -9,9 +9,8 @@ import re
 import shutil
 import socket
 import sys
-import unicodedata
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ RUNS = (
 CODE_FILES = (".py", ".pyc", ".pkl")
 #: The exit code of a fork in which something forbidden happened.
 CAUGHT = 71
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 def watched(work: Callable[[], int | None], model: Path, places: tuple[Path, ...], where: Path | None = None) -> Any:
@@ -102,8 +101,18 @@ def renamed(name: str) -> Change:
     return change
 
 
+def unlisted(model: Path) -> None:
+    found = index(model)
+    del found["weight_map"][next(iter(found["weight_map"]))]
+    (model / INDEX).write_text(json.dumps(found))
+
+
 def written(name: str, text: str | bytes) -> Change:
-    return lambda model: (model / name).write_bytes(text if isinstance(text, bytes) else text.encode()) and None
+    def change(model: Path) -> None:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return change
 
 
 def entered(name: str, **entries: Any) -> Change:
@@ -128,59 +137,54 @@ def in_place_of(make: Callable[[Path, Path], object]) -> Change:
     return change
 
 
-def chain(path: Path, outside: Path) -> None:
-    (path.parent / "between").symlink_to(outside)
-    path.symlink_to("between")
-
-
-def loop(path: Path, outside: Path) -> None:
-    (path.parent / "between").symlink_to(path)
+def linked(path: Path, to: Path) -> None:
+    """Make a link by way of another one."""
+    (path.parent / "between").symlink_to(to)
     path.symlink_to("between")
 
 
 def listening(path: Path, outside: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the name of a socket has at most 107 bytes
     with socket.socket(socket.AF_UNIX) as made:
-        here = Path.cwd()
-        os.chdir(path.parent)  # the name of a socket has at most 107 bytes
         made.bind(path.name)
-        os.chdir(here)
+    os.chdir(here)
 
 
-def moved(tensor: int, drop: bool = False, change: bool = False) -> Change:
-    """Store a tensor of the first shard in the second too, or instead of it, or nowhere."""
+def zipped(path: Path, outside: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.pkl", PICKLE)
 
-    def act(model: Path) -> None:
+
+def in_both(added: int) -> Change:
+    """Store the first tensor of the first shard in the second too, with something added."""
+
+    def change(model: Path) -> None:
         first, second = load_file(model / FIRST), load_file(model / SECOND)
-        name = sorted(first)[tensor]
-        if not drop:
-            second[name] = first[name] + 1 if change else first[name]
-            save_file(second, model / SECOND, metadata={"format": "pt"})
-        else:
-            del first[name]
-            save_file(first, model / FIRST, metadata={"format": "pt"})
+        name = min(first)
+        save_file(second | {name: first[name] + added}, model / SECOND, metadata={"format": "pt"})
 
-    return act
+    return change
+
+
+def in_none(model: Path) -> None:
+    first = load_file(model / FIRST)
+    del first[min(first)]
+    save_file(first, model / FIRST, metadata={"format": "pt"})
 
 
 def copied(name: str) -> Change:
     """Let the model have its first shard under another name too."""
-    return lambda model: shutil.copy(model / FIRST, model / name) and None
-
-
-def unlisted(model: Path) -> None:
-    found = index(model)
-    del found["weight_map"][next(iter(found["weight_map"]))]
-    (model / INDEX).write_text(json.dumps(found))
+    return lambda model: shutil.copy(model / FIRST, model / name)
 
 
 def as_text(name: str, pattern: str, text: str) -> Change:
     """Replace a part of a file's text, which JSON's writer would not write."""
 
     def change(model: Path) -> None:
-        path = model / name
-        new, count = re.subn(pattern, lambda _: text, path.read_text(), count=1)
+        new, count = re.subn(pattern, lambda _: text, (model / name).read_text(), count=1)
         assert count == 1
-        path.write_text(new)
+        (model / name).write_text(new)
 
     return change
 
@@ -196,9 +200,8 @@ def cached(model: Path) -> None:
 
 def removed(*names: str) -> Change:
     def change(model: Path) -> None:
-        for name in names:
-            for path in model.glob(name):
-                path.unlink()
+        for path in (path for name in names for path in model.glob(name)):
+            path.unlink()
 
     return change
 
@@ -220,19 +223,18 @@ class Evil:
 
 PICKLE = pickle.dumps(Evil())
 CODE = "import os\nos.system('touch pwned')\nclass Model: pass\nclass Tokenizer: pass\n"
+#: Names of a shard that are refused, a blank between two.
+NAMES = rf"../x.safetensors a/../../x.safetensors /etc/passwd //host/x.safetensors C:\x.safetensors ~ . {FIRST}/"
+LONG, COMPOSED = "x" * 4097 + ".safetensors", "e\u0301.safetensors"
 #: The cases of RELIABILITY 2, with whether a folder is refused.
 FOLDERS: dict[str, tuple[Change, bool]] = {
     **{
         f"a shard named {name[:20]!r}": (renamed(name), True)
-        for name in (
-            *("../x.safetensors", "a/../../x.safetensors", "/etc/passwd", "//host/x.safetensors", "C:\\x.safetensors"),
-            *("~", "", ".", f"{FIRST}/", f"{FIRST}\0", f"{FIRST}\n", "x" * 4097 + ".safetensors", FIRST.upper()),
-            unicodedata.normalize("NFD", "mod\u00e9l.safetensors"),
-        )
+        for name in (*NAMES.split(), "", f"{FIRST}\0", f"{FIRST}\n", FIRST.upper(), LONG, COMPOSED)
     },
     "a link to outside": (in_place_of(lambda path, outside: path.symlink_to(outside)), True),
-    "a chain of links to outside": (in_place_of(chain), True),
-    "a loop of links": (in_place_of(loop), True),
+    "a chain of links to outside": (in_place_of(linked), True),
+    "a loop of links": (in_place_of(lambda path, outside: linked(path, path)), True),
     "a hard link": (in_place_of(lambda path, outside: path.hardlink_to(outside)), False),
     "a pipe": (in_place_of(lambda path, outside: os.mkfifo(path)), True),
     "a link to a device": (in_place_of(lambda path, outside: path.symlink_to("/dev/zero")), True),
@@ -241,10 +243,10 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
     "a shard that nobody may read": (lambda model: (model / FIRST).chmod(0), os.geteuid() != 0),  # root may
     "a missing shard": (removed(FIRST), True),
     "a shard that is not listed": (copied("more.safetensors"), False),
-    "a tensor that is listed and absent": (moved(0, drop=True), True),
+    "a tensor that is listed and absent": (in_none, True),
     "a tensor that is not listed": (unlisted, True),
-    "a tensor in two shards": (moved(0), True),
-    "a tensor in two shards, unequal": (moved(0, change=True), True),
+    "a tensor in two shards": (in_both(0), True),
+    "a tensor in two shards, unequal": (in_both(1), True),
     "a weight_map that is a list": (entered(INDEX, weight_map=[]), True),
     "a weight_map of numbers": (entered(INDEX, weight_map={"a": 5}), True),
     "a weight_map of null": (entered(INDEX, weight_map=None), True),
@@ -263,29 +265,42 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
 }
 
 
+def attacked(found: Run, name: str, change: Change, lines: Sequence[str], refused: bool | None) -> None:
+    """Count a case: commands on a changed model reach nothing and run nothing, whether refused or not (None: either).
+
+    They work in the model's folder, where Python would find its modules.
+    """
+    place = found.folder / f"{found.cases}"
+    model, out, words = place / "snapshots/abc", place / "outputs/out", place / "text.txt"
+    with found.case(name):
+        for folder in (model, out):
+            folder.parent.mkdir(parents=True)
+        samples.text(words)
+        change(samples.model(model, blocks=1))
+        for line in lines:
+            work = command(*line.format(model=model, out=out, text=words).split(), "-q")
+            ended = run(
+                watched(work, model, (model, words, out.parent, place / "blobs"), model), found.folder, limit=60
+            )
+            harmless(ended, model)
+            if ended.code or refused:
+                assert refused is not False, ended.stderr
+                assert ended.stderr.strip().splitlines()[-1].startswith("Error: "), ended.stderr
+            if refused:
+                samples.one_line(ended)
+                assert not any(out.parent.iterdir()), "something was written"
+        assert not list(out.rglob("*.py")), "code went along"
+    shutil.rmtree(place)
+
+
+PLAN, INSPECT = "plan {model} --method rtn", "inspect {model}"
+EVALUATE = "eval ppl {model} --data {text} --window 64 --tokens 256"
+
+
 def attack_folders(found: Run) -> None:
-    words = samples.text(found.folder / "text.txt")
     for name, (change, refused) in FOLDERS.items():
-        place = found.folder / f"{found.cases}"
-        model = samples.model(_made(place / "snapshots" / "abc"), blocks=1)
-        out = _made(place / "outputs" / "out")
-        with found.case(name):
-            change(model)
-            for line in (
-                ("inspect", model),
-                ("plan", model, "--method", "rtn"),
-                ("quantize", model, "--method", "rtn", "-o", out),
-                ("eval", "ppl", model, "--data", words, "--window", 64, "--tokens", 256),
-            ):
-                places = (model, words, out.parent, *((place / "blobs",) if name == "the hub's cache" else ()))
-                ended = run(watched(command(*line, "-q"), model, places), found.folder, limit=60)
-                harmless(ended, model)
-                if refused:
-                    samples.one_line(ended)
-                    assert not any(out.parent.iterdir())
-                else:
-                    assert ended.code == 0, ended.stderr
-        shutil.rmtree(place)
+        lines = (INSPECT, PLAN, "quantize {model} --method rtn -o {out}", EVALUATE)
+        attacked(found, name, change, lines, refused)
     with found.case("a shard that is replaced during the run"):
         model, out = samples.model(found.folder / "replaced", 1), found.folder / "out"
 
@@ -294,27 +309,15 @@ def attack_folders(found: Run) -> None:
             (found.folder / "other").rename(model / FIRST)
 
         work = at_operation(3, replace, command("quantize", model, "--method", "rtn", "-o", out, "-q"))
-        ended = run(work, found.folder, limit=60)
-        samples.one_line(ended)
-        assert "changed while it was in use" in ended.stderr and not out.exists(), ended.stderr
-
-
-def _made(path: Path) -> Path:
-    path.parent.mkdir(parents=True)
-    return path
+        samples.one_line(run(work, found.folder, limit=60), "changed while it was in use")
+        assert not out.exists()
 
 
 def harmless(ended: Ended, model: Path) -> None:
     """Ask for no traceback, no hang, nothing that was caught, and no trace of code that ran."""
     assert ended.code not in (CAUGHT, BROKE) and "Traceback" not in ended.stderr, ended.stderr
     assert ended.code >= 0, f"signal {-ended.code}: {ended.stderr}"
-    assert not list(model.rglob("pwned")) and not Path("pwned").exists()
-
-
-def zipped(model: Path) -> None:
-    (model / FIRST).unlink()
-    with zipfile.ZipFile(model / FIRST, "w") as archive:
-        archive.writestr("data.pkl", PICKLE)
+    assert not list(model.rglob("pwned"))
 
 
 AUTO = {
@@ -335,8 +338,8 @@ CODES: dict[str, Change] = {
     "a pickle as a shard": written(FIRST, PICKLE),
     "a pickle as tokenizer.json": written("tokenizer.json", PICKLE),
     "a pickle as tokenizer.model": both(removed("tokenizer.json"), written("tokenizer.model", PICKLE)),
-    "a link that is a pickle": both(written("x.bin", PICKLE), lambda m: None),
-    "a zip as a shard": zipped,
+    "a pickle of another name": written("x.bin", PICKLE),
+    "a zip as a shard": in_place_of(zipped),
     "auto_map of a known family": entered("config.json", auto_map=AUTO),
     "auto_map of an unknown family": entered("config.json", auto_map=AUTO, model_type="evil"),
     "auto_map in a nested config": entered("config.json", text_config={"auto_map": AUTO, "model_type": "evil"}),
@@ -352,7 +355,7 @@ CODES: dict[str, Change] = {
     "an attention kernel by its public name": entered("config.json", attn_implementation=KERNEL),
     "an expert kernel": entered("config.json", _experts_implementation=KERNEL),
     "kernels of the hub": entered("config.json", use_kernels=True, kernel_config={"RMSNorm": KERNEL}),
-    "custom generate": both(lambda m: (m / "custom_generate").mkdir(), written("custom_generate/generate.py", CODE)),
+    "custom generate": written("custom_generate/generate.py", CODE),
     "custom generate by name": entered("generation_config.json", custom_generate=KERNEL, trust_remote_code=True),
     "a template that escapes": written("chat_template.jinja", ESCAPE),
     "a template that calls the system": written("chat_template.jinja", GLOBALS),
@@ -364,36 +367,17 @@ CODES: dict[str, Change] = {
     "modules that shadow libraries": both(
         *(written(f"{name}.py", CODE) for name in ("json", "torch", "sitecustomize", "tokenizers"))
     ),
-    "a package": both(lambda m: (m / "quantkit").mkdir(), written("quantkit/__init__.py", CODE)),
+    "a package": written("quantkit/__init__.py", CODE),
 }
 
 
 def attack_with_code(found: Run) -> None:
-    words = samples.text(found.folder / "text.txt")
-    out = found.folder / "outputs"
-    out.mkdir()
+    calibrated = " ".join(map(str, ("quantize {model} --calib {text} -o {out}", *samples.SHORT)))
+    lines = (INSPECT, calibrated, "generate {model} Hi --chat --max-new-tokens 2")
+    if found.column != "pr":  # they read no more than those above
+        lines += (PLAN, EVALUATE)
     for name, change in CODES.items():
-        model = samples.model(found.folder / f"model {found.cases}", blocks=1)
-        (model / "evil.py").write_text(CODE)
-        with found.case(name):
-            change(model)
-            target = out / f"{found.cases}"
-            lines: list[tuple[object, ...]] = [
-                ("inspect", model, "-q"),
-                samples.calibrated(model, words, target),
-                ("generate", model, "Hi", "--chat", "--max-new-tokens", 2, "-q"),
-            ]
-            if found.column != "pr":  # they read no more than those above
-                lines.append(("plan", model, "--method", "rtn", "-q"))
-                lines.append(("eval", "ppl", model, "--data", words, "--window", 64, "--tokens", 256, "-q"))
-            for line in lines:
-                work = watched(command(*line), model, (model, words, out), where=model)
-                ended = run(work, found.folder, limit=60)
-                harmless(ended, model)
-                assert ended.code == 0 or ended.stderr.strip().splitlines()[-1].startswith("Error: "), ended.stderr
-            assert not list(target.rglob("*.py")), "code went along"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.rmtree(model)
+        attacked(found, name, both(written("evil.py", CODE), change), lines, None)
 
 
 def attack_outputs(found: Run) -> None:
@@ -409,8 +393,8 @@ def attack_outputs(found: Run) -> None:
     (folder / "other").mkdir()
     (folder / "other" / "thesis.txt").write_text("years of work")
     os.mkfifo(folder / "pipe")
-    (folder / "empty").mkdir()
-    (folder / "inside").mkdir()
+    for name in ("empty", "inside"):
+        (folder / name).mkdir()
     (folder / "up").symlink_to(source)
     (folder / partial_name(folder, "taken")).symlink_to(made)
     refused: dict[str, tuple[Any, ...]] = {
@@ -437,29 +421,27 @@ def attack_outputs(found: Run) -> None:
         "a proc folder": ("/proc/out",),
         "a long name": (folder / ("x" * 300),),
     }
-    before = tree(folder)
-    for name, words in refused.items():
+    accepted: dict[str, tuple[Any, ...]] = {
+        "a trailing slash": (f"{folder}/new/",),
+        "an empty folder, to be overwritten": (folder / "empty", "--overwrite"),
+        "a name with spaces and letters of other alphabets": (folder / "a b \u00e9 \u4e2d",),
+        "a relative path": ("../relative",),
+    }
+    before, whole = tree(folder), samples.digests(made)
+    for name, words in (refused | accepted).items():
         with found.case(name):
             line = ("quantize", source, "--method", "rtn", "-q", "-o", *words)
             ended = run(watched(command(*line), source, (folder,), where=folder / "inside"), folder, limit=60)
             harmless(ended, source)
-            samples.one_line(ended)
-            assert tree(folder) == before
-    whole = samples.digests(made)
-    for name, path in {
-        "a trailing slash": f"{folder}/new/",
-        "an empty folder, to be overwritten": folder / "empty",
-        "a name with spaces and letters of other alphabets": folder / "a b \u00e9 \u4e2d",
-        "a relative path": "../relative",
-    }.items():
-        with found.case(name):
-            line = ("quantize", source, "--method", "rtn", "-q", "-o", path, "--overwrite")
-            ended = run(watched(command(*line), source, (folder,), where=folder / "inside"), folder, limit=60)
-            assert ended.code == 0, ended.stderr
-            assert samples.digests((folder / "inside" / path).resolve()) == whole
+            if name in refused:
+                samples.one_line(ended)
+                assert tree(folder) == before
+            else:
+                assert ended.code == 0, ended.stderr
+                assert samples.digests((folder / "inside" / words[0]).resolve()) == whole
     with found.case("the source is as it was"):
-        assert {path: held for path, held in tree(folder).items() if path.startswith("source")} == {
-            path: held for path, held in before.items() if path.startswith("source")
+        assert tree(source) == {
+            path.removeprefix("source/"): held for path, held in before.items() if path.startswith("source/")
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from quantkit.io import files
 from quantkit.io.staging import JOURNAL
 from tests.reliability import samples
 from tests.reliability.campaign import Run
-from tests.reliability.forks import command, run
+from tests.reliability.forks import Ended, command, run
 
 Work = Callable[[], int | None]
 #: Called before each operation on the disk, with its name and its path.
@@ -58,7 +59,7 @@ class Jobs(dict[str, Job]):
         self.lines: dict[str, tuple[object, ...]] = {
             "calibrated": ("quantize", self.source, *text),
             "fp6": ("quantize", self.source, "--format", "fp6", *text),
-            "pruned": ("prune", self.source, "--calib", self.text, "--samples", 4, "--max-length", 64, "-q"),
+            "pruned": ("prune", self.source, "--calib", self.text, *samples.FEW),
             "rounded": rounding,
             "mapped": ("quantize", self.source, "--act-budget", "1KB", *text),
             "pack": ("pack", packed, "--layout", "marlin", "-q"),
@@ -133,6 +134,35 @@ def continued(job: Job, out: Path, scratch: Path) -> None:
     same(job, out)
 
 
+def judged(
+    job: Job, ended: Ended, out: Path, scratch: Path, *says: str, code: int = 1, completes: bool | None = None
+) -> bool:
+    """Judge a disturbed run: it completed with the usual bytes, or ended with `code` in a line with all patterns.
+
+    `completes` says which of both is due (None: either). If only what follows the last rename failed, the output is
+    whole. Returns True if the run is to be continued.
+    """
+    assert completes is None or completes == (ended.code == 0), f"exit {ended.code}: {ended.stderr}"
+    if ended.code:
+        assert ended.code == code, f"exit {ended.code}: {ended.stderr}"
+        if code > 0:
+            samples.one_line(ended)
+            assert all(re.search(pattern, ended.stderr) for pattern in says), f"not {says}: {ended.stderr}"
+        if not out.exists():
+            assert job.resumes or not list(out.parent.glob(f"{out.name}*")), (
+                "a command that cannot resume left something"
+            )
+            return True
+    same(job, out)
+    return False
+
+
+def survives(job: Job, ended: Ended, out: Path, scratch: Path, *says: str, **due: Any) -> None:
+    """Judge a disturbed run, and continue it."""
+    if judged(job, ended, out, scratch, *says, **due):
+        continued(job, out, scratch)
+
+
 @contextmanager
 def case(found: Run, name: str, out: Path) -> Iterator[None]:
     """Count a case, and leave nothing of it."""
@@ -144,4 +174,4 @@ def case(found: Run, name: str, out: Path) -> Iterator[None]:
 
 def chosen(found: Run, everything: list[Any], fewer: int, key: str) -> list[Any]:
     """Return all cases, or in the column for every change a sample of them."""
-    return everything if found.column != "pr" else sorted(found.random(key).sample(everything, fewer))
+    return everything if found.column != "pr" else found.random(key).sample(everything, fewer)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,15 +19,16 @@ from unittest.mock import patch
 import quantkit
 from quantkit.calibration import budget, uncalibrated
 from quantkit.calibration.activations import Activations
+from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.io import files
 from quantkit.io.staging import JOURNAL, read_journal
-from tests.faults import Killed, killer
+from tests.faults import Killed, faults, killer
 from tests.reliability import power, samples
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import Ended, command, run, start, wait
-from tests.reliability.jobs import Job, Jobs, Work, at_operation, hooked, is_commit, same
+from tests.reliability.jobs import Job, Jobs, Work, at_operation, chosen, hooked, is_commit, same
 
 #: Bytes of one commit of a streamed run, so that a small model has several.
 COMMIT_BYTES = 300_000
@@ -41,11 +41,6 @@ def jobs(folder: Path) -> Jobs:
     """Write a model of four blocks, whose streamed runs commit several times."""
     uncalibrated.COMMIT_BYTES = COMMIT_BYTES
     return Jobs(folder, 4)
-
-
-def beside_or_not(rng: random.Random) -> None:
-    """Let the runs that follow write finished blocks beside the computing, as on a GPU, or not."""
-    budget.BESIDE["cpu"] = rng.random() < 0.5
 
 
 def everything(out: Path) -> dict[str, str]:
@@ -128,12 +123,7 @@ def killed_at_event(work: Work, event: int) -> Work:
 
     def watched() -> int | None:
         seen = itertools.count(1)  # its numbers differ in all threads
-
-        def hook(what: str, values: tuple[Any, ...]) -> None:
-            if next(seen) == event:
-                die()
-
-        sys.addaudithook(hook)
+        sys.addaudithook(lambda what, values: die() if next(seen) == event else None)
         return work()
 
     return watched
@@ -147,25 +137,27 @@ def killed_after(work: Work, seconds: float, scratch: Path) -> Ended:
     return wait(pid, scratch)
 
 
-def case_folder(found: Run, name: str) -> Path:
-    """Return the output of a case, in a folder of its own."""
-    folder = found.folder / name
-    folder.mkdir()
-    return folder / "out"
+@contextmanager
+def killed(found: Run, key: str, job: Job, case: str) -> Iterator[Path]:
+    """Count a case, and yield its output in a folder of its own.
+
+    On a number drawn for the case depends whether runs write finished blocks beside the computing, as on a GPU.
+    """
+    budget.BESIDE["cpu"] = found.random(key, "beside", job.name, case).random() < 0.5
+    out = found.folder / f"case{found.cases}" / "out"
+    with found.case(f"{job.name}, {case}"):
+        out.parent.mkdir()
+        yield out
 
 
 def attack_at_random_instants(found: Run) -> None:
     """Kill at a random time, or at a random event of Python's audit."""
     known = jobs(found.folder)
     states = {"nothing": 0, "partial": 0, "complete": 0}
-    for i in range(found.least):
-        rng = found.random("K1", i)
-        job = known[rng.choice(("calibrated", *NAMES))]
-        timed = rng.random() < 0.5
-        share = rng.random()
-        beside_or_not(rng)
-        with found.case(f"case {i}: {job.name}, {'time' if timed else 'event'} {share:.4f}"):
-            code, out = 0, case_folder(found, f"case{i}")
+    for i, rng in found.draws("K1"):
+        job, timed, share = known[rng.choice(("calibrated", *NAMES))], rng.random() < 0.5, rng.random()
+        with killed(found, "K1", job, f"case {i}: {'time' if timed else 'event'} {share:.4f}") as out:
+            code = 0
             while code != -signal.SIGKILL:  # a fast run may be over before its time
                 shutil.rmtree(out, ignore_errors=True)
                 work = command(*job.line(out))
@@ -185,15 +177,10 @@ def attack_at_every_operation(found: Run) -> None:
     """Kill before each operation, and after the last: before an operation is after the one before it."""
     known = jobs(found.folder)
     names = {"pr": NAMES, "nightly": NAMES[:1]}.get(found.column, NAMES[:3])
-    instants = [(name, k) for name in names for k in range(1, known[name].operations + 2)]
     found.facts["operations"] = {name: known[name].operations for name in names}
-    if found.column == "pr":
-        instants = sorted(found.random("K2").sample(instants, found.least))
-    for name, k in instants:
-        job = known[name]
-        beside_or_not(found.random("K2", name, k))
-        with found.case(f"{name}, operation {k} of {job.operations}"):
-            out = case_folder(found, f"{name}{k}")
+    instants = [(known[name], k) for name in names for k in range(1, known[name].operations + 2)]
+    for job, k in chosen(found, instants, found.least, "K2"):
+        with killed(found, "K2", job, f"operation {k} of {job.operations}") as out:
             ended = run(killed_before(command(*job.line(out)), k), found.folder)
             assert ended.code == -signal.SIGKILL, f"exit {ended.code}: {ended.stderr}"
             one_of_three_states(job, out)
@@ -276,18 +263,17 @@ def power_cuts(found: Run, job: Job, first: int | None) -> Iterator[tuple[str, s
                 disk.hook(operation, path)
                 kill(operation, path)
 
-            files.FAULT = before
-            try:
-                command(*job.line(root / "out"))()
-            except Killed:
-                options = ("--resume",)
+            with faults(before):
+                try:
+                    command(*job.line(root / "out"))()
+                except Killed:
+                    options = ("--resume",)
             disk.settle()
-        files.FAULT = hook
-        try:
-            command(*job.line(root / "out", *options))()
-        except SystemExit as left:
-            assert not left.code
-        files.FAULT = None
+        with faults(hook):
+            try:
+                command(*job.line(root / "out", *options))()
+            except SystemExit as left:
+                assert not left.code
         disk.settle()
         note(over=True)
         noted.write_text(json.dumps(cuts))
@@ -303,12 +289,9 @@ def attack_again_and_again(found: Run) -> None:
     """Kill a run and the runs that continue it; no commit is lost on the way."""
     known = jobs(found.folder)
     kills = 0
-    for i in range(found.least):
-        rng = found.random("K4", i)
-        job = known[rng.choice(NAMES)]
-        beside_or_not(rng)
-        with found.case(f"case {i}: {job.name}"):
-            out, lines = case_folder(found, f"case{i}"), 0
+    for i, rng in found.draws("K4"):
+        job, lines = known[rng.choice(NAMES)], 0
+        with killed(found, "K4", job, f"case {i}") as out:
             for attempt in range(3):
                 work = command(*job.line(out, *(["--resume"] if attempt else [])))
                 if rng.random() < 0.7:
@@ -336,34 +319,26 @@ JOURNAL_SHARE, RESUME_SECONDS = 0.03, 5
 LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
-def measure_costs(found: Run) -> None:
-    """Measure, on a disk, what commits cost and what a kill costs; each figure is a case."""
-    with tempfile.TemporaryDirectory() as name:
-        costs(found, Path(name))
-
-
 def clocked(work: Work, noted: Path) -> Work:
     """Return work that notes its seconds, and those in the journal and in snapshots of activations."""
-    spent = 0.0
+    spent: list[float] = []
 
     def clock(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*values: Any) -> Any:
-            nonlocal spent
             began = time.monotonic()
             try:
                 return function(*values)
             finally:
-                spent += time.monotonic() - began
+                spent.append(time.monotonic() - began)
 
         return call
 
     def timed() -> int | None:
         began = time.monotonic()
-        append, save = clock(quantkit.checkpoint.writer.append_journal), clock(files.save_tensor)
-        journal = patch("quantkit.checkpoint.writer.append_journal", append)
-        with journal, patch.object(files, "save_tensor", save), suppress(SystemExit):
+        journal = patch.object(writer, "append_journal", clock(writer.append_journal))
+        with journal, patch.object(files, "save_tensor", clock(files.save_tensor)), suppress(SystemExit):
             work()
-        noted.write_text(json.dumps([time.monotonic() - began, spent]))
+        noted.write_text(json.dumps([time.monotonic() - began, sum(spent)]))
         return 0
 
     return timed
@@ -371,25 +346,30 @@ def clocked(work: Work, noted: Path) -> Work:
 
 def until_it_computes(work: Work, noted: Path) -> Work:
     """Return work that ends with code 9 when it has loaded activations, and notes its seconds of a core."""
+    load = Activations.load
+
+    def loaded(*values: Any) -> None:
+        load(*values)
+        noted.write_text(f"{time.process_time()}")
+        os._exit(9)
 
     def stopped() -> int | None:
-        load = Activations.load
-
-        def loaded(*values: Any) -> None:
-            load(*values)
-            noted.write_text(f"{time.process_time()}")
-            os._exit(9)
-
         with patch.object(Activations, "load", loaded):
             return work()
 
     return stopped
 
 
+def measure_costs(found: Run) -> None:
+    """Measure, on a disk, what commits cost and what a kill costs; each figure is a case."""
+    with tempfile.TemporaryDirectory() as name:
+        costs(found, Path(name))
+
+
 def costs(found: Run, folder: Path) -> None:
     source, words = samples.model(folder / "source", 3, **LARGER), samples.text(folder / "calib.txt")
     line: tuple[object, ...] = ("quantize", source, "--calib", words, "--samples", 16, "--max-length", 256, "-q")
-    noted, share = folder / "noted", 1.0
+    noted, share, out = folder / "noted", 1.0, folder / "cut" / "out"
     for _ in range(3):  # a disk that others use too makes a run slower, never quicker
         ended = run(clocked(command(*line, "-o", folder / "whole", "--overwrite"), noted), folder)
         assert ended.code == 0 and (folder / "whole").exists(), ended.stderr
@@ -400,17 +380,12 @@ def costs(found: Run, folder: Path) -> None:
     found.facts |= {"seconds of a run": round(seconds, 2), "journal and snapshots, share of the run": round(share, 4)}
     with found.case("the journal's share of a run"):
         assert share <= JOURNAL_SHARE, f"{share:.1%} of the run"
-
-    out = folder / "cut" / "out"
     out.parent.mkdir()
-    lines = killed_in_block(folder, line, out, 3)
     with found.case("work lost by a kill within the third block"):
-        found.facts["blocks committed when the third was killed"] = lines - 1
-        assert lines >= 3, f"only {lines - 1} blocks are left of 2 finished ones"
-    partial = partial_of(out)
-    assert partial is not None
-    hashed = sum(path.stat().st_size for place in (partial, source) for path in place.iterdir())
+        found.facts["blocks committed when the third was killed"] = blocks = killed_in_block(folder, line, out, 3) - 1
+        assert blocks >= 2, f"only {blocks} blocks are left of 2 finished ones"
     with found.case("a resumed run starts"):
+        hashed = sum(path.stat().st_size for place in (partial_of(out), source) if place for path in place.iterdir())
         ended = run(until_it_computes(command(*line, "-o", out, "--resume"), noted), folder)
         assert ended.code == 9, ended.stderr
         found.facts["seconds of a core until a resumed run computes"] = seconds = round(float(noted.read_text()), 2)

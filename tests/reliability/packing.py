@@ -6,13 +6,11 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -21,7 +19,7 @@ from quantkit.errors import LayoutError, QuantkitError
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from tests.layouts.laws import UNITS, obeys
+from tests.layouts.laws import UNITS, obeys, same_bytes
 from tests.layouts.samples import HELD, record, write_folder
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
@@ -44,8 +42,7 @@ def drawn(rng: random.Random) -> tuple[str, QuantizedTensor]:
 
 
 def attack_laws(found: Run) -> None:
-    for i in range(found.least):
-        rng = found.random("B1", i)
+    for i, rng in found.draws("B1"):
         layout, q = drawn(rng)
         with found.case(f"{layout} {q.scheme.label} {list(q.shape)}"):
             if i % 4 == 0:
@@ -59,17 +56,12 @@ def attack_laws(found: Run) -> None:
 
 
 def rows_in_any_order(layout: str, q: QuantizedTensor, rng: random.Random) -> None:
-    n, k = q.shape
-    unit = 128 if n > 128 else n
-    turns = [(start, min(start + unit, n)) for start in range(0, n, unit)]
-    rng.shuffle(turns)
-    packing = LAYOUTS[layout].packing(q.scheme, (n, k), q.scales, q.zeros)
-    for start, end in turns:
-        packing.add(start, q.codes[start:end])
-    expected = LAYOUTS[layout].pack(q)
-    assert all(
-        torch.equal(packing.tensors[name].view(torch.uint8), t.view(torch.uint8)) for name, t in expected.items()
-    )
+    unit = min(128, len(q.codes))
+    starts = rng.sample(range(0, len(q.codes), unit), -(-len(q.codes) // unit))
+    packing = LAYOUTS[layout].packing(q.scheme, q.shape, q.scales, q.zeros)
+    for start in starts:
+        packing.add(start, q.codes[start : start + unit])
+    assert same_bytes(packing.tensors, LAYOUTS[layout].pack(q))
 
 
 def refuses_or_holds(layout: str, scheme: Scheme, rng: random.Random) -> None:
@@ -112,46 +104,19 @@ def changed_nibbles(layout: str, q: QuantizedTensor, rng: random.Random) -> None
     assert LAYOUTS[layout].unpack(packed, q.scheme).equal(q)
 
 
-#: Changes of a record: (codes, scales, zeros) in place, with random numbers.
-RecordFault = Callable[[QuantizedTensor, random.Random], QuantizedTensor]
-
-
-def scales_exchanged(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    scales = q.scales.clone()
-    a, b = rng.sample(range(scales.numel()), 2)
-    flat = scales.view(-1)
-    flat[[a, b]] = flat[[b, a]]
-    return replace(q, scales=scales)
-
-
-def groups_off_by_one(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    return replace(q, scales=q.scales.view(-1).roll(1).view(q.scales.shape))
-
-
-def sign_of_a_row(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    codes = q.codes.clone()
-    row, top = rng.randrange(len(codes)), 2 ** (q.scheme.format.bits - 1)
-    kept = codes[row] != q.scheme.format.zero_code  # a pruned weight has no sign
-    codes[row][kept] = codes[row][kept] ^ top
-    if q.scheme.sparsity is not None:  # a code that became zero would move the mask
-        codes[row] = torch.where(kept & (codes[row] == q.scheme.format.zero_code), q.codes[row], codes[row])
+def one_code(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    codes, zero = q.codes.clone(), q.scheme.format.zero_code
+    row, column = rng.choice((codes != zero).nonzero().tolist())
+    codes[row, column] = rng.choice(sorted({*range(2**q.scheme.format.bits)} - {int(codes[row, column]), zero}))
     return replace(q, codes=codes)
 
 
-def tile_transposed(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+def tile_turned(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    """Transpose a tile of codes; one of 2:4 is only turned upside down."""
     codes = q.codes.clone()
     row, column = (16 * rng.randrange(size // 16) for size in q.shape)
     tile = codes[row : row + 16, column : column + 16]
-    codes[row : row + 16, column : column + 16] = tile.flip(0) if q.scheme.sparsity is not None else tile.T.clone()
-    return replace(q, codes=codes)
-
-
-def one_code(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    codes = q.codes.clone()
-    kept = (codes != q.scheme.format.zero_code).nonzero()
-    row, column = kept[rng.randrange(len(kept))].tolist()
-    choices = {*range(2**q.scheme.format.bits)} - {int(codes[row, column]), q.scheme.format.zero_code}
-    codes[row, column] = rng.choice(sorted(choices))
+    tile.copy_(tile.flip(0) if q.scheme.sparsity is not None else tile.T.clone())
     return replace(q, codes=codes)
 
 
@@ -161,14 +126,17 @@ def one_scale(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
     return replace(q, scales=scales)
 
 
+def groups_off_by_one(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    return replace(q, scales=q.scales.view(-1).roll(1).view(q.scales.shape))
+
+
 def zeros_shifted(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    assert q.zeros is not None
-    return replace(q, zeros=(q.zeros % 15) + 1)
+    return q if q.zeros is None else replace(q, zeros=(q.zeros % 15) + 1)
 
 
-RECORD_FAULTS: tuple[RecordFault, ...] = (
-    *(scales_exchanged, groups_off_by_one, sign_of_a_row, tile_transposed, one_code, one_scale),
-)
+#: Changes of a record, and of the tensors of a folder.
+RECORD_FAULTS = (one_code, tile_turned, one_scale, groups_off_by_one, zeros_shifted)
+TENSOR_FAULTS = ("exchanged", "a bit of a dense tensor", "a byte of a packed tensor")
 #: Tensors of one shape that are exchanged, packed or dense.
 PAIRS = (("q_proj", "k_proj"), ("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm"))
 
@@ -178,49 +146,27 @@ def planted(folder: Path, rng: random.Random) -> str:
     path = folder / "model.safetensors"
     src, tensors = Checkpoint(folder), load_file(path)
     module = rng.choice(src.modules())
-    q = src.quantized(module)
-    what = rng.choice((*RECORD_FAULTS, zeros_shifted, exchanged, one_dense_bit, a_word))
-    if what is zeros_shifted and q.zeros is None:
-        what = one_code
-    if what in (exchanged, one_dense_bit, a_word):
-        name = what(tensors, src, module, rng)  # type: ignore[operator]
+    fault = rng.choice((*RECORD_FAULTS, *TENSOR_FAULTS))
+    packed = {name for each in src.modules() for name in src.parts(each).values()}
+    if fault == "exchanged":
+        a, b = rng.choice(PAIRS)
+        for name in [name for name in tensors if f".{a}." in name]:
+            tensors[name], tensors[name.replace(a, b)] = tensors[name.replace(a, b)], tensors[name]
+        module = f"{a} and {b}"
+    elif isinstance(fault, str):
+        module = rng.choice([name for name in tensors if (name in packed) == ("packed" in fault)])
+        data = tensors[module].contiguous().view(-1).view(torch.uint8).clone()
+        data[rng.randrange(data.numel())] ^= 1 << rng.randrange(8) if "bit" in fault else rng.randrange(1, 256)
+        tensors[module] = data.view(tensors[module].dtype).view(tensors[module].shape)
     else:
-        other = what(q, rng)  # type: ignore[operator]
-        if other.equal(q):  # two equal scales, or a symmetric tile
+        q = src.quantized(module)
+        other = fault(q, rng)
+        if other.equal(q):  # two equal scales, a symmetric tile, or no zeros
             other = one_code(q, rng)
         assert src.layout is not None
         tensors |= {f"{module}.{suffix}": t.contiguous() for suffix, t in src.layout.pack(other).items()}
-        name = f"{what.__name__} in {module}"
     save_file(tensors, path, metadata={"format": "pt"})
-    return name
-
-
-def exchanged(tensors: dict[str, Tensor], src: Checkpoint, module: str, rng: random.Random) -> str:
-    a, b = rng.choice(PAIRS)
-    names = [
-        name for name in tensors if f".{a}." in name and not torch.equal(tensors[name], tensors[name.replace(a, b)])
-    ]
-    for name in names:
-        other = name.replace(a, b)
-        tensors[name], tensors[other] = tensors[other], tensors[name]
-    return f"{a} and {b} exchanged"
-
-
-def one_dense_bit(tensors: dict[str, Tensor], src: Checkpoint, module: str, rng: random.Random) -> str:
-    packed = {name for each in src.modules() for name in src.parts(each).values()}
-    name = rng.choice([name for name in tensors if name not in packed])
-    data = tensors[name].view(torch.uint8).view(-1)
-    data[rng.randrange(data.numel())] ^= 1 << rng.randrange(8)
-    return f"a bit of {name}"
-
-
-def a_word(tensors: dict[str, Tensor], src: Checkpoint, module: str, rng: random.Random) -> str:
-    """Change a byte of any stored part: codes, scales, metadata, group indices, shapes."""
-    name = rng.choice(sorted(src.parts(module).values()))
-    data = tensors[name].contiguous().view(-1).view(torch.uint8).clone()
-    data[rng.randrange(data.numel())] ^= rng.randrange(1, 256)
-    tensors[name] = data.view(tensors[name].dtype).view(tensors[name].shape)
-    return f"a byte of {name}"
+    return f"{fault if isinstance(fault, str) else fault.__name__}: {module}"
 
 
 def attack_verify(found: Run) -> None:
@@ -240,8 +186,7 @@ def attack_verify(found: Run) -> None:
         else:
             shutil.rmtree(folder)
     unreadable = 0
-    for i in range(found.least):
-        rng = found.random("B2", i)
+    for i, rng in found.draws("B2"):
         reference = rng.choice(good)
         folder = shutil.copytree(reference, found.folder / "broken")
         what = planted(folder, rng)

@@ -19,7 +19,7 @@ WINDOW = 64
 CLOSE = 1e-4
 
 
-def reference(model: Path, text: str, window: int, stride: int, bos: bool) -> float:
+def reference(model: Path, text: str, window: int, stride: int, bos: bool, loaded: Any = None) -> float:
     """Compute the perplexity in float64 from transformers' logits, with no code of quantkit.
 
     The tokenizer of the samples has one token a byte, in the order of their letters.
@@ -27,7 +27,7 @@ def reference(model: Path, text: str, window: int, stride: int, bos: bool) -> fl
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network = loaded or AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = words(text, add_special_tokens=False)["input_ids"]
     total, count = 0.0, 0
     for start in range(0, len(ids) - window + 1, stride):
@@ -52,16 +52,10 @@ def attack(found: Run) -> None:
         result: dict[str, Any] = json.loads(samples.quantkit(folder, *line).stdout)
         return result
 
-    def refused(*options: object, says: str, where: Path = model, data: Path = words) -> None:
-        ended = samples.quantkit(folder, "eval", "ppl", where, "--data", data, "-q", *options, code=None)
-        samples.one_line(ended)
-        assert says in ended.stderr, ended.stderr
-
-    def changed_copy(name: str, **entries: Any) -> Path:
-        """Copy the model with other entries in its tokenizer.json."""
-        other = samples.model(folder / name, blocks=1)
-        (other / "tokenizer.json").write_text(json.dumps(tokenizer() | entries))
-        return other
+    def refused(says: str, where: Path, *options: object, data: str = text, kind: str = "ppl") -> None:
+        (folder / "given.txt").write_text(data)
+        line = ("eval", kind, where, "--data", folder / "given.txt", "-q", *options)
+        samples.one_line(samples.quantkit(folder, *line, code=None), says)
 
     for name, options, stride, bos in (
         ("no BOS", (), WINDOW, False),
@@ -79,47 +73,37 @@ def attack(found: Run) -> None:
         special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}
         single = [{"SpecialToken": end}, {"Sequence": {"id": "A", "type_id": 0}}]
         twice = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
-        adding = changed_copy("adding", post_processor=twice)
+        adding = samples.model(folder / "adding", blocks=1)
+        (adding / "tokenizer.json").write_text(json.dumps(tokenizer() | {"post_processor": twice}))
         # Its rule holds unless an option says otherwise, and never gives two.
         for options, same in (((), ("--bos",)), (("--bos",), ("--bos",)), (("--no-bos",), ())):
             assert measured(*options, where=adding)["perplexity"] == measured(*same)["perplexity"]
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1)
+    small = samples.model(folder / "small", blocks=1, vocab_size=64, **ids)
+    bare, other = samples.model(folder / "bare", blocks=1), samples.model(folder / "other", blocks=1, vocab_size=300)
+    for path in bare.glob("*token*"):
+        path.unlink()
+    window = ("--window", WINDOW)
     with found.case("a tokenizer with tokens that the model lacks"):
-        ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
-        small = samples.model(folder / "small", blocks=1, vocab_size=64, **ids)
-        refused("--window", WINDOW, says="do not belong together", where=small)
+        refused("do not belong together", small, *window)
     with found.case("no tokenizer"):
-        bare = samples.model(folder / "bare", blocks=1)
-        for path in bare.glob("*token*"):
-            path.unlink()
-        refused("--window", WINDOW, says="no tokenizer", where=bare)
+        refused("no tokenizer", bare, *window)
     with found.case("another vocabulary"):
-        other = samples.model(folder / "other", blocks=1, vocab_size=300)
-        line = ("eval", "kld", other, "--against", model, "--data", words, "--window", WINDOW, "-q")
-        ended = samples.quantkit(folder, *line, code=1)
-        samples.one_line(ended)
-        assert "vocabularies" in ended.stderr
-    with found.case("a text shorter than the window"):
-        short = folder / "short.txt"
-        short.write_text(text[: WINDOW - 1])
-        refused("--window", WINDOW, says="less than one window", data=short)
-    with found.case("a text of one token, and of none"):
+        refused("vocabularies", other, "--against", model, *window, kind="kld")
+    with found.case("a text shorter than the window, of one token, and of none"):
+        refused("less than one window", model, *window, data=text[: WINDOW - 1])
         for content in ("a", "", "\n \n"):
-            (folder / "tiny.txt").write_text(content)
-            refused("--window", 2, says="text", data=folder / "tiny.txt")
-    with found.case("windows and strides that cannot be"):
-        refused("--window", 513, says="512 positions")
-        refused("--window", 512, "--bos", says="--window 511")
-        refused("--window", WINDOW, "--stride", WINDOW + 1, says="stride")
+            refused("text", model, "--window", 2, data=content)
+    with found.case("windows that cannot be"):
+        refused("512 positions", model, "--window", 513)
+        refused("--window 511", model, "--window", 512, "--bos")
+    with found.case("a stride that cannot be"):
+        refused("stride", model, *window, "--stride", WINDOW + 1)
     with found.case("a packed model, beside its decoded weights"):
         packed = measured(where=folder / "int4")["perplexity"]
         loaded = quantkit.load(folder / "int4", device="cpu")
-        from transformers import AutoTokenizer
-
-        ids = AutoTokenizer.from_pretrained(folder / "int4")(text, add_special_tokens=False)["input_ids"]
-        parts = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
-        with torch.no_grad():
-            losses = [float(loaded(torch.tensor([p]), labels=torch.tensor([p])).loss.double()) for p in parts]
-        assert math.isclose(packed, math.exp(sum(losses) / len(losses)), rel_tol=CLOSE), packed
+        expected = reference(model, text, WINDOW, WINDOW, False, loaded)
+        assert math.isclose(packed, expected, rel_tol=CLOSE), packed
         assert packed != measured()["perplexity"]
 
 

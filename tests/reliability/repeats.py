@@ -122,8 +122,7 @@ def attack_sizes(found: Run) -> None:
     samples.quantkit(folder, *samples.calibrated(model, text, folder / "whole"))
     samples.quantkit(folder, "pack", folder / "whole", "--layout", "gptq", "-o", folder / "packed", "-q")
     whole, packed = outcome(folder / "whole"), outcome(folder / "packed")
-    for i in range(found.least):
-        rng = found.random("R3", i)
+    for i, rng in found.draws("R3"):
         out = folder / f"{i}"
         if i % 3 == 0:
             budget = rng.choice(("0", "1B", "1KB", "64KB", "100KB", "1GB"))

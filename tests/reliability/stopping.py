@@ -47,8 +47,7 @@ def to_nobody(work: Work) -> Work:
 
 def attack_with_signals(found: Run) -> None:
     folder, known = found.folder, Jobs(found.folder)
-    for i in range(found.least):
-        rng = found.random("S1", i)
+    for i, rng in found.draws("S1"):
         job = known[rng.choice(("calibrated", "calibrated", "rounded", "pruned", "pack"))]
         how = rng.choice((*SIGNALS, "twice", "pipe", "eval"))
         out = folder / f"out{i}"
@@ -110,8 +109,7 @@ def attack_with_two_runs(found: Run) -> None:
     folder, known = found.folder, Jobs(found.folder)
     job = known["calibrated"]
     (folder / "other").symlink_to(folder)
-    for i in range(found.least):
-        rng = found.random("S2", i)
+    for i, rng in found.draws("S2"):
         out, go, held = folder / f"out{i}", folder / f"go{i}", folder / f"held{i}"
         other = rng.choice((out, folder / "other" / out.name, folder / "." / "packed" / ".." / out.name))
         second = (known["pack"] if rng.random() < 0.5 else job).line(other) + rng.choice(((), ("--overwrite",)))
