@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.calibration.budget import stays_on_gpu
 from quantkit.core.tensors import dtype_name
 from quantkit.io import files
-from quantkit.models.passing import State
+from quantkit.models.interception import State
 
 #: Tensors of a document begin at a multiple of these bytes, so that they can be viewed in their
 #: dtype.

@@ -25,7 +25,7 @@ from quantkit.calibration.budget import TUNED_AT_ONCE
 from quantkit.calibration.run import Stream
 from quantkit.errors import CheckpointError, QuantkitError, is_out_of_memory, reason
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.passing import State, tensors_in
+from quantkit.models.interception import State, tensors_in
 from quantkit.progress import Progress
 
 T = TypeVar("T")

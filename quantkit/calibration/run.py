@@ -26,7 +26,7 @@ from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import free_gpu_memory
-from quantkit.models.passing import State
+from quantkit.models.interception import State
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe

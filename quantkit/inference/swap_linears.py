@@ -75,7 +75,7 @@ def swap(outline: Outline) -> Linears:
                 subject=src.path,
             )
         linears[module] = packed = _packed_skeleton(src, module, dense)
-        if wide is not None and wide.search(state):
+        if wide.search(state):
             packed.dense_dtype = torch.float32
         setattr(model.get_submodule(owner), leaf, packed)
         if path in outline.held:

@@ -20,30 +20,27 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
-from quantkit.models.fused_norms import Norm, fused, rms_norms
 from quantkit.models.interception import (
+    USE_RTN,
+    Form,
     Given,
     Interception,
+    Needed,
     NotReached,
+    Passed,
     Repeated,
+    State,
+    Unused,
     independent,
+    pack,
     telling,
+    tensors_in,
+    unpack,
     watching,
 )
 from quantkit.models.meta_model import require_decoder_only
-from quantkit.models.modules import is_norm, lists_beside
+from quantkit.models.modules import Norm, fused, is_norm, lists_beside, rms_norms
 from quantkit.models.outline import LanguageModel
-from quantkit.models.passing import (
-    USE_RTN,
-    Form,
-    Needed,
-    Passed,
-    State,
-    Unused,
-    pack,
-    tensors_in,
-    unpack,
-)
 from quantkit.models.weights import BlockWeights
 
 if TYPE_CHECKING:
@@ -324,11 +321,10 @@ class BlockRunner(LanguageModel):
             )
         except Exception:  # the run's own error names the missing input
             return
-        if plain is not None and other is not None:
-            first, second = (list(tensors_in(found[:2])) for found in (plain, other))
-            if len(first) != len(second) or not all(map(torch.equal, first, second)):
-                what = "takes hidden states of earlier blocks, which are not stored"
-                raise CheckpointError(what, USE_RTN, subject=self.blocks[index])
+        first, second = (list(tensors_in(found[:2])) for found in (plain, other))
+        if len(first) != len(second) or not all(map(torch.equal, first, second)):
+            what = "takes hidden states of earlier blocks, which are not stored"
+            raise CheckpointError(what, USE_RTN, subject=self.blocks[index])
 
     def _find_unused(self, index: int, tokens: Tensor, output: Passed) -> frozenset[int]:
         """Find the returned values, such as attention weights, that never enter the next block.

@@ -17,7 +17,7 @@ class ExpertClass:
     """A class of fused experts that differs from the classes of transformers'
     `use_experts_implementation`.
 
-    `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles that
+    `call`: how it is called, a key of `experts.CALLS`. `parameters`: name -> the roles that
     its rows hold. `transposed`: the parameters with matrices `[k, n]`. `count`: the attribute with
     the number of experts, if a parameter is a matrix that stacks the experts' rows.
     """
@@ -148,5 +148,5 @@ DRAFT_PARTS = re.compile(r"(^|\.)(mtp|nextn|medusa|eagle|draft)")
 HEAD_CLASSES = re.compile(r"ValueHead|Reward|Classification")
 HEAD_KEYS = re.compile(r"^(num_labels|id2label|problem_type)$|(^|_)(v_head|value_head|reward)(_|$)")
 HEAD_PARTS = re.compile(
-    r"((model|transformer)\.)?(v_head|value_head|reward_head|score|classifier)\."
+    r"^((model|transformer)\.)?(v_head|value_head|reward_head|score|classifier)\."
 )

@@ -4,6 +4,10 @@ outputs are stored.
 The model's code makes masks, rotary tables and per-layer windows, and calls its blocks in order.
 The block before the chosen one returns a stored activation instead of running, and the model's code
 hands that to the chosen block. After that block, an exception ends the forward.
+
+Some blocks also pass tensors to later ones: they return them after the hidden state, or put them
+into a mapping that the model hands to all its blocks. Between runs these are a list of tensors and
+a `Form`, which JSON can hold.
 """
 
 from __future__ import annotations
@@ -27,9 +31,72 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.passing import Needed, Passed, Unused, tensors_in
+from quantkit.errors import CheckpointError, Setting, Words
 
 T = TypeVar("T")
+#: The way out for a model that does not run block by block.
+USE_RTN = Words("use", Setting("method", "rtn"))
+
+#: `returned`: None, or one entry for each value that a block returns after its hidden state.
+#: `left`: name of the argument that is a mapping -> its new entries.
+Form = dict[str, Any]
+
+
+class State(NamedTuple):
+    """Hold the input of a block for one document: the hidden state `[t, h]` or `[t, streams, h]`,
+    and other tensors.
+    """
+
+    hidden: Tensor
+    passed: tuple[Tensor, ...] = ()
+
+
+class Passed(NamedTuple):
+    """Hold the tensors as Python values: `hidden` by token, `returned` after it, and the entries
+    `left` in mappings.
+    """
+
+    hidden: Tensor
+    returned: list[Any] | None
+    left: dict[str, dict[Any, Any]]
+
+
+class Needed(Exception):
+    """Record that the model uses a block's return value `number`, counted after the
+    hidden state.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Unused(Tensor):
+    """Stand for a returned tensor that nothing has used so far. Any operation on it
+    raises Needed.
+    """
+
+    number: int
+
+    @classmethod
+    def of(cls, number: int) -> Unused:
+        """Return the placeholder of the value `number`."""
+        made = torch.empty(0).as_subclass(cls)
+        made.number = number
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Needed(next(x.number for x in tensors_in((args, kwargs)) if isinstance(x, Unused)))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments of a call."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(inner)
 
 
 class Stop(Exception):
@@ -55,6 +122,16 @@ class Given(NamedTuple):
 
 #: Stands for the hidden state among arguments.
 HIDDEN = object()
+
+
+def _exchanged(
+    args: Iterable[Any], kwargs: Mapping[str, Any], old: object, new: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy the arguments of a call with `new` in the place of `old`."""
+    return (
+        tuple(new if each is old else each for each in args),
+        {name: new if each is old else each for name, each in kwargs.items()},
+    )
 
 
 @dataclass
@@ -127,14 +204,7 @@ class Interception:
         stopped the block. NotReached if the forward ends without it. Needed if the block takes a
         value that was not stored.
         """
-        found = self._pass = _Pass(at, passed, in_batch, enters_only)
-        try:
-            forward()
-        except Stop:
-            return found.output
-        finally:
-            self._pass = None
-        raise NotReached
+        return self._complete(forward, _Pass(at, passed, in_batch, enters_only)).output
 
     def arguments(
         self,
@@ -145,31 +215,37 @@ class Interception:
         in_batch: bool,
         disturbed: bool = False,
         emptied: bool = False,
-    ) -> Given | None:
+    ) -> Given:
         """Call the model's `forward` up to block `at`, and return the arguments of the block, which
         does not run.
 
         With `disturbed`, other hidden states go through the blocks before it; with `emptied`, into
-        the first one too.
+        the first one too. NotReached and Needed as for `run`.
         """
-        found = self._pass = _Pass(
+        now = _Pass(
             at, passed, in_batch, enters_only=True, is_disturbed=disturbed, is_emptied=emptied
         )
+        given = self._complete(forward, now).given
+        assert given is not None
+        return given
+
+    def _complete(self, forward: Callable[[], object], now: _Pass) -> _Pass:
+        """Call the model's `forward` until the pass stops it; NotReached if it ends by itself."""
+        self._pass = now
         try:
             forward()
         except Stop:
-            pass
+            return now
         finally:
             self._pass = None
-        return found.given
+        raise NotReached
 
     def call(self, at: int, given: Given, passed: Passed, in_batch: bool) -> Passed | None:
         """Call only block `at`, with the arguments that the model's forward would give; as `run`
         otherwise.
         """
         hidden = _like(passed.hidden, given.shape)
-        args = tuple(hidden if each is HIDDEN else each for each in given.args)
-        kwargs = {name: hidden if each is HIDDEN else each for name, each in given.kwargs.items()}
+        args, kwargs = _exchanged(given.args, given.kwargs, HIDDEN, hidden)
         try:
             return _outputs(self._forwards[at](*args, **kwargs), in_batch, {})
         except Stop:
@@ -198,21 +274,15 @@ class Interception:
             self.batch_comes_first = entering.ndim == 3 and len(entering) == 1
         if now.enters_only:
             now.output = Passed(_by_token(entering), None, {})
+            is_stored = index == 0 or now.holds(entering)
             now.given = Given(
-                tuple(HIDDEN if each is entering else each for each in args),
-                {name: HIDDEN if each is entering else each for name, each in kwargs.items()},
-                entering.shape,
-                index == 0 or now.holds(entering),
+                *_exchanged(args, kwargs, entering, HIDDEN), entering.shape, is_stored
             )
             raise Stop
         assert now.passed is not None
         if index == 0:
             hidden = _like(now.passed.hidden, entering.shape)
-            args = tuple(hidden if given is entering else given for given in args)
-            kwargs = {
-                name: hidden if given is entering else given for name, given in kwargs.items()
-            }
-            entering = hidden
+            args, kwargs = _exchanged(args, kwargs, entering, hidden)
         left = dict(now.passed.left)
         with _sharing(args, kwargs, left):
             out = forward(*args, **kwargs)
@@ -348,28 +418,25 @@ class Repeated:
             and len(self._kept) < KEPT
             and (found := compare()) is not None
         ):
-            self._kept[shape] = found, [(tensor, tensor._version) for tensor in _tensors(found)]
+            self._kept[shape] = (
+                found,
+                [(tensor, tensor._version) for tensor in tensors_in(found[:2])],
+            )
             return found
         return None
 
 
-def independent(given: Given | None, other: Given | None, hidden: Tensor) -> bool:
+def independent(given: Given, other: Given, hidden: Tensor) -> bool:
     """Return True if a block's arguments were the same for other tokens and another hidden state,
     and may be stored.
     """
     return (
-        given is not None
-        and other is not None
-        and given.is_stored
+        given.is_stored
         and _same(given.args, other.args)
         and given.kwargs.keys() == other.kwargs.keys()
         and all(_same(value, other.kwargs[name]) for name, value in given.kwargs.items())
-        and sum(tensor.nbytes for tensor in _tensors(given)) <= LARGEST * hidden.nbytes
+        and sum(tensor.nbytes for tensor in tensors_in(given[:2])) <= LARGEST * hidden.nbytes
     )
-
-
-def _tensors(given: Given) -> list[Tensor]:
-    return list(tensors_in((given.args, given.kwargs)))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -384,3 +451,62 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, bool | int | float | str):
         return type(a) is type(b) and bool(a == b)
     return (a is None or a is HIDDEN) and a is b
+
+
+def pack(passed: Passed, unused: frozenset[int]) -> tuple[State, Form]:
+    """Split a block's outputs into tensors and their form, without the returned values that are
+    `unused`.
+
+    CheckpointError for a value of an unsupported type.
+    """
+    found: list[Tensor] = []
+    returned: list[Any] | None = None
+    if passed.returned is not None:
+        returned = [
+            {"unused": i} if i in unused else _flatten(value, found)
+            for i, value in enumerate(passed.returned)
+        ]
+    left = {name: _flatten(entries, found) for name, entries in passed.left.items()}
+    return State(passed.hidden, tuple(found)), {"returned": returned, "left": left}
+
+
+def unpack(state: State, form: Form, device: torch.device) -> Passed:
+    """Undo `pack` with copies on `device`, which the model may change in place."""
+    tensors = [tensor.to(device, copy=True) for tensor in state.passed]
+    returned, left = form["returned"], form["left"]
+    return Passed(
+        state.hidden.to(device, copy=True),
+        None if returned is None else [_unflatten(each, tensors) for each in returned],
+        {name: _unflatten(each, tensors) for name, each in left.items()},
+    )
+
+
+def _flatten(value: Any, found: list[Tensor]) -> dict[str, Any]:
+    """Return the form of a value, and add its tensors to `found`."""
+    if isinstance(value, Tensor):
+        found.append(value)
+        return {"tensor": len(found) - 1}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_flatten(each, found) for each in value]}
+    if type(value) is dict:
+        return {"dict": [[key, _flatten(each, found)] for key, each in value.items()]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    kind = type(value).__name__
+    raise CheckpointError(
+        f"passes on a value of type {kind}, and only tensors can be stored between blocks", USE_RTN
+    )
+
+
+def _unflatten(form: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
+    ((kind, inner),) = form.items()
+    if kind == "unused":
+        return Unused.of(inner)
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "value":
+        return inner
+    if kind == "dict":
+        return {key: _unflatten(each, tensors) for key, each in inner}
+    values = [_unflatten(each, tensors) for each in inner]
+    return tuple(values) if kind == "tuple" else values

@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 import threading
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io.json_files import decode_floats
@@ -27,17 +27,7 @@ if TYPE_CHECKING:
 _THREAD = threading.local()
 
 
-class Configured(Protocol):
-    """Describe a model to build: a checkpoint, or only a config.json; `path` is for messages."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-
-
-def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
+def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
     """Return the configuration in config.json, without its quantization.
 
     CheckpointError for a model type or config that transformers cannot read.
@@ -79,7 +69,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
-def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: bool) -> Any:
+def auto_class(src: Checkpoint, config: PretrainedConfig, trust_remote_code: bool) -> Any:
     """Return the auto class of transformers that builds the model.
 
     The class is for causal LMs or encoder-decoders, by the config, or for models of text and
@@ -113,7 +103,7 @@ def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: boo
 
 
 def require_decoder_only(
-    src: Configured, config: PretrainedConfig, what: str, *ways_out: str
+    src: Checkpoint, config: PretrainedConfig, what: str, *ways_out: str
 ) -> None:
     """Raise CheckpointError for an encoder-decoder; `what` is the caller's reason."""
     if config.is_encoder_decoder:
@@ -122,7 +112,7 @@ def require_decoder_only(
         )
 
 
-def require_text(src: Configured, config: PretrainedConfig, trust_remote_code: bool) -> None:
+def require_text(src: Checkpoint, config: PretrainedConfig, trust_remote_code: bool) -> None:
     """Raise CheckpointError for an encoder-decoder whose encoder takes sound or images, and no
     text.
     """
@@ -153,7 +143,7 @@ def positions_of(config: PretrainedConfig) -> tuple[int | None, int | None]:
     return encoder, decoder
 
 
-def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def skeleton(src: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model with meta parameters and real buffers (rotary tables are computed, not
     stored).
 
@@ -200,17 +190,18 @@ def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parame
     return made
 
 
-def float32_states(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return a pattern of the states that the model's code needs in float32 in a model of a dtype;
-    None if none is.
+def float32_states(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Return a pattern of the states that transformers keeps in float32 in a model of a dtype.
+
+    One list of a model's class is for float16 only, the strict list for bfloat16 too.
     """
     from transformers.core_model_loading import build_glob_alternation
 
-    names = list(module._get_dtype_plan(dtype))
-    return build_glob_alternation([*names])[0] if names else None
+    names = [*module._get_dtype_plan(dtype)]
+    return build_glob_alternation(names)[0] if names else re.compile("(?!)")
 
 
-def unbuildable(src: Configured, error: Exception) -> CheckpointError:
+def unbuildable(src: Checkpoint, error: Exception) -> CheckpointError:
     """Return the error for a model that transformers cannot build; an error about memory is raised
     unchanged.
     """

@@ -18,7 +18,14 @@ from torch import nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
+from quantkit.models.experts import (
+    ROUTER,
+    Expert,
+    UnfusedExperts,
+    find_experts,
+    find_routers,
+    unfuse_experts,
+)
 from quantkit.models.families import HEAD, INDEXER, NEVER_CALLED, TOWER, UNCALLED
 from quantkit.models.meta_model import skeleton
 from quantkit.models.modules import (
@@ -35,15 +42,16 @@ from quantkit.models.modules import (
     wrong_shape,
 )
 from quantkit.models.outside import Outside, require_complete
-from quantkit.models.state_names import Match, StateNames
+from quantkit.models.state_names import Match, StateNames, head_state
 from quantkit.models.stored_rows import follow_storage
-from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: `Outline.max_length` of a model without a limit of positions.
 UNLIMITED = 2**31
+#: Rows of two matrices that are compared at a time.
+ROWS = 4096
 #: Linears with fewer inputs or outputs stay dense unless a recipe names them: gates and small
 #: mixers, which engines keep dense.
 FEWEST = 64
@@ -66,11 +74,9 @@ class Outline:
     def __init__(self, src: Checkpoint, module: PreTrainedModel, *, as_matrices: bool) -> None:
         self.src, self.module, self.names = src, module, StateNames(module)
         self.sliced = unfuse_experts(self.names, src, slices=as_matrices)
-        self.names.refresh()
         self.states = self.names.match(src)
         self.held = follow_storage(self.names, src, self.states.merged)
         if self.held:
-            self.names.refresh()
             self.states = self.names.match(src)
         self._require_shapes()
         if as_matrices:
@@ -87,6 +93,26 @@ class Outline:
             if computed(self.module, state) is None and not any(p.search(state) for p in absent)
         ]
         require_complete(self.names, self.src, missing, self.states.strays)
+
+    def require_tied(self) -> None:
+        """Raise CheckpointError if a head and embeddings that the configuration ties are both
+        stored, and differ: some readers take the first, some the second. Their values are read.
+        """
+        src, head = self.src, head_state(self.module)
+        pairs = self.module.all_tied_weights_keys.items()
+        tied = next((pair for pair in pairs if head in pair), ())
+        stored = (self.states.stored.get(state) for state in tied)
+        names = list(dict.fromkeys(name for name in stored if name is not None))
+        rows = range(0, src.shape(names[0])[0], ROWS) if len(names) == 2 else ()
+        for part in (slice(at, at + ROWS) for at in rows):
+            if not torch.equal(*(src.get(name, part).float() for name in names)):
+                raise CheckpointError(
+                    f"{names[0]} and {names[1]} differ, and the configuration has "
+                    "tie_word_embeddings: true",
+                    "set it to false in config.json",
+                    "remove the one that is wrong",
+                    subject=src.path,
+                )
 
     def take_parts(self, paths: Mapping[str, str]) -> None:
         """Match the tensors of packed linears, which are in the model now; `paths` maps each packed

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
+from quantkit.models.experts import UnfusedExperts
 from quantkit.models.families import (
     COMPUTED,
     DRAFT_COUNTS,
@@ -27,12 +28,10 @@ from quantkit.models.families import (
     LAYER_START,
 )
 from quantkit.models.state_names import StateNames, head_state
-from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Test = Callable[[str], bool]
 #: `id2label` of a model without labels of its own, as transformers wrote it until version 5.
 DEFAULT_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
 #: The most further names in an error.
@@ -112,8 +111,25 @@ def drafts_by_name(src: Checkpoint) -> list[str]:
 def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> list[str]:
     """List the stored names that neither the model's class nor config.json declares."""
     module, stated = states.module, src.config
-    tests = (_listed(module), _draft(module, stated), _head(stated), _unread_expert(states))
-    return [name for name in names if not any(test(name) for test in tests)]
+    text = module.config.get_text_config()
+    known = [*_entries(stated), *_entries(text.to_dict())]
+    declared = [COMPUTED, *map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
+    if any(value for key, value in known if DRAFT_WORDS.search(key)):
+        declared.append(DRAFT_PARTS)
+    if HEAD_CLASSES.search(str(stated.get("architectures"))) or any(
+        HEAD_KEYS.search(key) and value and value != DEFAULT_LABELS
+        for key, value in _entries(stated)
+    ):
+        declared.append(HEAD_PARTS)
+    drafts = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
+    depth, identities = _depth(module), _identity_experts(module)
+    return [
+        name
+        for name in names
+        if not any(pattern.search(name) for pattern in declared)
+        and not depth <= _layer(name) < depth + drafts
+        and not (identities and _is_unread_expert(states.state_of(name), identities))
+    ]
 
 
 def require_complete(
@@ -138,54 +154,19 @@ def require_complete(
         raise CheckpointError(rule, *_for_stray(module, stray), subject=src.path)
 
 
-def _listed(module: PreTrainedModel) -> Test:
-    """Return a predicate for names that the model's class ignores, and for tables that newer
-    versions compute.
-    """
-    patterns = [COMPUTED, *map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
-    return lambda name: any(pattern.search(name) for pattern in patterns)
-
-
-def _draft(module: PreTrainedModel, stated: Mapping[str, Any]) -> Test:
-    """Return a test for draft layers: by name if config.json speaks of some, past the last layer if
-    it counts them.
-    """
-    text = module.config.get_text_config()
-    known = [*_entries(stated), *_entries(text.to_dict())]
-    speaks = any(value for key, value in known if DRAFT_WORDS.search(key))
-    count = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
-    depth = _depth(module)
-    return lambda name: (
-        (speaks and DRAFT_PARTS.search(name) is not None) or depth <= _layer(name) < depth + count
-    )
-
-
-def _head(stated: Mapping[str, Any]) -> Test:
-    """Return a test for heads that give a value or a class, if config.json names such a class or
-    labels.
-    """
-    declared = HEAD_CLASSES.search(str(stated.get("architectures"))) or any(
-        HEAD_KEYS.search(key) and value and value != DEFAULT_LABELS
-        for key, value in _entries(stated)
-    )
-    return lambda name: bool(declared and HEAD_PARTS.match(name))
-
-
-def _unread_expert(states: StateNames) -> Test:
-    """Return a test for weights of identity experts, which no model reads."""
-    counts = {
+def _identity_experts(module: PreTrainedModel) -> dict[str, int]:
+    """Return path -> number of real experts, where a model has identity experts after them."""
+    return {
         path: found.count
-        for path, found in states.module.named_modules()
+        for path, found in module.named_modules()
         if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
     }
-    if not counts:
-        return lambda name: False
 
-    def test(name: str) -> bool:
-        found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", states.state_of(name))
-        return found is not None and int(found[2]) >= counts.get(found[1], math.inf)
 
-    return test
+def _is_unread_expert(state: str, counts: Mapping[str, int]) -> bool:
+    """Return True for a weight of an identity expert, which no model reads."""
+    found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", state)
+    return found is not None and int(found[2]) >= counts.get(found[1], math.inf)
 
 
 def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str]) -> list[str]:
@@ -213,7 +194,7 @@ def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:
         ways.append(f'state draft layers in config.json ("{key}": {count:.0f})')
     if past:
         ways.append(f'count them as layers of the model ("num_hidden_layers": {deepest + 1:.0f})')
-    if any(map(HEAD_PARTS.match, stray)):
+    if any(map(HEAD_PARTS.search, stray)):
         ways.append('declare the head in config.json ("num_labels": 1)')
     return [*ways, _WITHOUT]
 

@@ -7,21 +7,16 @@ tensors that it merges or splits. Its own rules are used, as its loader uses the
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: Rows of two matrices that are compared at a time.
-ROWS = 4096
 
 
 class Merged(NamedTuple):
@@ -107,7 +102,8 @@ class StateNames:
             yield state.removeprefix(f"{prefix}.")
 
     def match(self, src: Checkpoint) -> Match:
-        """Match the states of the model with the tensors of a checkpoint."""
+        """Match the states that the model has now with the tensors of a checkpoint."""
+        self.refresh()
         found = Match({}, [], [], [])
         sources: dict[tuple[str, ...], dict[str, list[str]]] = {}
         for name in src.logical():
@@ -251,46 +247,3 @@ def head_state(module: PreTrainedModel) -> str | None:
         if head
         else None
     )
-
-
-def kept_in_float32(
-    module: PreTrainedModel, stored: Mapping[str, str], dtype: torch.dtype
-) -> frozenset[str]:
-    """Return the stored names of tensors that transformers keeps in float32 where a model has a
-    16-bit `dtype`.
-
-    `stored` maps state to stored name. One list of a class is for float16 only, the strict list for
-    bfloat16 too.
-    """
-    lists = (
-        "_keep_in_fp32_modules_strict",
-        *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()),
-    )
-    names = [re.escape(name) for each in lists for name in getattr(module, each, None) or ()]
-    pattern = re.compile(rf"(?:^|\.)(?:{'|'.join(names)})(?:\.|$)")
-    return frozenset(name for state, name in stored.items() if names and pattern.search(state))
-
-
-def require_tied(module: PreTrainedModel, src: Checkpoint, stored: Mapping[str, str]) -> None:
-    """Raise CheckpointError if a head and embeddings that the configuration ties are both stored,
-    and differ.
-
-    Some readers take the first, some the second. `stored` maps state to stored name; the values of
-    both are read.
-    """
-    head = head_state(module)
-    tied = next(((a, b) for a, b in module.all_tied_weights_keys.items() if head in (a, b)), ())
-    names = list(dict.fromkeys(stored[state] for state in tied if state in stored))
-    parts = (
-        [slice(at, at + ROWS) for at in range(0, src.shape(names[0])[0], ROWS)]
-        if len(names) == 2
-        else []
-    )
-    if any(not torch.equal(*(src.get(name, part).float() for name in names)) for part in parts):
-        raise CheckpointError(
-            f"{names[0]} and {names[1]} differ, and the configuration has tie_word_embeddings: "
-            "true",
-            "set it to false in config.json",
-            "remove the one that is wrong",
-            subject=src.path,
-        )

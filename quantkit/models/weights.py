@@ -162,11 +162,7 @@ class BlockWeights:
                     self._put(state, tensor)
 
     def _put(self, state: str, tensor: Tensor) -> None:
-        dtype = (
-            torch.float32
-            if self._in_float32 and self._in_float32.search(state)
-            else self._model.dtype
-        )
+        dtype = torch.float32 if self._in_float32.search(state) else self._model.dtype
         kind = dtype if tensor.is_floating_point() else None
         put_tensor(self._model.module, state, tensor.to(self._device, kind, non_blocking=True))
 

@@ -100,7 +100,7 @@ def _lead(
         job = survey(dense_source(model, run, recipe), recipe, out, run)
         progress.note(job.recipe.title)
         job = require_runnable(job, out, run, text=text)
-        job.require_tied()
+        job.model.require_tied()
         require_devices(job.model.device, here)
     # On a GPU the first block soon gives the time that is left, and a probe would take a tenth of
     # the run.

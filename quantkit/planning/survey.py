@@ -41,7 +41,7 @@ from quantkit.inference.transformers_loading import NotTried, refusal_by_transfo
 from quantkit.io.staging import WRITTEN, check_staging, is_complete
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.state_names import kept_in_float32, require_tied
+from quantkit.models.meta_model import float32_states
 from quantkit.planning.needs import disk_peak
 from quantkit.planning.output import schemes_of
 from quantkit.planning.plan import Plan, plan_quantize
@@ -92,12 +92,6 @@ class Job(NamedTuple):
         """Save text that the model has written, for the run to be resumed with."""
         if self.recipe.calibrated and self.recipe.calibration.is_written:
             save_text(work / WRITTEN, self.text)
-
-    def require_tied(self) -> None:
-        """Raise CheckpointError if a head and embeddings that are tied are both stored, and
-        differ; their values are read.
-        """
-        require_tied(self.model.module, self.src, self.model.states.stored)
 
 
 def plan(
@@ -201,7 +195,9 @@ def survey(
     model = runner_of(src, run if gpu_memory is None else replace(run, device="cpu"))
     model.require_complete()
     if src.written_dtype is not None:
-        src.never_cast = kept_in_float32(model.module, model.states.stored, src.written_dtype)
+        wide = float32_states(model.module, src.written_dtype)
+        stored = model.states.stored.items()
+        src.never_cast = {name for state, name in stored if wide.search(state)}
     if recipe.layout is None and model.sliced:
         way = Words("use", Command("quantize", Setting("prune", "2:4")))
         raise CheckpointError(

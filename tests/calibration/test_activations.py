@@ -9,7 +9,7 @@ import torch
 
 from quantkit.calibration.activations import Activations
 from quantkit.errors import CheckpointError
-from quantkit.models.passing import State
+from quantkit.models.interception import State
 
 ROWS = [3, 1, 5]
 

@@ -24,7 +24,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
 from quantkit.errors import NumericError, QuantkitError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.passing import State
+from quantkit.models.interception import State
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.census import families
 from quantkit.calibration import budget
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.passing import State
+from quantkit.models.interception import State
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import COARSE, GROUPS, digests, quantized, sequences
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.passing import State
+from quantkit.models.interception import State
 
 LENGTHS = (2, 100, 17)  # 100 exceeds the sliding window of 64 in some families
 

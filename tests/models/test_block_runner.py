@@ -16,8 +16,7 @@ from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.interception import REPEATED
-from quantkit.models.passing import Passed, State, pack
+from quantkit.models.interception import REPEATED, Passed, State, pack
 from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.models.folders import block_by_block, documents, outputs, plain

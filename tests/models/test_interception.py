@@ -15,12 +15,14 @@ from quantkit.models.interception import (
     REPEATED,
     Given,
     Interception,
+    Needed,
     NotReached,
+    Passed,
     Repeated,
+    Unused,
     independent,
     watching,
 )
-from quantkit.models.passing import Needed, Passed, Unused
 
 HIDDEN = torch.arange(6.0).view(3, 2)
 
@@ -130,11 +132,7 @@ def test_tokens_come_first_whatever_the_dimensions(shape: tuple[int, ...]) -> No
     assert blocks.batch_comes_first == (len(shape) == 3 and shape[0] == 1)
 
 
-# ---------------------------------------------------------------------- arguments that stay the same
-
 SHAPE = torch.Size((1, 4, 2))
-
-
 X = torch.ones(SHAPE)
 
 
@@ -157,7 +155,6 @@ def test_only_arguments_that_stay_are_kept(first: Any, second: Any, may: bool) -
     one, other = (Given(args[:1], dict(enumerate(args[1:])), SHAPE, True) for args in (first, second))  # type: ignore[arg-type]
     assert independent(one, other, X) == may
     assert not independent(one._replace(is_stored=False), other, X)
-    assert not independent(None, other, X) and not independent(one, None, X)
 
 
 def test_arguments_are_kept_for_one_block_and_some_shapes_until_they_change() -> None:

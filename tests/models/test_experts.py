@@ -15,7 +15,7 @@ from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.unfused_experts import Fused, ParallelExperts
+from quantkit.models.experts import Fused, ParallelExperts
 from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping, goals_of
 from tests.models.folders import block_by_block

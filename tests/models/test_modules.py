@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.fused_norms import fused, rms_norms
-from quantkit.models.modules import is_norm
+from quantkit.models.modules import fused, is_norm, rms_norms
 from tests.tiny_models import write_model
 
 
