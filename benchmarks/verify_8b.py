@@ -23,7 +23,7 @@ import torch
 import quantkit
 from benchmarks import bench_kernels
 from quantkit.checkpoint.report import REPORT
-from quantkit.checkpoint.shards import SHARD_BYTES
+from quantkit.checkpoint.writer import SHARD_BYTES
 from quantkit.core.scheme import Scheme
 from quantkit.evaluation.verification import VERIFICATION
 from quantkit.io import files

@@ -25,8 +25,7 @@ from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages import row_sums, stages_of
 from quantkit.calibration.stages.base import LoadedBlock, Stage, tasks
 from quantkit.calibration.uncalibrated import solve_uncalibrated
-from quantkit.checkpoint.shards import committed_files
-from quantkit.checkpoint.writer import Commit, Item
+from quantkit.checkpoint.writer import Commit, Item, committed_files
 from quantkit.core.memory_limits import release_heap
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme

@@ -65,11 +65,6 @@ def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
     return {name: entry for name, entry in found.items() if name in there}
 
 
-def digests(known: Mapping[str, Recorded]) -> dict[str, object]:
-    """Reduce recorded hashes to file name -> hash."""
-    return {name: entry.digest for name, entry in known.items()}
-
-
 def require_unchanged(
     src: Checkpoint, sources: Mapping[str, str], known: Mapping[str, Recorded]
 ) -> list[str]:
@@ -79,13 +74,9 @@ def require_unchanged(
     A weight file without a recorded hash must have the digests that its own metadata states. Other
     files may have been edited on purpose: returns a line for each that changed.
     """
-    for name, path in src.sources().items():
-        if not name.endswith(".safetensors"):
-            continue
-        if name not in known:
-            _require_digests(name, path)
-        elif known[name].digest != sources[name]:
-            raise _changed(name, path, known[name])
+    for name, found in sources.items():
+        if name.endswith(".safetensors"):
+            _require_whole(src, name, known.get(name), found)
     return [
         f"{name}: its hash is not the one that {entry.by}: the changed file was taken"
         for name, entry in known.items()
@@ -106,7 +97,7 @@ def source_hashes(
     `finite`, the same pass raises NumericError at the first tensor with NaN or infinity.
     """
     known = recorded_hashes(src)
-    like, unfit = digests(known), set[str]()
+    unfit = set[str]()
     plain = {
         file: {name: info for name, info in found.items() if finite and info.dtype in FLOATS}
         for file, found in src.plain().items()
@@ -129,7 +120,8 @@ def source_hashes(
                     unfit.add(names[at])  # or perhaps so: it is looked at below
 
         borders = sorted({border for info in floats.values() for border in (info.start, info.end)})
-        return files.hash_of_file(src.sources()[name], like.get(name), see, borders)
+        like = known[name].digest if name in known else None
+        return files.hash_of_file(src.sources()[name], like, see, borders)
 
     # Otherwise each reader would start as many threads of torch again.
     pool = ThreadPoolExecutor(readers, "quantkit-hash", torch.set_num_threads, (1,))
@@ -196,12 +188,14 @@ def damage(name: str, path: Path, by: str) -> str:
     return f"{name}: its hash is not the one that {by}, {what} was changed"
 
 
-def _changed(name: str, path: Path, entry: Recorded) -> CheckpointError:
-    return CheckpointError(damage(name, path, entry.by), entry.remedy)
-
-
-def _require_digests(name: str, path: Path) -> None:
-    if tensors := damaged_tensors(path):
+def _require_whole(src: Checkpoint, name: str, entry: Recorded | None, found: str | None) -> None:
+    """Raise CheckpointError if the hash `found` of a file is not the recorded one. Without a
+    record, the file must have the digests that its metadata states.
+    """
+    path = src.locate(name)
+    if entry is not None and found != entry.digest:
+        raise CheckpointError(damage(name, path, entry.by), entry.remedy)
+    if entry is None and (tensors := damaged_tensors(path)):
         more = f" ({len(tensors)} tensors)" if len(tensors) > 1 else ""
         raise CheckpointError(
             f"{tensors[0]}{more} does not have the digest that the file states, it was changed",
@@ -211,13 +205,9 @@ def _require_digests(name: str, path: Path) -> None:
 
 
 def _check(src: Checkpoint, name: str, entry: Recorded | None) -> None:
-    path = src.locate(name)
     try:
         with about(str(src.path)):
-            if entry is None:
-                _require_digests(name, path)
-            elif _hash(src, name, entry) != entry.digest:
-                raise _changed(name, path, entry)
+            _require_whole(src, name, entry, None if entry is None else _hash(src, name, entry))
     except CheckpointError as error:
         error.ways_out += (Words("use it as it is with", Option("check", False)),)
         raise

@@ -199,33 +199,30 @@ class Checkpoint(StoredTensors):
         zero. `notices`, by default the checkpoint's, get a line if GPTQ's zero points are not of
         the version that the label says.
         """
-        layout, scheme, _ = self._packed(module)
+        unpacking = self.unpacking(module, tensors, notices)
         with _of_file(self.path, module):
-            q = layout.unpack(tensors, scheme)
+            q = unpacking.record()
             if module in self._padded:
                 check_padding(q, *self._padded[module])
-        self._tell(layout, tensors, scheme, self.notices if notices is None else notices)
         return q
 
     def unpacking(
-        self, module: str, tensors: Mapping[str, Tensor], notices: list[str]
+        self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None
     ) -> Unpacking:
         """Return an unpacker by rows for a module without padding; errors and notices as for
         `record`.
         """
         layout, scheme, _ = self._packed(module)
         with _of_file(self.path, module):
-            found = layout.unpacking(tensors, scheme)
-        self._tell(layout, tensors, scheme, notices)
-        return found
-
-    def _tell(
-        self, layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme, notices: list[str]
-    ) -> None:
-        found = layout.stored_as(tensors, scheme)
+            unpacking = layout.unpacking(tensors, scheme)
+        found, notices = (
+            layout.stored_as(tensors, scheme),
+            self.notices if notices is None else notices,
+        )
         line = f"labelled {layout.NAME}, stored as {found}: the data was trusted"
         if found != layout.NAME and line not in notices:
             notices.append(line)
+        return unpacking
 
     def unpadded(self, module: str) -> QuantizedTensor:
         """Read a packed module without its padding; columns that complete its last group stay."""
@@ -242,9 +239,7 @@ class Checkpoint(StoredTensors):
         """
         if (module := self._module_of(name)) is not None:
             weight = self.quantized(module).dequantize(dtype or self.dtype_of_model)
-            if module not in self._padded:
-                return weight
-            n, k = self._padded[module]
+            n, k = self._padded.get(module, weight.shape)
             return weight[:n, :k].contiguous()
         tensor = self.get(name)
         return tensor if dtype is None else tensor.to(dtype)

@@ -32,8 +32,6 @@ REPORT = "quantkit_report.json"
 #: The entry that holds the hash of all others.
 SEAL = "seal"
 
-SCALES = ("floored", "subnormal", "zero", "raised")
-
 #: Front matter keys of a source's model card that also hold for an output.
 KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
 #: Entries of `base`.
@@ -50,27 +48,45 @@ WORDS = (
 #: Types of an entry that conversions copy unchanged, also from other versions: at most a list deep.
 _Scalar = str | float | bool | None
 _COPIED = dict[str, _Scalar | list[_Scalar]]
-#: Facts of a layer, and entries of `totals`, that must be numbers.
-COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
-SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
-TUNING = ("untuned_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
 #: The largest sum of a row before its scale multiplies it, where vLLM's kernel holds it in float16
 #: and it comes near.
 ROW_SUM = "row_sum"
-NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", ROW_SUM, *COUNTS, *SCALE_ERRORS, *TUNING)
+#: Facts of a layer that must be numbers.
+NUMBERS = (
+    "relative_error",
+    "loss",
+    "rtn_loss",
+    "norm",
+    ROW_SUM,
+    "zeros",
+    "kept",
+    "dead_columns",
+    "guard_rows",
+    "zeroed",
+    "floored_scales",
+    "subnormal_scales",
+    "zero_scales",
+    "raised_scales",
+    "rounded_scales",
+    "scale_error",
+    "mean_scale_error",
+    "untuned_loss",
+    "untuned_error",
+    "tuned_error",
+    "tuned_step",
+    "tuned_changed",
+)
 #: Entries, at any depth, that differ from run to run or from machine to machine; `profile` is of
 #: older versions.
 VOLATILE = (
-    *(
-        "environment",
-        "phases",
-        "profile",
-        "peak_memory",
-        "seconds",
-        "opened_by",
-        "not_opened_by",
-        "not_tried",
-    ),
+    "environment",
+    "phases",
+    "profile",
+    "peak_memory",
+    "seconds",
+    "opened_by",
+    "not_opened_by",
+    "not_tried",
     SEAL,
 )
 KLD = ("kld", "kld_low", "kld_high", "kld_median", "kld_p99", "kld_p999", "kld_above")
@@ -162,13 +178,6 @@ def heading(
 def valid_text(name: str) -> str:
     """Return the name of a file or folder as text that UTF-8 can hold: it may not be valid text."""
     return name.encode(errors="backslashreplace").decode()
-
-
-def untuned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a tuned layer. The loss is not recomputed, so it is named as the loss
-    before tuning.
-    """
-    return {"untuned_loss" if key == "loss" else key: value for key, value in facts.items()}
 
 
 def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -157,16 +157,6 @@ class StoredTensors:
         )
         return tensor.to(self.written_dtype) if cast else tensor
 
-    def written(self, name: str) -> torch.dtype:
-        """Return the dtype in which an output stores a dense tensor."""
-        dtype = self.dtype(name)
-        cast = dtype in FLOATS and name not in self.never_cast
-        return self.written_dtype if self.written_dtype is not None and cast else dtype
-
-    def bytes_written(self, name: str) -> int:
-        """Count the bytes of a dense tensor in an output."""
-        return prod(self.shape(name)) * self.written(name).itemsize
-
     def form_written(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return the dtype and shape in which an output stores a dense tensor."""
         empty = torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")

@@ -1,32 +1,43 @@
 """Writing model folders: shards from a stream of items, one journal line a commit. A stopped run
 can continue.
 
-The pipeline's loops yield items, tensors one by one, and commits. The folder does not look like a
-model before its last file, config.json, is written.
+The pipeline's loops yield items, tensors one by one, and commits. A run writes at least one file a
+commit, such as a block. In the end neighbours are joined into files of at least LEAST_BYTES, and
+files are numbered `1 of N`. Each step is a line of the journal, whose `replaced` files give way to
+its `files`. The folder does not look like a model before its last file, config.json, is written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from quantkit.checkpoint import shards
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, RecipeError, Words, about
+from quantkit.errors import CheckpointError, Option, RecipeError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX, inside
-from quantkit.io.safetensors_files import SafetensorsWriter, header_bytes, read_header
+from quantkit.io.safetensors_files import (
+    FileSize,
+    SafetensorsWriter,
+    header_bytes,
+    read_header,
+    stated_digests,
+)
 from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from quantkit.layouts.base import Layout
 
+#: The most bytes of tensors in one file, unless a single tensor has more.
+SHARD_BYTES = 2 * 2**30
+#: The fewest bytes of tensors in a file, where the model and SHARD_BYTES allow it.
+LEAST_BYTES = 256 * 2**20
 #: Bytes for each quantized weight that waits to be written: a byte of codes, and the packed bytes.
 WAITING_BYTES = 2
 
@@ -85,7 +96,7 @@ class CheckpointWriter:
         like: Checkpoint,
         layout: Layout | None,
         *,
-        max_shard_bytes: int = shards.SHARD_BYTES,
+        max_shard_bytes: int = SHARD_BYTES,
         expected: Iterable[str] = (),
     ) -> None:
         if max_shard_bytes < 1:
@@ -118,7 +129,7 @@ class CheckpointWriter:
                 files.remove(path)
         for name, digest in committed.items():
             if files.hash_of_file(partial / name, digest) != digest:
-                raise shards.changed(partial / name)
+                raise changed(partial / name)
 
     def items_done(self) -> set[str]:
         """Return the logical names of all committed tensors."""
@@ -126,7 +137,7 @@ class CheckpointWriter:
 
     def hashes(self) -> dict[str, str]:
         """Return file name -> hash of the committed shards, in the order of their tensors."""
-        return shards.committed_files(self.done)
+        return committed_files(self.done)
 
     @property
     def bytes_written(self) -> int:
@@ -182,18 +193,19 @@ class CheckpointWriter:
         """
         self.commit({})
         names = list(self.hashes())
-        sizes = [shards.tensor_bytes(read_header(self.partial / name)[0]) for name in names]
-        for group in shards.groups(sizes, self.max_shard_bytes):
+        headers = (read_header(self.partial / name)[0].values() for name in names)
+        sizes = [sum(info.end - info.start for info in header) for header in headers]
+        for group in groups(sizes, self.max_shard_bytes):
             if len(group) > 1:
                 old, new = [names[i] for i in group], self._next_name()
                 self._replace(
                     old,
-                    {new: shards.join([self.partial / name for name in old], self.partial / new)},
+                    {new: join_files([self.partial / name for name in old], self.partial / new)},
                 )
                 for name in old:
                     files.remove(self.partial / name)
         found = self.hashes()
-        names = shards.final_names(len(found))
+        names = final_names(len(found))
         if names != list(found):
             self._replace(list(found), dict(zip(names, found.values(), strict=True)))
             self._rename()
@@ -219,9 +231,7 @@ class CheckpointWriter:
     def _rename(self) -> None:
         """Give files the names that the journal has for them."""
         moved = {
-            old: new
-            for old, new in shards.renamings(self.done).items()
-            if (self.partial / old).is_file()
+            old: new for old, new in renamings(self.done).items() if (self.partial / old).is_file()
         }
         for old, new in moved.items():
             with files.guarded(self.partial / new):
@@ -290,7 +300,7 @@ class CheckpointWriter:
 
     def _file_for(self, name: str, size: int) -> SafetensorsWriter:
         file = self._file
-        if file is not None and shards.is_full(file.size, name, size, self.max_shard_bytes):
+        if file is not None and is_full(file.size, name, size, self.max_shard_bytes):
             self._close_file()
         if self._file is None:
             self._file = SafetensorsWriter(self.partial / self._next_name(), self._header_bytes)
@@ -332,3 +342,102 @@ def texts_beside(
         name, contents = layout.SIDE_FILE
         texts[name] = dump_json(contents(config["quantization_config"]))
     return texts
+
+
+def committed_files(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return name -> hash of the files that the lines of a journal leave, in the order of their
+    tensors.
+    """
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        replaced = line.get("replaced", [])
+        first = [name for name, _ in found].index(replaced[0]) if replaced else len(found)
+        found[first : first + len(replaced)] = line["files"].items()
+    return dict(found)
+
+
+def renamings(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return old -> new name of the files that a journal says have another name now."""
+    found: dict[str, str] = {}
+    for line in lines:
+        before, after = line.get("replaced", []), list(line["files"])
+        found |= zip(before, after, strict=True) if len(before) == len(after) else ()
+    return found
+
+
+def groups(sizes: Sequence[int], most: int) -> list[range]:
+    """Divide files of these `sizes`, in order, into those that are joined: of at least LEAST_BYTES,
+    at most `most`.
+    """
+    found: list[range] = []
+    first = total = 0
+    for number, size in enumerate(sizes):
+        if number > first and (total >= LEAST_BYTES or total + size > most):
+            found.append(range(first, number))
+            first, total = number, 0
+        total += size
+    if found and total < LEAST_BYTES and sum(sizes[i] for i in found[-1]) + total <= most:
+        first = found.pop().start
+    return [*found, range(first, len(sizes))] if sizes else []
+
+
+def join_files(paths: Sequence[Path], into: Path) -> str:
+    """Copy the tensors of several files into a new one, durably, and return its hash; one tensor is
+    in memory.
+
+    CheckpointError for a tensor whose digest differs from the digest in its file.
+    """
+    headers = [read_header(path) for path in paths]
+    joined = SafetensorsWriter(
+        into, header_bytes(name for tensors, _ in headers for name in tensors)
+    )
+    for path, (tensors, metadata) in zip(paths, headers, strict=True):
+        stated = stated_digests(tensors, metadata)
+        with files.open_regular(path) as file:
+            for name, info in tensors.items():
+                data = files.read_exactly(file, info.start, info.end - info.start, path)
+                if joined.add(name, data.view(info.dtype).reshape(info.shape)) != stated.get(name):
+                    raise changed(path)
+    return joined.close()
+
+
+def changed(path: Path) -> CheckpointError:
+    """Make the error for a committed file that has changed."""
+    return CheckpointError(
+        "changed since it was written",
+        Words("start over with", Option("overwrite", True)),
+        subject=path,
+    )
+
+
+def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, list[str]]]:
+    """Return the bytes and the tensors of each file that a CheckpointWriter makes of `units`, by
+    the file's name.
+
+    One commit writes a unit: tensor name -> bytes, in order.
+    """
+    written: list[tuple[FileSize, list[str]]] = []
+    for unit in units:
+        begins = True
+        for name, size in unit.items():
+            if begins or is_full(written[-1][0], name, size, SHARD_BYTES):
+                written.append((FileSize(), []))
+            begins = False
+            written[-1][0].add(name, size)
+            written[-1][1].append(name)
+    found: list[tuple[int, list[str]]] = []
+    for group in groups([size.tensors for size, _ in written], SHARD_BYTES):
+        names = [name for i in group for name in written[i][1]]
+        total = sum(written[i][0].tensors for i in group) + header_bytes(names)
+        found.append((written[group[0]][0].total if len(group) == 1 else total, names))
+    return dict(zip(final_names(len(found)), found, strict=True))
+
+
+def is_full(file: FileSize, name: str, size: int, most: int) -> bool:
+    """Return True if a tensor begins a new file."""
+    return not file.fits(name) or 0 < file.tensors > most - size
+
+
+def final_names(count: int) -> list[str]:
+    """Return the names of the files of a finished folder."""
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

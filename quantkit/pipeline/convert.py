@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.origin import name_of, origin
-from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unchanged
+from quantkit.checkpoint.provenance import Recorded, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading, load as load_report
-from quantkit.checkpoint.shards import SHARD_BYTES
-from quantkit.checkpoint.writer import CheckpointWriter, Item
+from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter, Item
 from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.io import files
 from quantkit.io.staging import staging
@@ -110,7 +109,7 @@ def pack(
             expected=iter(planned.output.forms),
         )
         # A signal that raised while this thread waits for another could leave a lock taken.
-        with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
+        with progress.loop(), _hashed_behind(src, known_files) as hashes:
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
             with closing(
@@ -177,7 +176,7 @@ def repacked(
 
 @contextmanager
 def _hashed_behind(
-    src: Checkpoint, recorded: Mapping[str, object]
+    src: Checkpoint, recorded: Mapping[str, Recorded]
 ) -> Iterator[Callable[[], dict[str, str]]]:
     """Hash the source's files in a thread; yield a function that waits for file name -> hash.
 
@@ -185,8 +184,9 @@ def _hashed_behind(
     cache.
     """
     with ThreadPoolExecutor(1, "quantkit-hash") as pool:
+        like = {name: entry.digest for name, entry in recorded.items()}
         found = {
-            name: pool.submit(files.hash_of_file, path, recorded.get(name))
+            name: pool.submit(files.hash_of_file, path, like.get(name))
             for name, path in src.sources().items()
         }
         try:

@@ -48,6 +48,7 @@ from quantkit.planning.fit import (
     schemes_of,
 )
 from quantkit.planning.needs import calibrated_memory
+from quantkit.planning.output import bytes_of
 from quantkit.planning.plan import Plan
 from quantkit.planning.survey import Job
 from quantkit.progress import Clock, Progress
@@ -549,7 +550,12 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
     return Space(
         name,
         groups_of(
-            linears, goals, lambda m: src.bytes_written(f"{m}.weight"), some, LAYOUTS[name], recipe
+            linears,
+            goals,
+            lambda m: bytes_of({m: src.form_written(f"{m}.weight")}),
+            some,
+            LAYOUTS[name],
+            recipe,
         ),
     )
 

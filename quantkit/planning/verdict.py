@@ -333,13 +333,14 @@ def model_remarks(
     """List linears that stay dense by default, and recipe settings without effect on this model."""
     sparse = any(goal is not None and is_sparse(goal) for goal in goals.values())
     src, found = model.src, [*([ONE_SHOT] if sparse else []), *model.notices]
-    single = [name for name in src.names() if src.written(name) == torch.float32]
+    written = {name: src.form_written(name)[0] for name in src.names()}
+    single = [name for name, dtype in written.items() if dtype == torch.float32]
     if recipe.dense_dtype is not None and src.written_dtype != torch.float32 and single:
         found.append(
             f"{len(single)} tensors stay float32, because transformers keeps them so: first "
             f"{single[0]}"
         )
-    wide = [name for name in src.names() if src.written(name).itemsize > 2]
+    wide = [name for name, dtype in written.items() if dtype.itemsize > 2]
     dense = sum(
         src.nbytes(name) for name in wide if goals.get(name.removesuffix(".weight")) is None
     )

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibration import uncalibrated
-from quantkit.checkpoint import shards, writer
+from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
 from quantkit.core.scheme import Scheme
@@ -297,7 +297,7 @@ def test_files_of_calibrated_committed_and_pruned_runs(
     text.write_text("\n\n".join(f"This is paragraph {i} of a text for calibration." for i in range(20)))
     calibration = {"data": str(text), "samples": 2, "max_length": 32}
     monkeypatch.setattr(uncalibrated, "COMMIT_BYTES", 50_000)  # several commits without activations too
-    monkeypatch.setattr(shards, "LEAST_BYTES", 25_000)  # some of their files are joined
+    monkeypatch.setattr(writer, "LEAST_BYTES", 25_000)  # some of their files are joined
     wanted = {
         "gptq": from_mapping({"calibration": calibration}),
         "padded": recipe("marlin", pad=True, overrides={"k_proj": "int4:channel"}),
@@ -313,10 +313,10 @@ def test_files_of_calibrated_committed_and_pruned_runs(
 
 
 def test_a_new_file_begins_where_the_writer_begins_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(shards, "LEAST_BYTES", 1)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(writer, "LEAST_BYTES", 1)
     unit = {"a": 600, "b": 500, "c": 400, "d": 2000}
-    assert [names for _, names in shards.planned_shards([unit, {"e": 8}]).values()] == [["a"], ["b", "c"], ["d"], ["e"]]
+    assert [names for _, names in writer.planned_shards([unit, {"e": 8}]).values()] == [["a"], ["b", "c"], ["d"], ["e"]]
     many = {f"model.layers.{i}." + "x" * 400: 8 for i in range(150)}  # more names than one header holds
     folder = tmp_path / "out"
     folder.mkdir()
@@ -326,7 +326,7 @@ def test_a_new_file_begins_where_the_writer_begins_one(tmp_path: Path, monkeypat
         filled.add(Item(name, torch.zeros(1, dtype=torch.int64)))
     filled.arrange()
     made = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    assert made == {name: size for name, (size, _) in shards.planned_shards([many]).items()} and len(made) > 1
+    assert made == {name: size for name, (size, _) in writer.planned_shards([many]).items()} and len(made) > 1
 
 
 def test_a_disk_that_is_too_small_for_a_conversion_is_a_problem(

@@ -42,7 +42,6 @@ from quantkit.calibration.budget import (
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.stages.gradients import Fisher, Gradients
-from quantkit.checkpoint.report import untuned
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError, Setting, Words
@@ -172,8 +171,8 @@ def _tuned_item(
     facts |= {fact: count for fact, count in rtn.scale_facts(tuned).items() if fact in facts}
     facts.pop("zeroed", None)
     facts |= zeroed(source, tuned)
-    if common["tuned_step"]:
-        facts = untuned(facts)
+    if common["tuned_step"]:  # the loss is not computed again
+        facts = {"untuned_loss" if key == "loss" else key: fact for key, fact in facts.items()}
     return item._replace(
         value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)}
     )
