@@ -25,13 +25,13 @@ from benchmarks import bench_kernels
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import SHARD_BYTES
 from quantkit.core.scheme import Scheme
-from quantkit.evaluation.verification import VERIFICATION
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
 from quantkit.io.safetensors_files import SafetensorsWriter, read_header
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
+from quantkit.names import VERIFICATION
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

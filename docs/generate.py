@@ -26,7 +26,7 @@ from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.options import CompareOptions, TaskOptions, TextOptions, VerifyOptions
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.tasks import TaskScore, TaskScores
-from quantkit.evaluation.verification import Verification
+from quantkit.evaluation.verify import Verification
 from quantkit.keys import Key, keys_of
 from quantkit.layouts import recast
 from quantkit.pipeline.publish import Result

@@ -19,11 +19,10 @@ from quantkit.errors import Command, Option, QuantkitError, RecipeError, Words, 
 from quantkit.evaluation import compare as comparing, divergence, perplexity, tasks as asking
 from quantkit.evaluation.compare import Comparison
 from quantkit.evaluation.divergence import Divergence, measurement
-from quantkit.evaluation.engine_check import verify_in_engine
 from quantkit.evaluation.options import CompareOptions, TaskOptions, TextOptions, VerifyOptions
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.tasks import TaskScores
-from quantkit.evaluation.verification import Verification
+from quantkit.evaluation.verify import Verification, verify as verify_folder
 from quantkit.inference.load import load as load_model
 from quantkit.keys import Key, built, keys_of
 from quantkit.keywords import api_function
@@ -297,9 +296,8 @@ def verify(
     print(proof.note)
     ```
     """
-    (asked,) = built(options, VerifyOptions)
     other = None if against is None else Path(against)
-    found = verify_in_engine(Path(folder), asked, other, reporter(progress))
+    found = verify_folder(Path(folder), other, reporter(progress), **options)
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 

@@ -34,6 +34,8 @@ KERNELS = {
 #: The dtypes of `kernels.contract.ACTIVATIONS`.
 ACTIVATIONS = ("float16", "bfloat16")
 
+#: File of an output that holds the outcome of `verify`.
+VERIFICATION = "verify.json"
 #: Engine that `verify` asks -> the name of its package.
 SERVERS = {"vllm": "vLLM"}
 

@@ -17,7 +17,7 @@ from quantkit.cli.demo import texts
 from quantkit.errors import LayoutError, Option, RecipeError, ThresholdError, Words
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
-from quantkit.evaluation.verification import Verification
+from quantkit.evaluation.verify import Verification
 from quantkit.io.files import hash_of_file
 from quantkit.pipeline.publish import Result
 from quantkit.progress import Event, Progress, Reporter

@@ -14,11 +14,12 @@ from quantkit.cli.options import command, declared
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.options import VerifyOptions
+from quantkit.names import VERIFICATION
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.verification import Verification
+    from quantkit.evaluation.verify import Verification
 
 #: Rows of a table without -v.
 MOST_ROWS = 40
@@ -46,16 +47,15 @@ def verify(
     the digests in the weight files are compared. With --engine the engine opens the folder and
     reads the packaged text; its log-probabilities must be those of the decoded model, up to
     rounding."""
-    from quantkit.evaluation import verification
-    from quantkit.evaluation.engine_check import verify_in_engine
+    from quantkit.evaluation import verify as evaluation
     from quantkit.io.files import is_writable
 
-    found = verify_in_engine(checkpoint, asked, against, progress)
+    found = evaluation.verify(checkpoint, against, progress, **vars(asked))
     emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
     if is_writable(checkpoint):
-        verification.write(found, checkpoint)
+        evaluation.write(found, checkpoint)
     else:
-        progress.warn(f"{checkpoint} is not writable: {verification.VERIFICATION} is not written")
+        progress.warn(f"{checkpoint} is not writable: {VERIFICATION} is not written")
     if not found.ok:
         leave(UNVERIFIED, _failed(checkpoint, found.failures))
 
@@ -109,7 +109,6 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
     FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes,
     error by depth, time, memory and notices."""
     from quantkit.checkpoint.report import REPORT, load as load_report
-    from quantkit.evaluation.verification import VERIFICATION
     from quantkit.io import files
     from quantkit.io.json_files import load_json
     from quantkit.io.model_folder import inside

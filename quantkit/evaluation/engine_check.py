@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ from quantkit.errors import KernelError, Option, RecipeError, Words
 from quantkit.evaluation.opened import require_package
 from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.perplexity import token_losses
-from quantkit.evaluation.verification import EngineProof, Verification
-from quantkit.evaluation.verify import verify
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.models.weights import load_dense_model
@@ -59,21 +57,51 @@ ENVIRONMENT = {
 }
 
 
-def verify_in_engine(
-    folder: Path, asked: VerifyOptions, against: Path | None, progress: Progress
-) -> Verification:
-    """Verify a folder, then compare an engine with it, if one is named. An engine that does not run
-    is a failure.
+@dataclass(frozen=True)
+class EngineProof:
+    """The comparison with an engine: differences of log-probabilities in nats, and the largest that
+    are allowed.
 
-    The decoded model runs after the engine, in float32. Raises as `verify`, RecipeError for
-    arguments of no engine, and QuantkitError if the engine is not installed.
+    `layers` has the counts of the methods and kernels that served each kind of layer.
     """
-    engine, arguments = asked.engine, asked.engine_args or {}
-    if engine is None and arguments:
-        raise RecipeError(
-            Words(Option("engine_args"), "are of an engine, and none is named"),
-            Words("add", Option("engine", next(iter(SERVERS)))),
+
+    engine: str
+    version: str
+    dtype: str
+    tokens: int
+    mean: float
+    largest: float
+    mean_bound: float
+    largest_bound: float
+    layers: Mapping[str, Mapping[str, int]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether both differences are within their bounds."""
+        return self.mean <= self.mean_bound and self.largest <= self.largest_bound
+
+    @property
+    def note(self) -> str:
+        """One line about the comparison, and about who served what."""
+        served: dict[str, list[str]] = {}
+        for kind, methods in self.layers.items():
+            served.setdefault(" or ".join(methods), []).append(kind)
+        by = "; ".join(f"{', '.join(kinds)} by {methods}" for methods, kinds in served.items())
+        return (
+            f"{self.engine} {self.version} in {self.dtype}: log-probabilities of {self.tokens} "
+            "tokens differ by "
+            f"{self.mean:.2g} nats on average (bound {self.mean_bound:.2g}), by {self.largest:.2g} "
+            "at most (bound "
+            f"{self.largest_bound:.2g}); {by}"
         )
+
+
+def require_engine(folder: Path, asked: VerifyOptions) -> None:
+    """Refuse an engine that is not installed, or that cannot continue texts with this model.
+
+    RecipeError for arguments of no engine, CheckpointError for an encoder-decoder.
+    """
+    engine = asked.engine
     if engine is not None:
         require_package(engine, SERVERS[engine], engine)
         src = Checkpoint(folder)
@@ -83,23 +111,25 @@ def verify_in_engine(
             f"and verify asks {engine} to continue texts",
             Words("leave", Option("engine"), "out"),
         )
-    found = verify(folder, against, progress, asked.device, asked.unsealed)
-    if engine is None:
-        return found
-    if found.failures:
-        unasked = f"{engine} was not started, because the folder failed already"
-        return replace(found, notices=(*found.notices, unasked))
-    src, clock = Checkpoint(folder), Clock(torch.device("cpu"), dict(found.seconds))
-    try:
-        with clock.phase(engine):
-            answer = _ask(engine, arguments, folder, _prompts(src), progress)
-    except KernelError as error:
-        return replace(found, failures=(error.typed,), seconds=clock.seconds)
+    elif asked.engine_args:
+        raise RecipeError(
+            Words(Option("engine_args"), "are of an engine, and none is named"),
+            Words("add", Option("engine", next(iter(SERVERS)))),
+        )
+
+
+def prove_engine(
+    folder: Path, engine: str, asked: VerifyOptions, clock: Clock, progress: Progress
+) -> EngineProof:
+    """Compare an engine with the decoded model, which runs after the engine, in float32.
+
+    KernelError with the engine's last error if it gives no answer.
+    """
+    src = Checkpoint(folder)
+    with clock.phase(engine):
+        answer = _ask(engine, asked.engine_args or {}, folder, _prompts(src), progress)
     with clock.phase("decoded model"):
-        proof = _compared(engine, answer, src, device_of(asked.device), progress)
-    wrong = f"{engine} does not compute what the folder holds: {proof.note}"
-    failures = () if proof.ok else (wrong,)
-    return replace(found, failures=failures, engine=proof, seconds=clock.seconds)
+        return _compared(engine, answer, src, device_of(asked.device), progress)
 
 
 def _prompts(src: Checkpoint) -> list[list[int]]:

@@ -14,13 +14,15 @@ A damaged weight fails its own row, and the other weights are still checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from quantkit import kernels
 from quantkit.checkpoint import report
@@ -28,20 +30,23 @@ from quantkit.checkpoint.provenance import damage
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.tensors import dtype_name, raw_bytes
 from quantkit.errors import CheckpointError, Command, KernelError, Option, QuantkitError, Words
-from quantkit.evaluation.verification import VERIFICATION, Row, Verification
-from quantkit.evaluation.weight_check import Job, check_weight
-from quantkit.io import files, model_folder
+from quantkit.evaluation.engine_check import EngineProof, prove_engine, require_engine
+from quantkit.evaluation.options import VerifyOptions
+from quantkit.evaluation.weight_check import Job, Row, check_weights, only_in_one
+from quantkit.io import files, json_files, model_folder
 from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.kernels import proof
+from quantkit.keys import built
 from quantkit.models.devices import device_of
+from quantkit.names import VERIFICATION
 from quantkit.progress import Clock, Progress
+from quantkit.recipes.keywords import VerifyKeywords
+from quantkit.reporting.summary import ShortRepr
 
 #: Files of an output that its report does not list, because people edit the card and the proof is
 #: written later.
-EDITED = ("README.md", VERIFICATION)
-UNLISTED = (report.REPORT, *EDITED)
-TEMPLATES = "additional_chat_templates"
-UNREPORTED = f"no {report.REPORT}: {{}}, and no other file was compared with a recorded hash"
+UNLISTED = (report.REPORT, "README.md", VERIFICATION)
+TEMPLATES = "additional_chat_templates/"
 UNSEALED = (
     "codes unchecked: no report, no digests in the weight files, and no checkpoint to compare with"
 )
@@ -51,60 +56,183 @@ UNMARKED = (
 )
 
 
+@dataclass(frozen=True, repr=False)
+class Verification(ShortRepr):
+    """The result of `verify`: a row for each weight, the hash of each file, failures and notices as
+    lines of text.
+
+    `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`.
+    If `kernel` is None, no kernel ran, and `unrun` gives the reason. The codes are `checked` if a
+    report, digests in the weight files or another checkpoint could be compared with. `seconds` has
+    the time of each phase. `engine` is None if none was asked.
+    """
+
+    layout: str | None
+    rows: tuple[Row, ...]
+    files: dict[str, str]
+    failures: tuple[str, ...]
+    notices: tuple[str, ...]
+    against: str | None = None
+    kernel: str | None = None
+    device: str = "cpu"
+    bound: float | None = None
+    checked: bool = True
+    unrun: str = "nothing could be multiplied"
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    engine: EngineProof | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return not self.failures
+
+    @property
+    def weights(self) -> int:
+        """The number of elements whose codes were unpacked, repacked and compared."""
+        return sum(prod(row.shape) for row in self.rows)
+
+    @property
+    def multiplied(self) -> int:
+        """The number of elements that a kernel reproduced one by one."""
+        return sum(prod(row.shape) for row in self.rows if row.product)
+
+    @property
+    def errors(self) -> list[float]:
+        """The largest relative error of each weight that a kernel multiplied."""
+        return [row.error for row in self.rows if row.error is not None]
+
+    @property
+    def note(self) -> str:
+        """One line about the kernels, and the engine."""
+        asked = "" if self.engine is None else f"; {self.engine.note}"
+        if self.kernel is None:
+            return f"no kernel ran, the bits alone are proved: {self.unrun}{asked}"
+        worst = max(self.errors, default=0.0)
+        return (
+            f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights "
+            "exactly, products are off "
+            f"by {worst:.1e} at most (bound {self.bound:g}){asked}"
+        )
+
+    def _shown(self) -> dict[str, Any]:
+        facts = self.to_dict()
+        shown = (
+            "ok",
+            "checked",
+            "layout",
+            "linears",
+            "weights",
+            "note",
+            "against",
+            "failures",
+            "notices",
+        )
+        return {name: facts[name] for name in shown}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Build the content of verify.json."""
+        return {
+            "ok": self.ok,
+            "checked": self.checked,
+            "layout": self.layout,
+            "linears": len(self.rows),
+            "weights": self.weights,
+            "kernel": self.kernel,
+            "device": self.device,
+            "note": self.note,
+            "multiplied": self.multiplied,
+            "errors": self.errors,
+            "bound": self.bound,
+            "seconds": {phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
+            "against": self.against,
+            "failures": list(self.failures),
+            "notices": list(self.notices),
+            "engine": None if self.engine is None else asdict(self.engine),
+            "hashes": self.files,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def write(verification: Verification, folder: Path) -> Path:
+    """Write verify.json into the folder of the checkpoint, and return its path."""
+    path = Path(folder) / VERIFICATION
+    given = [Path(folder), *([Path(verification.against)] if verification.against else [])]
+    names = {
+        one: each.resolve().name
+        for each in given
+        for one in (each.resolve(), each.absolute(), each)
+    }
+    stated = json_files.without_folders(verification.to_dict(), names)
+    files.write_atomic(path, json_files.dump_json(stated))
+    return path
+
+
 def verify(
     folder: Path,
     against: Path | None = None,
     progress: Progress | None = None,
-    device: str = "auto",
-    unsealed: bool = False,
+    **options: Unpack[VerifyKeywords],
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a
-    time.
+    time, then compare an engine with it, if one is named.
 
-    Everything is as for `quantkit.verify`.
+    An engine that does not run is a failure. Everything else is as for `quantkit.verify`.
     """
-    progress = progress or Progress(quiet=True)
-    folder = Path(folder)
-    place = device_of(device)
-    recorded: dict[str, Any] = {}
+    (asked,) = built(options, VerifyOptions)
+    folder, progress = Path(folder), progress or Progress(quiet=True)
+    require_engine(folder, asked)
+    found, engine = _check_bits(folder, against, asked, progress), asked.engine
+    if engine is None:
+        return found
+    if found.failures:
+        unasked = f"{engine} was not started, because the folder failed already"
+        return replace(found, notices=(*found.notices, unasked))
+    clock = Clock(torch.device("cpu"), dict(found.seconds))
+    try:
+        proof = prove_engine(folder, engine, asked, clock, progress)
+    except KernelError as error:
+        return replace(found, failures=(error.typed,), seconds=clock.seconds)
+    wrong = f"{engine} does not compute what the folder holds: {proof.note}"
+    failures = () if proof.ok else (wrong,)
+    return replace(found, failures=failures, engine=proof, seconds=clock.seconds)
+
+
+def _check_bits(
+    folder: Path, against: Path | None, asked: VerifyOptions, progress: Progress
+) -> Verification:
+    """Check the files and the packed weights."""
+    place, clock = device_of(asked.device), Clock(torch.device("cpu"))
     failures: list[str] = []
-    hashes: dict[str, str] = {}
-    clock = Clock(torch.device("cpu"))
     try:
         recorded = report.load(folder)
         with clock.phase("files"):
-            hashes, failures = _check_files(folder, recorded)
-        loadable, notices = _unlisted(folder, recorded)
-        failures += loadable
+            hashes, failures, notices = _check_files(folder, recorded)
         src = _quantized(folder)
     except CheckpointError as error:
         if not failures:
             raise
         return Verification(None, (), hashes, tuple(dict.fromkeys([*failures, error.typed])), ())
     assert src.layout is not None
-    checked = bool(recorded or against)
-    if not recorded:
+    checked, layers = bool(recorded or against), None
+    if recorded:
+        layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
+    else:
         with clock.phase("files"):
             hashes = src.hashes()
-            sealed, changed = _check_digests([src.path / name for name in hashes if name != CONFIG])
-        failures += changed
+            weights = [src.path / name for name in hashes if name != CONFIG]
+            sealed, failures, notices = _check_digests(weights)
         checked |= sealed
-        what = (
-            "weights were compared with the digests in their files"
-            if sealed
-            else "the weight files have no digests"
-        )
-        notices.append(UNREPORTED.format(what))
-    if not (checked or unsealed):
+    if not (checked or asked.unsealed):
         failures.append(Words(f"{UNSEALED}: add", Option("unsealed", True), "to accept that"))
-    unrun = _why_no_kernel(src, place, asked=device != "auto")
+    unrun = _why_no_kernel(src, place, asked=asked.device != "auto")
     other = None if against is None else _quantized(Path(against))
     if not src.modules():
         failures.append(f"{folder}: no packed weight found: the tensors are missing")
     runs_on = torch.device("cpu") if unrun else place
     with ThreadPoolExecutor(1) as pool:
         job = Job(src, other, runs_on, unrun is None, pool, Clock(runs_on, clock.seconds))
-        rows = _check_weights(job, recorded, progress, failures, notices)
+        rows, wrong, seen = check_weights(job, layers, progress)
+    failures += wrong
     if other is not None:
         with clock.phase("against"):
             failures += _dense_differences(src, other, progress)
@@ -113,7 +241,7 @@ def verify(
         tuple(rows),
         hashes,
         tuple(failures),
-        (*src.notices, *notices),
+        tuple(dict.fromkeys([*src.notices, *notices, *seen])),
         None if against is None else str(against),
         checked=checked,
         seconds=clock.seconds,
@@ -132,43 +260,17 @@ def verify_files(folder: Path) -> tuple[list[str], list[str]]:
     Without a report, weight files are checked against the digests in them. CheckpointError if they
     have none.
     """
-    recorded = report.load(folder)
-    if not recorded:
-        sealed, failures = _check_digests(sorted(folder.glob("*.safetensors")))
-        if not sealed:
-            raise CheckpointError(
-                f"has no {report.REPORT}, and no digests in its weight files, so nothing can be "
-                "checked",
-                "give a folder that quantkit wrote",
-                subject=folder,
-            )
-        return failures, [
-            UNREPORTED.format("weights were compared with the digests in their files")
-        ]
-    loadable, notices = _unlisted(folder, recorded)
-    return _check_files(folder, recorded)[1] + loadable, notices
-
-
-def _unlisted(folder: Path, recorded: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Name the files that a report lacks, without hidden files, card and proof: first files that a
-    program may load or run, then others.
-    """
-    if not recorded:
-        return [], []
-    listed = {*recorded.get("files", {}), *UNLISTED}
-    with files.guarded(folder):
-        paths = [p.relative_to(folder) for p in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*"))]
-        names = [
-            f"{p.as_posix()}/" if (folder / p).is_dir() else p.as_posix()
-            for p in paths
-            if p.name[:1] != "."
-        ]
-    found: tuple[list[str], list[str]] = [], []
-    for name in sorted(name for name in names if name not in listed and name != f"{TEMPLATES}/"):
-        is_loadable = name.endswith((".safetensors", ".py", *model_folder.PICKLES))
-        line = f"{report.valid_text(name)}: is not a file that {report.REPORT} lists"
-        found[0 if is_loadable else 1].append(line)
-    return found
+    if recorded := report.load(folder):
+        return _check_files(folder, recorded)[1:]
+    sealed, failures, notices = _check_digests(sorted(folder.glob("*.safetensors")))
+    if not sealed:
+        raise CheckpointError(
+            f"has no {report.REPORT}, and no digests in its weight files, so nothing can be "
+            "checked",
+            "give a folder that quantkit wrote",
+            subject=folder,
+        )
+    return failures, notices
 
 
 def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | None:
@@ -194,15 +296,17 @@ def _quantized(folder: Path) -> Checkpoint:
     return src
 
 
-def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Hash every file that the report lists; returns the hashes and a line for each file that
-    differs.
+def _check_files(
+    folder: Path, recorded: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Hash every file that the report lists; returns the hashes, a failure for each file that
+    differs or may be loaded unlisted, and a notice for each other file.
     """
     if not recorded:
-        return {}, []
+        return {}, [], []
     listed = recorded.get("files")
     if not listed:
-        return {}, [f"{report.REPORT}: lists no files, so it is damaged or not quantkit's"]
+        return {}, [f"{report.REPORT}: lists no files, so it is damaged or not quantkit's"], []
     found: dict[str, str] = {}
     failures = [] if report.SEAL in recorded else [UNMARKED]
     with ThreadPoolExecutor() as pool:
@@ -211,27 +315,46 @@ def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, s
         }
     for name, expected in listed.items():
         try:
-            if (
-                PurePosixPath(name).name == name
-                and name.isprintable()
-                and not os.path.lexists(folder / name)
-            ):
-                raise CheckpointError(
-                    f"is missing, {report.REPORT} lists it", "restore it", subject=name
-                )
             found[name] = hashed[name].result()
         except QuantkitError as error:
             failures.append(error.typed)
         else:
             if found[name] != expected:
                 failures.append(damage(name, folder / name, f"{report.REPORT} lists"))
-    return found, failures
+    loadable, others = _unlisted(folder, listed)
+    return found, failures + loadable, others
 
 
-def _check_digests(paths: list[Path]) -> tuple[bool, list[str]]:
+def _hash(folder: Path, name: str, like: object) -> str:
+    """Hash a listed file; CheckpointError if it is missing, or outside of the folder."""
+    is_name = PurePosixPath(name).name == name and name.isprintable()
+    if is_name and not os.path.lexists(folder / name):
+        raise CheckpointError(f"is missing, {report.REPORT} lists it", "restore it", subject=name)
+    return files.hash_of_file(model_folder.inside(folder.resolve(), name), like)
+
+
+def _unlisted(folder: Path, listed: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Name the files that a report does not list: first files that a program may load or run, then
+    others. Hidden files, the card and the proof are left out.
+    """
+    with files.guarded(folder):
+        names = {
+            p.relative_to(folder).as_posix() + "/" * p.is_dir()
+            for p in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}*"))
+            if p.name[:1] != "."
+        }
+    found: tuple[list[str], list[str]] = [], []
+    for name in sorted(names - {*listed, *UNLISTED, TEMPLATES}):
+        is_loadable = name.endswith((".safetensors", ".py", *model_folder.PICKLES))
+        line = f"{report.valid_text(name)}: is not a file that {report.REPORT} lists"
+        found[0 if is_loadable else 1].append(line)
+    return found
+
+
+def _check_digests(paths: list[Path]) -> tuple[bool, list[str], list[str]]:
     """Compare the tensors of weight files with the digests in them.
 
-    Returns whether all files have digests, and a line for each tensor that differs.
+    Returns whether all files have digests, a failure for each tensor that differs, and a notice.
     """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(damaged_tensors, map(Path.resolve, paths)))
@@ -240,7 +363,11 @@ def _check_digests(paths: list[Path]) -> tuple[bool, list[str]]:
         for path, tensors in zip(paths, found, strict=True)
         for tensor in tensors or ()
     ]
-    return bool(found) and None not in found, lines
+    sealed = bool(found) and None not in found
+    compared = "weights were compared with the digests in their files"
+    what = compared if sealed else "the weight files have no digests"
+    rest = "and no other file was compared with a recorded hash"
+    return sealed, lines, [f"no {report.REPORT}: {what}, {rest}"]
 
 
 def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -> list[str]:
@@ -249,77 +376,12 @@ def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -
     """
     packed = {f"{module}.weight" for one in (src, other) for module in one.modules()}
     mine, theirs = ([name for name in one.logical() if name not in packed] for one in (src, other))
-    found = [f"{name}: is in {other.path} only" for name in theirs if name not in {*mine}]
-    for name in progress.bar(mine, "compare", len(mine)):
-        if name not in {*theirs}:
-            found.append(f"{name}: is not in {other.path}")
-            continue
+    found = only_in_one(mine, theirs, f"is in {other.path} only", f"is not in {other.path}")
+    common = sorted({*mine} & {*theirs})
+    for name in progress.bar(common, "compare", len(common)):
         forms = [f"{list(one.shape(name))} {dtype_name(one.dtype(name))}" for one in (src, other)]
         if forms[0] != forms[1]:
             found.append(f"{name}: is {forms[0]}, and {forms[1]} in {other.path}")
         elif not torch.equal(raw_bytes(src.get(name)), raw_bytes(other.get(name))):
             found.append(f"{name}: its bits differ from those in {other.path}")
     return found
-
-
-def _hash(folder: Path, name: str, like: object) -> str:
-    return files.hash_of_file(model_folder.inside(folder.resolve(), name), like)
-
-
-def _missing_weights(
-    modules: list[str], layers: Mapping[str, Any] | None, other: Checkpoint | None
-) -> list[str]:
-    """List each module that the folder, the report or the other checkpoint lacks."""
-    here = set(modules)
-    found = []
-    if layers is not None:
-        found += [
-            f"{name}: is in {report.REPORT} and has no packed weight"
-            for name in layers
-            if name not in here
-        ]
-        found += [
-            f"{name}: has a packed weight that {report.REPORT} lacks"
-            for name in modules
-            if name not in layers
-        ]
-    if other is not None:
-        there = set(other.modules())
-        found += [
-            f"{module}: is packed in {other.path} only"
-            for module in other.modules()
-            if module not in here
-        ]
-        found += [
-            f"{module}: is not packed in {other.path}" for module in modules if module not in there
-        ]
-    return found
-
-
-def _check_weights(
-    job: Job,
-    recorded: Mapping[str, Any],
-    progress: Progress,
-    failures: list[str],
-    notices: list[str],
-) -> list[Row]:
-    """Check each packed weight; adds to `failures`, and each notice once to `notices`."""
-    layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
-    modules = job.src.modules()
-    failures += _missing_weights(modules, layers if recorded else None, job.other)
-    rows = []
-    for module in progress.bar(modules, "verify", len(modules)):
-        try:
-            with job.clock.phase("rest"):  # the phases inside are counted separately
-                row, seen = check_weight(job, module, layers.get(module))
-        except torch.OutOfMemoryError as error:
-            raise KernelError(
-                "does not fit into the GPU's memory",
-                "free some",
-                Words("prove the bits alone with", Option("device", "cpu")),
-                subject=module,
-            ) from error
-        rows.append(row)
-        notices += [line for line in seen if line not in notices]
-    failures += [Words(row.module, ":", row.problem) for row in rows if row.problem is not None]
-    return rows

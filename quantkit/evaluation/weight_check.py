@@ -4,7 +4,7 @@ and multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import isfinite, prod
@@ -17,12 +17,32 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import LayoutError, QuantkitError
-from quantkit.evaluation.verification import Row
+from quantkit.errors import KernelError, LayoutError, Option, QuantkitError, Words
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
-from quantkit.progress import Clock
+from quantkit.progress import Clock, Progress
+
+
+@dataclass(frozen=True)
+class Row:
+    """The checks of one packed weight: True if passed, False if failed, None if there was nothing
+    to compare with.
+
+    `error` is the largest relative error of the kernel's products, None if no kernel ran or it is
+    not finite.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    scheme: str
+    bytes: int
+    repack: bool | None
+    digest: bool | None
+    against: bool | None
+    problem: str | None = None
+    product: bool | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,60 @@ class Job:
     clock: Clock
 
 
-def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, list[str]]:
+def check_weights(
+    job: Job, layers: Mapping[str, Any] | None, progress: Progress
+) -> tuple[list[Row], list[str], list[str]]:
+    """Check each packed weight against its entry in the `layers` of a report, if there is one.
+
+    Returns the rows, the failures, and each notice once. KernelError if a weight does not fit into
+    the GPU's memory.
+    """
+    modules = job.src.modules()
+    rows, notices = [], dict[str, None]()
+    failures = _missing_weights(modules, layers, job.other)
+    for module in progress.bar(modules, "verify", len(modules)):
+        try:
+            with job.clock.phase("rest"):  # the phases inside are counted separately
+                row, seen = _check_weight(job, module, (layers or {}).get(module))
+        except torch.OutOfMemoryError as error:
+            raise KernelError(
+                "does not fit into the GPU's memory",
+                "free some",
+                Words("prove the bits alone with", Option("device", "cpu")),
+                subject=module,
+            ) from error
+        rows.append(row)
+        notices |= dict.fromkeys(seen)
+    failures += [Words(row.module, ":", row.problem) for row in rows if row.problem is not None]
+    return rows, failures, [*notices]
+
+
+def _missing_weights(
+    modules: Sequence[str], layers: Mapping[str, Any] | None, other: Checkpoint | None
+) -> list[str]:
+    """List each module that the folder, the report or the other checkpoint lacks."""
+    found: list[str] = []
+    if layers is not None:
+        lacks = f"is in {REPORT} and has no packed weight"
+        found += only_in_one(modules, layers, lacks, f"has a packed weight that {REPORT} lacks")
+    if other is not None:
+        place = f"packed in {other.path}"
+        found += only_in_one(modules, other.modules(), f"is {place} only", f"is not {place}")
+    return found
+
+
+def only_in_one(
+    ours: Iterable[str], theirs: Iterable[str], only_theirs: str, only_ours: str
+) -> list[str]:
+    """List the names that only one of two places has, each with the words for that case."""
+    here, there = dict.fromkeys(ours), dict.fromkeys(theirs)
+    return [
+        *(f"{name}: {only_theirs}" for name in there if name not in here),
+        *(f"{name}: {only_ours}" for name in here if name not in there),
+    ]
+
+
+def _check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, list[str]]:
     """Check one packed weight, with its entry `layer` of the report; returns the row and notices.
 
     A weight that cannot be read is a failed row.

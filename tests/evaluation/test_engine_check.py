@@ -14,8 +14,10 @@ from torch import nn
 
 import quantkit
 from quantkit.evaluation import engine_check
+from quantkit.evaluation.engine_check import EngineProof
 from quantkit.evaluation.engine_child import describe
-from quantkit.evaluation.verification import VERIFICATION, EngineProof, Verification
+from quantkit.evaluation.verify import Verification
+from quantkit.names import VERIFICATION
 from quantkit.pipeline import quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError
-from quantkit.evaluation.verification import VERIFICATION, Verification, write
-from quantkit.evaluation.verify import verify
+from quantkit.evaluation.verify import Verification, verify, write
 from quantkit.io.files import hash_of_file
+from quantkit.names import VERIFICATION
 from quantkit.pipeline import convert, quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call

@@ -17,7 +17,8 @@ from quantkit.cli.inspect import format_verification
 from quantkit.cli.show import as_json
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.evaluation.verification import Row, Verification
+from quantkit.evaluation.verify import Verification
+from quantkit.evaluation.weight_check import Row
 from quantkit.kernels import JUDGES, MATMULS, none_for, proof
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
