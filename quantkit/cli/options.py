@@ -305,6 +305,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "JSON": {"type": JsonObject("quantization=quantkit")},
     "N,N": {"type": Numbers()},
     "NAME|FILE": {"shell_complete": texts},
+    "RECIPE,RECIPE": {"shell_complete": files},
     "SOURCE,NAME=SOURCE": {"shell_complete": texts},
 }
 #: Further arguments of click for a key of a recipe, by keyword.

@@ -101,7 +101,7 @@ class CompareOptions(Checked):
     recipes: Names = option(
         "Shipped recipes, YAML files, or schemes with a method, like fp6:g64:gptq",
         section="Basic",
-        metavar="NAME,NAME",
+        metavar="RECIPE,RECIPE",
         typed=NAMES,
     )
     device: str = option(

@@ -50,6 +50,7 @@ def test_folders_and_files_are_completed_by_the_shell() -> None:
     assert completed("quantize ./mod", "./mod") == ["dir,./mod"]
     assert completed("verify ./mod", "./mod") == ["file,./mod"]
     assert completed("quantize m --calib wiki", "wiki") == ["plain,wikitext2", "file,wiki"]
+    assert completed("compare m --recipes ./my", "./my") == ["file,./my"]
 
 
 def test_zsh_asks_with_the_index_of_the_word() -> None:
