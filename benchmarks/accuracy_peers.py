@@ -27,7 +27,7 @@ import quantkit
 from benchmarks.accuracy import INT4_ABSMAX, PUBLISHED, REFINED, UNQUANTIZED, save
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import TokenValues, token_values
-from quantkit.evaluation.perplexity import Windows, cut, exponential
+from quantkit.evaluation.perplexity import Windows, cut, exponential, mean_loss
 from quantkit.keys import keys_of
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.inspection import describe
@@ -192,7 +192,7 @@ def judge(reference: Any, folder: Path, texts: Mapping[str, Windows], device: st
     model = load_dense_model(src, device=device)
     row: dict[str, Any] = {"bits": "" if bits is None else round(bits, 3)}
     for text, pieces in texts.items():
-        found = token_values(reference, [model], pieces)[1]
+        found = token_values(reference, model, pieces)
         row |= {f"{text}_{key}": value for key, value in columns(found).items()}
     return row
 
@@ -205,7 +205,7 @@ def columns(found: TokenValues) -> dict[str, Any]:
         for key in ("kld", "kld_low", "kld_high", "kld_median", "kld_p99", "kld_p999")
     }
     return {
-        "ppl": round(exponential(found.nll()), 4),
+        "ppl": round(exponential(mean_loss(found.losses)), 4),
         **thousandths,
         "above": round(figures["kld_above"], 5),
         "top1": round(figures["top1"], 5),

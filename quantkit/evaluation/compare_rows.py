@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -19,12 +19,11 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
-from quantkit.core.scheme import Scheme
 from quantkit.errors import Option, RecipeError, about
 from quantkit.evaluation.divergence import token_values
 from quantkit.evaluation.opened import Finished, open_checkpoint
 from quantkit.evaluation.options import CompareOptions, TaskOptions, listed
-from quantkit.evaluation.perplexity import Windows, cut, exponential
+from quantkit.evaluation.perplexity import Windows, cut, exponential, mean_loss, window_losses
 from quantkit.evaluation.tasks import Exam, means
 from quantkit.io import files
 from quantkit.io.files import hash_of, hash_of_file
@@ -36,14 +35,13 @@ from quantkit.planning.survey import plan
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.options import LoadOptions
 from quantkit.recipes.recipe import Recipe, without_paths
+from quantkit.reporting.layer_errors import bits, weights
 from quantkit.reporting.recipe_table import UNSTORED, Row
-from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text, name_of_text
+from quantkit.text.sources import kind_of, load_evaluation_text, name_of_text
 from quantkit.version import __version__
 
 #: The folders of journals, and of models and locks, which a finished row removes.
 ROWS, WORK = "rows", "work"
-#: Calibration sequences of a plan whose text was read already: the least number for every stage.
-FEW = 16
 
 
 @dataclass(frozen=True)
@@ -108,22 +106,13 @@ class Rows:
         return self._lacks(self._journal(entry))
 
     def require(self, entries: Sequence[Entry]) -> None:
-        """Plan each recipe and read each text once, to raise the errors of all rows before any
-        work.
-        """
-        planned: dict[tuple[str, Any], tuple[Entry, Recipe]] = {}
-        for entry in entries:
-            names, texts = {name for name, _ in planned}, {text for _, text in planned}
-            if entry.recipe is None or (entry.name in names and entry.calib in texts):
-                continue
-            recipe = entry.recipe
-            if entry.calib in texts:
-                few = replace(
-                    recipe.calibration, data=PACKAGED, samples=min(FEW, recipe.calibration.samples)
-                )
-                recipe = replace(recipe, calibration=replace(few, text_column=None, split=None))
-            planned[entry.name, entry.calib] = entry, recipe
-        for entry, recipe in self._progress.bar(list(planned.values()), "plan", len(planned)):
+        """Plan each recipe with each text, to raise the errors of all rows before any work."""
+        planned = {
+            (entry.name, entry.calib): (entry, entry.recipe)
+            for entry in entries
+            if entry.recipe is not None
+        }
+        for entry, recipe in self._progress.bar([*planned.values()], "plan", len(planned)):
             with about(entry.title):
                 found = plan(self._model, recipe, **self._run)
                 if found.refusal is not None:
@@ -131,16 +120,13 @@ class Rows:
 
     def make(self, entry: Entry) -> bool:
         """Complete a row by quantizing and judging. False if another process works on it."""
-        if not self.lacks(entry):  # a neighbour was quicker
-            return True
         work = self._work(entry)
         files.make_folder(work, parents=True)
-        files.make_folder(self._out / ROWS, parents=True)
         with claimed(work) as is_ours:
             if not is_ours:
                 return False
             journal, folder = self._journal(entry), work / "model"
-            if not self._lacks(journal):
+            if not self._lacks(journal):  # a neighbour was quicker
                 return True
             load, reference = self._reference, None
             if entry.recipe is None:
@@ -203,10 +189,10 @@ class Rows:
         """Return perplexity and divergence on a text; of the reference itself the perplexity."""
         windows = self._windows(which)
         if reference is None:
-            values = token_values(model(), [], windows, self._progress)
-            return {"ppl": exponential(values[0].nll())}
-        found = token_values(reference, [model()], windows, self._progress)[1]
-        return {"ppl": exponential(found.nll()), **found.figures()}
+            losses = window_losses(model(), windows, self._progress)
+            return {"ppl": exponential(mean_loss(losses))}
+        found = token_values(reference, model(), windows, self._progress)
+        return {"ppl": exponential(mean_loss(found.losses)), **found.figures()}
 
     def _lacks(self, journal: Finished) -> bool:
         return not all(name in journal for name in ("made", *self._names.values()))
@@ -249,16 +235,16 @@ class Rows:
 
     def _unquantized(self) -> Row:
         src = self._opened.src
-        bits = 8.0 * src.dtype_of_model.itemsize
+        width = 8.0 * src.dtype_of_model.itemsize
         if src.low_bit is not None:
-            bits = 8 * src.source_bytes / sum(prod(src.shape(name)) for name in src.names())
-        precision = src.low_bit or f"{bits:.0f} bits"
+            width = 8 * src.source_bytes / sum(prod(src.shape(name)) for name in src.names())
+        precision = src.low_bit or f"{width:.0f} bits"
         facts = {
             "precision": precision,
             "grouping": "",
             "method": "",
             "stored": "dense",
-            "bits": bits,
+            "bits": width,
         }
         return {**facts, "bytes": src.source_bytes, "seconds": 0.0, **self._machine()}
 
@@ -270,17 +256,18 @@ class Rows:
         }
         form, _, grouping = ("mixed" if len(schemes) > 1 else schemes.pop()).partition(":")
         totals, stored = report["totals"], report["layout"]
-        bits = totals["bits_per_weight"]
-        size = round(bits * totals["quantized_weights"] / 8) + totals["dense_bytes"] if bits else 0
         if recipe.layout is None:
-            bits, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
+            width, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
+        else:
+            width = totals["bits_per_weight"] or 0.0
+            size = round(width * totals["quantized_weights"] / 8) + totals["dense_bytes"]
         refined = f"{recipe.method}+tune" if recipe.tune else recipe.method
         facts = {
             "precision": form,
             "grouping": grouping,
             "method": refined,
             "stored": stored,
-            "bits": bits,
+            "bits": width,
         }
         facts["calibration_tokens"] = report["calibration"].get("tokens")
         return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
@@ -312,15 +299,11 @@ def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, in
     """Count the bits of a weight and the bytes of all, as if codes, float16 scales and zero points
     were packed.
     """
-    bits = weights = 0
-    dense = {name: src.nbytes(name) for name in src.names()}
-    for layer in report["layers"]:
-        scheme, (n, k) = Scheme.parse(layer["scheme"]), layer["shape"]
-        points = 0 if scheme.symmetric else scheme.format.bits
-        bits += n * (k * scheme.format.bits + scheme.groups(k) * (16 + points))
-        weights += n * k
-        dense.pop(f"{layer['name']}.weight", None)
-    return bits / weights, bits // 8 + sum(dense.values())
+    layers = report["layers"]
+    size = sum((bits(layer) or 0.0) * weights(layer) for layer in layers)
+    packed = {f"{layer['name']}.weight" for layer in layers}
+    dense = sum(src.nbytes(name) for name in src.names() if name not in packed)
+    return size / sum(map(weights, layers)), int(size) // 8 + dense
 
 
 def labelled(sources: Sequence[str], option: str) -> dict[str, str]:

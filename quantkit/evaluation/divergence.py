@@ -21,7 +21,15 @@ from quantkit.core.memory_limits import free_memory
 from quantkit.errors import CheckpointError, Command, Option, Words, about
 from quantkit.evaluation.opened import open_checkpoint
 from quantkit.evaluation.options import TextOptions
-from quantkit.evaluation.perplexity import Windows, chunks, cut, exponential, token_losses
+from quantkit.evaluation.perplexity import (
+    Protocol,
+    Windows,
+    chunks,
+    cut,
+    exponential,
+    mean_loss,
+    token_losses,
+)
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.devices import device_of
@@ -53,14 +61,15 @@ LATER = Words(
 class TokenValues:
     """A model's values at each position of each window, on the CPU: a tensor for each window.
 
-    `kl` `[window]` is the divergence from the reference in nats, `losses` `[t]` that of each
-    prediction in nats, both float32. `same` `[window]` is True where the reference prefers the same
-    token.
+    `kl` `[window]` is the divergence from the reference in nats, float32; `same` `[window]` is True
+    where the reference prefers the same token. `losses` and `reference_losses` `[t]` are those of
+    each prediction, float32 in nats.
     """
 
     kl: Sequence[Tensor]
     same: Sequence[Tensor]
     losses: Sequence[Tensor]
+    reference_losses: Sequence[Tensor]
 
     def figures(self) -> dict[str, Any]:
         """Summarize the divergence by the fields of `Figures`."""
@@ -81,10 +90,6 @@ class TokenValues:
     def means(self) -> np.ndarray[Any, Any]:
         """Return the mean divergence of each window, float64 `[n]`."""
         return np.array([float(window.double().mean()) for window in self.kl])
-
-    def nll(self) -> float:
-        """Return the mean loss over all predictions in nats."""
-        return float(torch.cat([*self.losses]).double().mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +113,8 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(Figures):
+class Divergence(Protocol, Figures):
     """A model's figures over `tokens` positions. The other fields are as in `Perplexity`."""
-
-    tokens: int
-    windows: int
-    window: int
-    stride: int
-    bos: bool
-    data: str
-    text_tokens: int
-    weights: str = ""
-    bos_rule: str = ""
 
 
 def evaluate(
@@ -163,28 +158,25 @@ def measurement(
     _require_memory(opened.src, run.device)
 
     def measure(made: Checkpoint) -> dict[str, Any]:
+        progress = run.progress or Progress(quiet=True)
         try:
             with about(Option("eval")):
-                return compare(made)
+                reference = open_checkpoint(model, load, dequantize=True).load(progress)
+                ours = load_for_evaluation(made, **shared, progress=progress)
+                pieces = cut([reference, ours], opened.tokenizer, text, tokens=MOST_TOKENS)
+                found = token_values(reference, ours, pieces, progress)
+                return {
+                    "before": exponential(mean_loss(found.reference_losses)),
+                    "after": exponential(mean_loss(found.losses)),
+                    **found.figures(),
+                    "data": what,
+                    **pieces.protocol,
+                    "tokens": sum(map(len, found.losses)),
+                    "weights": describe_weights(ours),
+                }
         except (MemoryError, torch.OutOfMemoryError) as error:
             ways = Words("continue with", Option("resume", True), ",", LATER)
             raise CheckpointError("out of memory", ways, subject=Option("eval")) from error
-
-    def compare(made: Checkpoint) -> dict[str, Any]:
-        progress = run.progress or Progress(quiet=True)
-        reference = open_checkpoint(model, load, dequantize=True).load(progress)
-        ours = load_for_evaluation(made, **shared, progress=progress)
-        pieces = cut([reference, ours], opened.tokenizer, text, tokens=MOST_TOKENS)
-        first, then = token_values(reference, [ours], pieces, progress)
-        return {
-            "before": exponential(first.nll()),
-            "after": exponential(then.nll()),
-            **then.figures(),
-            "data": what,
-            **pieces.protocol,
-            "tokens": sum(map(len, then.losses)),
-            "weights": describe_weights(ours),
-        }
 
     return measure
 
@@ -225,31 +217,30 @@ def kld(
     too narrow. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
     """
     pieces = cut([reference, model], tokenizer, text, **protocol)
-    _, ours = token_values(reference, [model], pieces, progress)
-    facts = {**ours.figures(), **pieces.protocol, "tokens": sum(map(len, ours.kl))}
+    found = token_values(reference, model, pieces, progress)
+    facts = {**found.figures(), **pieces.protocol, "tokens": sum(map(len, found.kl))}
     return Divergence(**facts, data=data)
 
 
 def token_values(
     reference: PreTrainedModel,
-    models: Sequence[PreTrainedModel],
+    model: PreTrainedModel,
     pieces: Windows,
     progress: Progress | None = None,
-) -> list[TokenValues]:
-    """Run the reference and the models on every window; return the values of the reference, then of
-    each model.
+) -> TokenValues:
+    """Run the reference and the model on every window.
 
     Exponentials and products are in float32, sums over the vocabulary in float64.
     """
-    found: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(1 + len(models))]
-    for number, tokens in pieces.each(progress, "divergence"):
-        theirs, targets = pieces.logits(reference, number), pieces.targets(number)
-        nothing = torch.zeros(len(tokens))
-        found[0].append((nothing, nothing == 0, token_losses(theirs, targets).cpu()))
-        for values, model in zip(found[1:], models, strict=True):
-            ours = pieces.logits(model, number)
-            values.append((*_divergences(theirs, ours), token_losses(ours, targets).cpu()))
-    return [TokenValues(*zip(*values, strict=True)) for values in found]
+    found = []
+    for number, _ in pieces.each(progress, "divergence"):
+        both, targets = (
+            [pieces.logits(m, number) for m in (reference, model)],
+            pieces.targets(number),
+        )
+        losses = (token_losses(logits, targets).cpu() for logits in both[::-1])
+        found.append((*_divergences(*both), *losses))
+    return TokenValues(*zip(*found, strict=True))
 
 
 def _divergences(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,9 +44,10 @@ class Opened:
 
     def load(self, progress: Progress) -> PreTrainedModel:
         """Load the model as evaluations do."""
-        asked, options = self.options, {"check": self.options.check, "progress": progress}
-        trusted: Any = {"trust_remote_code": asked.trust_remote_code, **options}
-        return load_for_evaluation(self.src, device=asked.device, **trusted)
+        asked = {
+            key: getattr(self.options, key) for key in ("device", "trust_remote_code", "check")
+        }
+        return load_for_evaluation(self.src, **asked, progress=progress)
 
     def text(self, source: str, option: str = "data") -> tuple[str, str]:
         """Read the text on which the model is judged, and a line that describes it; `option` of the

@@ -92,18 +92,10 @@ class Windows:
         return self.parts[number] if self.bos else self.parts[number, 1:]
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the
-    predictions.
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """Facts that accompany every figure on a text; `Perplexity` describes them."""
 
-    `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, a window
-    every `stride` tokens. With `bos`, each window began with the BOS token; `bos_rule` is the
-    reason. `data` names the text; `weights` says how weights were multiplied.
-    """
-
-    perplexity: float
-    nll: float
     tokens: int
     windows: int
     window: int
@@ -113,6 +105,25 @@ class Perplexity:
     text_tokens: int
     weights: str = ""
     bos_rule: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The mean loss `nll` in nats per predicted token, and its exponential."""
+
+    perplexity: float
+    nll: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(Protocol, Loss):
+    """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the
+    predictions.
+
+    `text_tokens` tokens of the text were read in `windows` windows of `window` tokens, a window
+    every `stride` tokens. With `bos`, each window began with the BOS token; `bos_rule` is the
+    reason. `data` names the text; `weights` says how weights were multiplied.
+    """
 
 
 def evaluate(
@@ -146,14 +157,25 @@ def perplexity(
     finite.
     """
     pieces = cut([model], tokenizer, text, **protocol)
-    total, count = 0.0, 0
-    for number, _ in pieces.each(progress, "perplexity"):
-        losses = token_losses(pieces.logits(model, number), pieces.targets(number))
-        new = losses if number == 0 else losses[-pieces.stride :]
-        total += float(new.double().sum())
-        count += len(new)
-    nll = total / count
-    return Perplexity(exponential(nll), nll, count, data=data, **pieces.protocol)
+    first, *others = window_losses(model, pieces, progress)
+    losses = [first, *(each[-pieces.stride :] for each in others)]
+    nll, facts = mean_loss(losses), {**pieces.protocol, "tokens": sum(map(len, losses))}
+    return Perplexity(perplexity=exponential(nll), nll=nll, data=data, **facts)
+
+
+def window_losses(
+    model: PreTrainedModel, pieces: Windows, progress: Progress | None = None
+) -> list[Tensor]:
+    """Compute the loss of each prediction of each window, float32 `[t]` in nats, on the CPU."""
+    return [
+        token_losses(pieces.logits(model, number), pieces.targets(number)).cpu()
+        for number, _ in pieces.each(progress, "perplexity")
+    ]
+
+
+def mean_loss(losses: Sequence[Tensor]) -> float:
+    """Average the losses of all windows."""
+    return float(torch.cat([*losses]).double().mean())
 
 
 def cut(

@@ -43,7 +43,7 @@ def test_models_of_different_vocabularies_are_not_compared(model: Any, tmp_path:
 
 
 def values(kl: torch.Tensor) -> TokenValues:
-    return TokenValues(kl.float(), kl < 1, kl)
+    return TokenValues(kl.float(), kl < 1, kl, kl)
 
 
 def test_a_tail_is_not_hidden_by_the_mean() -> None:
