@@ -259,8 +259,8 @@ class Rows:
         if recipe.layout is None:
             width, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
         else:
-            width = totals["bits_per_weight"] or 0.0
-            size = round(width * totals["quantized_weights"] / 8) + totals["dense_bytes"]
+            width = totals["bits_per_weight"]
+            size = round((width or 0.0) * totals["quantized_weights"] / 8) + totals["dense_bytes"]
         refined = f"{recipe.method}+tune" if recipe.tune else recipe.method
         facts = {
             "precision": form,
