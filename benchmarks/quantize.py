@@ -27,7 +27,7 @@ from benchmarks.random_source import WORDS, blocks_of, draw_text, shortened, wri
 from quantkit import api
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.cli.launch import joined, silence_others
+from quantkit.cli.process import joined, silence_others
 from quantkit.cli.show import table
 from quantkit.core.ranks import ranks
 from quantkit.io.staging import JOURNAL, read_journal

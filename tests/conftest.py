@@ -110,7 +110,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Catch signals as the command line does, and put the handlers of the tests back."""
-    from quantkit.cli.exits import STOP, catch_signals
+    from quantkit.cli.process import STOP, catch_signals
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]

@@ -16,8 +16,7 @@ from typing import NoReturn
 
 import click
 
-from quantkit.cli.exits import catch_signals, exits, ignore_signals
-from quantkit.cli.launch import silence_others
+from quantkit.cli.process import catch_signals, exits, ignore_signals, silence_others
 from quantkit.errors import is_out_of_memory
 
 #: Variables that libraries read at their import or first use. A value set by the user is not

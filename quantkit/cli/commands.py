@@ -1,16 +1,25 @@
-"""The group `quantkit`: the name of each command, and where it is imported from on use."""
+"""The group `quantkit`: the name of each command, and where it is imported from on use; and the
+command completion.
+"""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 import click
+from click.shell_completion import get_completion_class
 
-from quantkit.cli.options import group
+from quantkit.cli import show
+from quantkit.cli.options import choice, command, group
 from quantkit.cli.parsing import Commands
+from quantkit.cli.process import emit
+from quantkit.progress import Progress
 from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
 from quantkit.version import __version__
 
+#: The shells that can complete, and the variable through which their script asks; click derives the
+#: same name.
+SHELLS, VARIABLE = ("bash", "zsh", "fish"), "_QUANTKIT_COMPLETE"
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 #: Command -> the module and the variable that hold it.
@@ -25,10 +34,10 @@ PLACES = {
     "report": "quantkit.cli.inspect:report",
     "eval": "quantkit.cli.evaluate:evaluate",
     "compare": "quantkit.cli.evaluate:compare",
-    "generate": "quantkit.cli.generate:generate",
+    "generate": "quantkit.cli.evaluate:generate",
     "demo": "quantkit.cli.demo:demo",
     "doctor": "quantkit.cli.doctor:doctor",
-    "completion": "quantkit.cli.completion:completion",
+    "completion": "quantkit.cli.commands:completion",
 }
 
 
@@ -45,3 +54,22 @@ def quantkit() -> None:
     Exit codes: 0 done, 1 failed, 2 wrong usage, 3 verification failed, 4 a quality threshold was
     missed, 75 stopped and can be resumed, 130 interrupted.
     """
+
+
+@command(
+    "completion",
+    "quantkit completion fish > ~/.config/fish/completions/quantkit.fish",
+    computes=False,
+)
+@click.argument("shell", type=choice(SHELLS))
+def completion(shell: str, as_json: bool, progress: Progress) -> None:
+    """Print the script that lets SHELL complete.
+
+    In ~/.bashrc write: eval "$(quantkit completion bash)". In ~/.zshrc the same with zsh. The
+    example is for fish."""
+    made = get_completion_class(shell)
+    assert made is not None
+    script = made(
+        click.get_current_context().find_root().command, {}, "quantkit", VARIABLE
+    ).source()
+    emit(show.as_json({"shell": shell, "script": script}) if as_json else script)

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.exits import emit
 from quantkit.cli.options import command, declared
 from quantkit.cli.parsing import needed_unless, section
+from quantkit.cli.process import emit
 from quantkit.progress import Progress
 from quantkit.recipes.options import PackOptions
 

@@ -20,8 +20,8 @@ from typing import Any
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.exits import emit
 from quantkit.cli.options import command
+from quantkit.cli.process import emit
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
 from quantkit.progress import Progress

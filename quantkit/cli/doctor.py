@@ -17,8 +17,8 @@ from importlib import metadata
 from typing import Any
 
 from quantkit.cli import show
-from quantkit.cli.exits import FAILED, emit, leave
 from quantkit.cli.options import command
+from quantkit.cli.process import FAILED, emit, leave
 from quantkit.core.units import format_bytes
 from quantkit.errors import reason
 from quantkit.progress import Progress

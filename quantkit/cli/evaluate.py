@@ -1,22 +1,22 @@
-"""The commands that judge checkpoints: the group `eval`, and `compare`."""
+"""The commands that run checkpoints: the group `eval`, `compare` and `generate`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.exits import FAILED, MISSED, emit, leave
 from quantkit.cli.options import command, declared, text
 from quantkit.cli.parsing import Range, section
+from quantkit.cli.process import FAILED, MISSED, emit, leave, stream
 from quantkit.evaluation.options import CompareOptions, TaskOptions, TextOptions
 from quantkit.keys import keys_of
 from quantkit.progress import Progress
-from quantkit.recipes.options import LoadOptions
+from quantkit.recipes.options import LoadOptions, WriteOptions
 from quantkit.recipes.schema import RecipeKeys
 
 if TYPE_CHECKING:
@@ -278,3 +278,43 @@ def format_comparison(found: Comparison, progress: Progress) -> str:
     ]
     text = "\n".join([show.table(head, body), recipe_table.notes(found.rows), *commands, "", line])
     return show.of_level(progress, line, text)
+
+
+@command(
+    "generate", "quantkit generate ./model-int4 'The capital of France is' --max-new-tokens 32"
+)
+@options.checkpoint
+@click.argument("prompt")
+@declared({"asked": WriteOptions, "load": LoadOptions}, section="")
+def generate(
+    checkpoint: str,
+    prompt: str,
+    asked: WriteOptions,
+    load: LoadOptions,
+    as_json: bool,
+    progress: Progress,
+) -> None:
+    """Write on after PROMPT, or answer it.
+
+    CHECKPOINT may be dense or quantized. The likeliest token is taken each time, unless
+    --temperature or --top-p asks for a draw."""
+    from quantkit.inference import generate as inference
+
+    listener = None if as_json else stream if asked.chat else _after(prompt)
+    given: Any = {**vars(asked), **vars(load), "progress": progress, "listener": listener}
+    found = inference.generate(checkpoint, prompt, **given)
+    emit(show.as_json(asdict(found)) if as_json else "")
+    rate = found.tokens / found.seconds
+    progress.note(
+        f"{found.tokens} tokens in {found.seconds:.1f} s, {rate:.1f} a second; {found.weights}"
+    )
+
+
+def _after(prompt: str) -> Any:
+    """Make a listener that prints the prompt in front of the first piece."""
+    pieces = iter([prompt])
+
+    def listen(piece: str) -> None:
+        stream(next(pieces, "") + piece)
+
+    return listen

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.exits import UNVERIFIED, emit, leave
 from quantkit.cli.options import command, declared
+from quantkit.cli.process import UNVERIFIED, emit, leave
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.options import VerifyOptions

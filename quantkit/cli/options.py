@@ -24,8 +24,6 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from quantkit.cli.exits import STOP, exits
-from quantkit.cli.launch import joined, require_one
 from quantkit.cli.parsing import (
     EVERYTHING,
     Choice,
@@ -37,6 +35,7 @@ from quantkit.cli.parsing import (
     needed_unless,
     section,
 )
+from quantkit.cli.process import STOP, exits, joined, require_one
 from quantkit.core.memory_limits import require_memory_for_imports
 from quantkit.errors import Option, QuantkitError
 from quantkit.keys import OPTIONS, Key, built, keys_of

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, command, declared, recipe_options, setting, text
 from quantkit.cli.parsing import needed_unless, section
+from quantkit.cli.process import emit
 from quantkit.core.units import format_bytes, format_range
 from quantkit.engines.tables import TARGETS
 from quantkit.keys import keys_of

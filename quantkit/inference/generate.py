@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,10 @@ from quantkit.errors import (
 )
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
+from quantkit.keys import built
 from quantkit.models.meta_model import config_of, positions_of, require_text
 from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions, WriteOptions
 from quantkit.text.tokenizer import check_tokens, load_tokenizer, token_ids
 
 if TYPE_CHECKING:
@@ -56,85 +58,38 @@ class Generated:
     weights: str
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen: the likeliest, or drawn if `temperature` or `top_p` is given.
+def sampling(asked: WriteOptions) -> dict[str, Any]:
+    """Choose the keywords of transformers' `generate`: the likeliest token, or a draw if
+    `temperature` or `top_p` is given. Nothing is left to the model's own configuration.
 
-    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens
-    on one device. RecipeError for a value out of range, and for a seed without a draw.
+    RecipeError for a value out of range, and for a seed without a draw.
     """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise RecipeError(
-                f"temperature is {self.temperature}", "use 0 for the likeliest token, or about 0.7"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise RecipeError(f"top_p {self.top_p} is not in (0, 1]", "use 0.9")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RecipeError(f"seed is {self.seed}", "use a number from 0 to 2^63 - 1")
-        if not self.draws and (self.seed is not None or self.top_p is not None):
-            raise RecipeError(
-                "the likeliest token is no draw",
-                Words("add", Option("temperature", 0.7)),
-                Words("drop", Option("seed"), "and", Option("top_p")),
-            )
-
-    @property
-    def draws(self) -> bool:
-        return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
-
-    def options(self) -> dict[str, Any]:
-        """Return the keywords of transformers' `generate`, with nothing left to the model's own
-        configuration.
-        """
-        if not self.draws:
-            return {
-                "do_sample": False,
-                "temperature": None,
-                "top_p": None,
-                "top_k": None,
-                "num_beams": 1,
-            }
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return {
-            "do_sample": True,
-            "temperature": temperature,
-            "top_p": self.top_p or 1.0,
-            "top_k": 0,
-            "num_beams": 1,
-        }
-
-    @contextmanager
-    def seeded(self) -> Iterator[None]:
-        """Seed torch's generators inside the block, and restore them after it."""
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            torch.manual_seed(self.seed or 0)
-            yield
+    heat, seed = asked.temperature, asked.seed
+    if heat is not None and not heat < float("inf"):
+        raise RecipeError(f"temperature is {heat}", "use 0 for the likeliest token, or about 0.7")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise RecipeError(f"seed is {seed}", "use a number from 0 to 2^63 - 1")
+    draws = heat != 0 and (heat is not None or asked.top_p is not None)
+    if not draws and (seed is not None or asked.top_p is not None):
+        raise RecipeError(
+            "the likeliest token is no draw",
+            Words("add", Option("temperature", 0.7)),
+            Words("drop", Option("seed"), "and", Option("top_p")),
+        )
+    drawn = {"temperature": heat or 1.0, "top_p": asked.top_p or 1.0, "top_k": 0}
+    return {"do_sample": draws, "num_beams": 1, **(drawn if draws else dict.fromkeys(drawn))}
 
 
 def generate(
     checkpoint: str | Path,
     prompt: str,
     *,
-    chat: bool = False,
-    max_new_tokens: int = 64,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    check: bool = True,
     progress: Progress | None = None,
     listener: Listener | None = None,
+    **options: Any,
 ) -> Generated:
     """Continue a prompt with at most `max_new_tokens` tokens; `listener` gets the text in pieces as
-    it is made.
+    it is made. The `options` are the fields of `WriteOptions` and `LoadOptions`.
 
     With `chat` the prompt is a message, which the model answers through its chat template. An
     encoder-decoder reads the prompt and writes a text of its own, in front of which `listener` gets
@@ -143,18 +98,22 @@ def generate(
     as for `load`. RecipeError for an empty prompt without a BOS token, `chat` without a template,
     or a model with too few positions.
     """
-    sampling = Sampling(temperature, top_p, seed)
-    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    require_text(src, config_of(src, trust_remote_code), trust_remote_code)
+    asked, load = built(options, WriteOptions, LoadOptions)
+    chosen, trusted = sampling(asked), load.trust_remote_code
+    src = Checkpoint(resolve(str(checkpoint), load.revision), trusted)
+    require_text(src, config_of(src, trusted), trusted)
     tokenizer = load_tokenizer(src.path)
     ids = (
-        _message_tokens(tokenizer, prompt, src.path) if chat else _prompt_tokens(tokenizer, prompt)
+        _message_tokens(tokenizer, prompt, src.path)
+        if asked.chat
+        else _prompt_tokens(tokenizer, prompt)
     )
     model = load_for_evaluation(
-        src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress
+        src, device=load.device, trust_remote_code=trusted, check=load.check, progress=progress
     )
-    with sampling.seeded():
-        return _write(model, tokenizer, prompt, ids, max_new_tokens, sampling, listener)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(asked.seed or 0)
+        return _write(model, tokenizer, prompt, ids, asked.max_new_tokens, chosen, listener)
 
 
 @contextmanager
@@ -214,7 +173,7 @@ def _write(
     prompt: str,
     ids: Tensor,
     max_new_tokens: int,
-    sampling: Sampling,
+    chosen: Mapping[str, Any],
     listener: Listener | None,
 ) -> Generated:
     read, written = positions_of(model.config)
@@ -237,7 +196,7 @@ def _write(
     embeddings: Any = model.get_input_embeddings()
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
     batch: Any = ids[None].to(model.device)
-    options = {**sampling.options(), "use_cache": True, "max_new_tokens": max_new_tokens}
+    options = {**chosen, "use_cache": True, "max_new_tokens": max_new_tokens}
     streamer = None if listener is None else _streamer(tokenizer, listener)
     if has_encoder and listener is not None:
         listener("\n")

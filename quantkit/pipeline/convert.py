@@ -21,6 +21,7 @@ from quantkit.checkpoint.provenance import Recorded, recorded_hashes, require_un
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter, Item
+from quantkit.core.threads import divide
 from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.io import files
 from quantkit.io.staging import staging
@@ -163,7 +164,8 @@ def repacked(
             waiting.popleft()
 
         try:
-            for size, batch in _batches((repacker.nbytes(name), name) for name in names):
+            for batch in divide(names, repacker.nbytes, BATCH):
+                size = sum(map(repacker.nbytes, batch))
                 while waiting and sum(held for held, _ in waiting) + size > BUDGET:
                     yield from oldest()
                 waiting.append((size, pool.submit(repacker.items, batch)))
@@ -200,20 +202,6 @@ def workers() -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return min(usable, MOST_WORKERS)
-
-
-def _batches(sized: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (bytes, names): neighbours of BATCH bytes together, or one name with more."""
-    batch: list[str] = []
-    total = 0
-    for size, name in sized:
-        if batch and total + size > BATCH:
-            yield total, batch
-            batch, total = [], 0
-        batch.append(name)
-        total += size
-    if batch:
-        yield total, batch
 
 
 def _lost(

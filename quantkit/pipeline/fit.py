@@ -476,19 +476,18 @@ def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
     """Add the memory of the pass that measures loss increases."""
-    memory = plan.needs.memory
-    src, model, gpu = search.job.src, search.job.model, memory.gpu_memory
-    device = model.device.type if gpu is None else "cuda"
-    with_pass = calibrated_memory(
-        src,
-        model.linears,
-        search.job.recipe,
+    job, gpu = search.job, plan.needs.memory.gpu_memory
+    device = job.model.device.type if gpu is None else "cuda"
+    others = calibrated_memory(
+        job.src,
+        job.model.linears,
+        job.recipe,
         device,
         search.run.act_budget,
         gpu,
         sensitivities=True,
-    )
-    memory = replace(memory, others=with_pass.others)
+    ).others
+    memory = replace(plan.needs.memory, others=others)
     return replace(plan, needs=replace(plan.needs, memory=memory))
 
 

@@ -47,7 +47,7 @@ from quantkit.io.safetensors_files import read_header
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import auto_class, config_of
-from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
+from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, open_folder
 from quantkit.planning.survey import Job
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.identity import difference, identity

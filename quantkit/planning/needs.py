@@ -151,23 +151,17 @@ class Memory:
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
         """Return the estimate for calibration sequences that have `tokens` tokens in all."""
-        stores, real = (
-            (ACTIVATIONS, UNQUANTIZED, GRADIENTS, SAVING, READ),
-            tokens * self.token_bytes,
-        )
+        real = tokens * self.token_bytes
         most = real if act_budget is None else min(real, act_budget)
-        ram = {
-            part: min(size, real if part == READ else most)
-            for part, size in self.ram.items()
-            if part in stores
-        }
-        vram = {part: min(size, real) for part, size in self.vram.items() if part in stores}
-        for parts, found in ((self.ram, ram), (self.vram, vram)):
-            found |= (
-                {PASSES: min(parts[PASSES], tokens * self.pass_bytes)} if PASSES in parts else {}
-            )
+
+        def bounded(parts: Mapping[str, int], store: int) -> dict[str, int]:
+            stores = dict.fromkeys((ACTIVATIONS, UNQUANTIZED, GRADIENTS, SAVING), store)
+            bounds = {**stores, READ: real, PASSES: tokens * self.pass_bytes}
+            return {part: min(size, bounds.get(part, size)) for part, size in parts.items()}
+
         others = tuple(stage.of_sequences(tokens, act_budget) for stage in self.others)
-        return replace(self, ram={**self.ram, **ram}, vram={**self.vram, **vram}, others=others)
+        ram, vram = bounded(self.ram, most), bounded(self.vram, real)
+        return replace(self, ram=ram, vram=vram, others=others)
 
     def of_processes(self, count: int) -> Memory:
         """Return the estimate for `count` processes of a run that share this machine, each with a

@@ -37,7 +37,7 @@ from quantkit.errors import (
     Setting,
     Words,
 )
-from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
+from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io.staging import WRITTEN, check_staging, is_complete
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.models.block_runner import BlockRunner

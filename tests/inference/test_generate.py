@@ -65,7 +65,7 @@ def test_a_draw_repeats_with_its_seed_and_leaves_torchs_generator(tiny_llama: Pa
     ("asked", "rule"),
     [
         ({"temperature": -1}, "temperature is -1"),
-        ({"top_p": 0}, "top_p 0 is not in"),
+        ({"top_p": 0}, "top_p is 0"),
         ({"temperature": 1, "seed": -1}, "seed is -1"),
         ({"seed": 3}, "add --temperature"),
         ({"temperature": 0, "top_p": 0.5}, "add --temperature"),

@@ -21,11 +21,11 @@ IMPORTERS = {
     "pyarrow": {"text.records"},  # which datasets depends on
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
-    "huggingface_hub": {"checkpoint", "serving.damage"},
+    "huggingface_hub": {"checkpoint", "serving.engine_config"},
     "msgspec": {"keys", "checkpoint.report", "algorithms.options", "layouts", "recipes"},
     "yaml": {"recipes.files", "recipes.recipe", "io.model_folder"},
     "lm_eval": {"evaluation.tasks", "evaluation.task_list"},
-    "compressed_tensors": {"inference.transformers_loading"},
+    "compressed_tensors": {"inference.load"},
     "jinja2": {"reporting.charts"},
     "markupsafe": {"reporting"},
     "tqdm": {"progress"},

@@ -24,7 +24,7 @@ from quantkit.errors import CheckpointError
 from quantkit.io.json_files import load_json
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes
-from quantkit.pipeline.opening import OURS, THEIRS, TRIED, Opening, open_folder
+from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, Opening, open_folder
 from tests.command_line import RTN, call, refused
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model

@@ -1,4 +1,5 @@
-"""How a command ends: its exit code, and one line for everything that a user can meet.
+"""The process of a command: signals, exit codes with one line for every error that a user can meet,
+and the other processes that torchrun or `accelerate launch` has started.
 
 An exception that is not listed here is a bug and shows its traceback.
 """
@@ -10,16 +11,19 @@ import glob
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 import click
 
-from quantkit.errors import QuantkitError, is_out_of_memory
+from quantkit.errors import QuantkitError, RecipeError, is_out_of_memory, reason
 from quantkit.interrupts import Stop
+from quantkit.progress import Progress
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
 #: Signal that ends a command -> exit code.
@@ -173,3 +177,68 @@ def _smaller(error: BaseException) -> str:
     }
     first = [way for name, way in ways.items() if context and name in context.params]
     return f"{[*first, 'free some memory'][0]}, or raise ulimit -v, -d and -u"
+
+
+#: Environment variables that a launcher sets in each process. A cluster may set some of it for
+#: other programs.
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def started() -> int:
+    """Return the number of processes that a launcher has started."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in VARIABLES) else 1
+
+
+def silence_others() -> None:
+    """Let only the first of several processes print, except for tracebacks of bugs."""
+    if started() == 1 or os.environ["RANK"] == "0":
+        return
+
+    def show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        traceback.print_exception(kind, error, at, file=sys.__stderr__)
+
+    sys.excepthook = show
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def require_one(command: str) -> None:
+    """Raise RecipeError if several processes were started for a command that needs one."""
+    if started() > 1:
+        raise RecipeError(
+            f"{started()} processes were started, and quantkit {command} uses one: start it "
+            "without torchrun or "
+            "accelerate launch"
+        )
+
+
+@contextmanager
+def joined() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Join the process group of a launcher; all processes end at one time, after the first one has
+    printed.
+
+    Yields a context manager in which an error of one process is raised by all processes.
+    """
+    if started() == 1:
+        yield nullcontext
+        return
+    from torch import distributed
+
+    from quantkit.core.ranks import ranks
+
+    try:
+        distributed.init_process_group("gloo")
+        here = ranks()
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        with exits():
+            raise QuantkitError(
+                f"the processes do not reach each other through {where} ({reason(error)}): start "
+                "all of them again"
+            ) from error
+    try:
+        yield partial(here.together, Progress(quiet=True, stop=STOP))
+    finally:
+        ignore_signals()
+        here.leave()
+        if not here.lost:
+            distributed.destroy_process_group()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.cli.exits import STOP, Stopped, catch_signals
+from quantkit.cli.process import STOP, Stopped, catch_signals
 from quantkit.pipeline import convert
 from quantkit.progress import Progress
 from tests.command_line import ROOT, RTN, call
