@@ -399,6 +399,9 @@ def _check_parts(src: StoredTensors, w: LowBitWeight, scheme: Scheme) -> None:
                 f"{list(asked)}",
                 AGAIN,
             )
+        if scheme.form.title == "INT" and not src.dtype(w.zero).is_signed:
+            was = dtype_name(src.dtype(w.zero))
+            raise CheckpointError(f"{w.zero} is {was}, {scheme.title} needs signed ones", AGAIN)
     if w.order is not None and (
         src.shape(w.order) != w.shape[-1:] or src.dtype(w.order).is_floating_point
     ):
