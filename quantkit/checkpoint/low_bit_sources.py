@@ -212,13 +212,7 @@ def _compressed_tensors(
         if found and found.get("format") != "dense":
             title = next(iter(targets.values())).title
             raise CheckpointError(f"{title} weights with {key!r} are not read", ORIGINAL)
-    default, overrides = in_order_of_targets(targets)
-    patterns = Patterns([pattern for pattern, _ in overrides])
-
-    def scheme_of(module: str) -> Scheme:
-        place = patterns.first(module)
-        return default if place is None else overrides[place][1]
-
+    scheme_of = Patterns(*in_order_of_targets(targets)).of
     activations = any(group.activations for group in config.config_groups.values())
     cache = activations or config.kv_cache_scheme is not None
     weights = _weights(

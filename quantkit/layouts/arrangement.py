@@ -327,9 +327,9 @@ def _lanes(stride: int, width: int) -> torch.dtype:
     return _integer(width) if width >= 8 or stride % 8 else torch.int64
 
 
-def _mask(width: int, dtype: torch.dtype) -> int:
-    """Set the lowest `width` bits of every byte of an integer."""
-    return int.from_bytes(bytes([(1 << width) - 1] * dtype.itemsize), "little")
+def _mask(width: int, dtype: torch.dtype = torch.int64, every: int = 8) -> int:
+    """Set the lowest `width` bits of every `every` bits of an integer."""
+    return sum(((1 << width) - 1) << at for at in range(0, 8 * dtype.itemsize, every))
 
 
 def stream_words(k: int, bits: int) -> int:
@@ -408,7 +408,7 @@ def _pack(codes: Tensor, words: Tensor, bits: int) -> None:
         wide = aligned(some.reshape(-1)).view(torch.int64)
         for lane in (8, 16, 32):
             width = lane * bits // 8
-            low = _low_lanes(width, lane)
+            low = _mask(width, every=2 * lane)
             high = (wide >> (lane - width)).bitwise_and_(low << width)
             wide = high.bitwise_or_(wide & low)
         stream = out.view(-1).view(unit).view(wide.numel(), -1)
@@ -427,7 +427,7 @@ def _unpack(words: Tensor, codes: Tensor, bits: int) -> None:
         wide.view(unit).view(wide.numel(), -1)[:, : stream.shape[1]] = stream
         for lane in (32, 16, 8):  # the first step drops bits that were not written
             width = lane * bits // 8
-            low = _low_lanes(width, lane)
+            low = _mask(width, every=2 * lane)
             high = (wide & (low << width)).bitwise_left_shift_(lane - width)
             wide = wide.bitwise_and_(low).bitwise_or_(high)
         out.copy_(wide.view(torch.uint8).view(out.shape))
@@ -441,8 +441,3 @@ def _order(bits: int) -> Arrangement:
 def _unit(bits: int) -> torch.dtype:
     """Choose the integer type to copy `bits` bytes in: wider types are copied faster."""
     return torch.uint8 if bits % 2 else torch.int16
-
-
-def _low_lanes(width: int, lane: int) -> int:
-    """Set the lowest `width` bits of every second lane of an int64 with lanes of `lane` bits."""
-    return sum(((1 << width) - 1) << at for at in range(0, 64, 2 * lane))

@@ -112,6 +112,8 @@ class Layout(ABC):
     #: they are not.
     TITLE: ClassVar[str]
     MULTIPLES: ClassVar[tuple[int, int]]
+    #: The multiples of a weight with zero points, if they differ.
+    MULTIPLES_WITH_ZEROS: ClassVar[tuple[int, int] | None] = None
     WAY_OUT: ClassVar[str] = Words(USUAL, ", or", Setting("skip"), "the weight")
     #: The way out for a format that `holds` does not accept.
     OTHER_FORMAT: ClassVar[str] = USUAL
@@ -251,12 +253,23 @@ class Layout(ABC):
                 Words("quantize with", Setting("group_size", "channel")),
             )
 
+    def multiples(self, scheme: Scheme) -> tuple[int, int]:
+        """Give the multiples that `n` and `k` of a weight of the scheme must be, groups aside."""
+        return self.MULTIPLES if scheme.symmetric else self.MULTIPLES_WITH_ZEROS or self.MULTIPLES
+
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message
         names a way out.
         """
         self.check_scheme(scheme)
-        check_multiples(self.TITLE, (n, k), self.MULTIPLES, self.WAY_OUT)
+        units = self.multiples(scheme)
+        title = self.TITLE if units == self.MULTIPLES else f"{self.TITLE} with zero points"
+        for letter, size, unit in zip("nk", (n, k), units, strict=True):
+            if size < 1 or size % unit:
+                rule = f"a multiple of {unit}" if unit > 1 else "positive"
+                raise LayoutError(
+                    f"{title} needs {letter} to be {rule}, and it is {size}", self.WAY_OUT
+                )
         scheme.groups(k)
 
     def check_all(self, schemes: Schemes) -> None:
@@ -317,16 +330,6 @@ class Layout(ABC):
 def static_groups(scheme: Scheme, k: int, device: torch.device) -> Tensor:
     """Give the group of each column without act-order, `k // group_size`, as int32 `[k]`."""
     return torch.arange(k, dtype=torch.int32, device=device) // (scheme.group_size or k)
-
-
-def check_multiples(
-    title: str, shape: tuple[int, int], units: tuple[int, int], way_out: str
-) -> None:
-    """Raise LayoutError unless `n` and `k` of `shape` are positive multiples of `units`."""
-    for letter, size, unit in zip("nk", shape, units, strict=True):
-        if size < 1 or size % unit:
-            rule = f"a multiple of {unit}" if unit > 1 else "positive"
-            raise LayoutError(f"{title} needs {letter} to be {rule}, and it is {size}", way_out)
 
 
 def half(scales: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import regex
 
 from quantkit.errors import CheckpointError, LayoutError
+
+T = TypeVar("T")
 
 #: The most seconds of processor time for one match, and for all matches of one config.
 SECONDS, SECONDS_IN_ALL = 1.0, 20.0
@@ -116,28 +118,29 @@ def anchored(text: str) -> str:
     return inner
 
 
-class Patterns:
-    """Find the first of several patterns that matches a name, within `SECONDS_IN_ALL` for all names
-    together.
+class Patterns(Generic[T]):
+    """Find the value of the first of several patterns that matches a name, else a default.
+
+    All names together have `SECONDS_IN_ALL`.
     """
 
-    def __init__(self, patterns: Sequence[str]) -> None:
+    def __init__(self, default: T, values: Sequence[tuple[str, T]]) -> None:
+        self._default, self._values = default, values
         self._names: dict[str, int] = {}
         self._others: list[tuple[int, str]] = []
-        for i, pattern in enumerate(patterns):
+        for i, (pattern, _) in enumerate(values):
             if (name := literal(pattern)) is None:
                 self._others.append((i, pattern))
             else:
                 self._names.setdefault(name, i)
-        self._found: dict[str, int | None] = {}
+        self._found: dict[str, T] = {}
         self._left = SECONDS_IN_ALL
 
-    def first(self, name: str) -> int | None:
-        """Return the index of the first pattern that matches a whole name. CheckpointError if
-        matching takes too long.
-        """
+    def of(self, name: str) -> T:
+        """Give the value of a whole name. CheckpointError if matching takes too long."""
         if name not in self._found:
-            self._found[name] = self._search(name)
+            place = self._search(name)
+            self._found[name] = self._default if place is None else self._values[place][1]
         return self._found[name]
 
     def _search(self, name: str) -> int | None:

@@ -24,7 +24,7 @@ from quantkit.layouts.arrangement import (
     stream_unpacker,
     unpack_zeros,
 )
-from quantkit.layouts.base import Layout, Stored, check_multiples, codes_in_words, matrix
+from quantkit.layouts.base import Layout, Stored, codes_in_words, matrix
 from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import (
     ORIGINAL,
@@ -62,6 +62,7 @@ class Humming(Layout):
     TENSORS = ("weight", "weight_scale", "zero_point")
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "humming", (1, 32)
+    MULTIPLES_WITH_ZEROS = (32, 32)  # zero points fill whole words
 
     def holds(self, fmt: Format) -> bool:
         return fmt in _NAMES
@@ -71,11 +72,6 @@ class Humming(Layout):
         if scheme.group_size is not None and scheme.group_size % 32:
             rule = f"humming needs groups of a multiple of 32, not {scheme.group_size}"
             raise LayoutError(rule, Words("use", Setting("group_size", 32)))
-
-    def check(self, scheme: Scheme, n: int, k: int) -> None:
-        super().check(scheme, n, k)
-        if not scheme.symmetric:  # zero points fill whole words
-            check_multiples(f"{self.TITLE} with zero points", (n, k), (32, 32), self.WAY_OUT)
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         bits, g = scheme.format.bits, scheme.groups(k)

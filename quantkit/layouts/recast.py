@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -32,8 +33,6 @@ Target = tuple[Scheme, tuple[int, int]]
 
 #: Group sizes that scales can be repeated for, the coarsest first.
 GROUP_SIZES = (128, 64, 32)
-#: Upper bound of the multiples that a layout needs, of rows, and of columns per group size.
-LARGEST_MULTIPLE = 4096
 RECENTRED = "asymmetric weights fit around zero points of 8"
 PRUNED = "dense weights really are 2:4"
 
@@ -104,27 +103,9 @@ def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, i
     """Find the smallest shape of at least `[n, k]` that a layout holds in a scheme; None if there
     is none.
     """
-    group = scheme.group_size or 1
-    if broken_rule(layout, scheme, LARGEST_MULTIPLE, LARGEST_MULTIPLE * group) is not None:
-        return None
-    first = scheme.padded_k(k)
-    rows = (
-        size
-        for size in range(n, n + LARGEST_MULTIPLE)
-        if broken_rule(layout, scheme, size, LARGEST_MULTIPLE * group) is None
-    )
-    columns = range(first, first + LARGEST_MULTIPLE * group, group)
-    found = (
-        next(rows, 0),
-        next(
-            (
-                size
-                for size in columns
-                if broken_rule(layout, scheme, LARGEST_MULTIPLE, size) is None
-            ),
-            0,
-        ),
-    )
+    n_unit, k_unit = layout.multiples(scheme)
+    k_unit = lcm(k_unit, scheme.padded_k(1))
+    found = -(-max(n, 1) // n_unit) * n_unit, -(-max(k, 1) // k_unit) * k_unit
     return found if broken_rule(layout, scheme, *found) is None else None
 
 

@@ -53,12 +53,11 @@ class Schemes:
         """Give the scheme of the linear called `module`; CheckpointError if the patterns take too
         long.
         """
-        found = self._patterns.first(module)
-        return self.default if found is None else self.overrides[found][1]
+        return self._patterns.of(module)
 
     @cached_property
-    def _patterns(self) -> Patterns:
-        return Patterns([pattern for pattern, _ in self.overrides])
+    def _patterns(self) -> Patterns[Scheme]:
+        return Patterns(self.default, self.overrides)
 
     @property
     def quantizes_head(self) -> bool:

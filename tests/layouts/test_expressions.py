@@ -51,10 +51,10 @@ def test_no_command_hangs_on_a_pattern_of_a_config(gptq: Path, tmp_path: Path) -
 
 def test_patterns_that_are_each_quick_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expressions, "SECONDS_IN_ALL", 0.05)
-    patterns = expressions.Patterns([rf"(?:.|\w){{12}}.*[A-Z]{i}" for i in range(100)])
+    patterns = expressions.Patterns(None, [(rf"(?:.|\w){{12}}.*[A-Z]{i}", i) for i in range(100)])
     with pytest.raises(CheckpointError, match="takes too long"):
         for i in range(1000):
-            patterns.first(f"{NAME}.{i}")
+            patterns.of(f"{NAME}.{i}")
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(.*)\1+x", *ENDLESS])
@@ -135,6 +135,6 @@ def test_a_pattern_means_what_re_makes_of_it(pattern: str, name: str) -> None:
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from([*map(re.escape, NAMES), r".*q_proj", r"model\.layers\.1\..*", r".*[kv]_proj"])))
 def test_the_first_pattern_wins(patterns: list[str]) -> None:
-    found = expressions.Patterns(patterns)
+    found = expressions.Patterns(None, [(pattern, i) for i, pattern in enumerate(patterns)])
     for name in NAMES:
-        assert found.first(name) == next((i for i, p in enumerate(patterns) if re.fullmatch(p, name)), None)
+        assert found.of(name) == next((i for i, p in enumerate(patterns) if re.fullmatch(p, name)), None)

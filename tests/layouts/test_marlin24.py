@@ -171,7 +171,7 @@ def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) ->
     assert not torch.equal(ours, theirs)
     places = theirs.view(-1, 1).long()
     kept = quads.gather(1, torch.cat((places & 3, places >> 2), 1)).view(128, 64)
-    b_24 = marlin.KEPT.pack(kept, 4).view(4, 256)
+    b_24 = marlin.PAIRS.pack(kept, 4).view(4, 256)
     meta = marlin.METADATA_ORDER.pack(theirs, 4).view(torch.int16).view(4, 256)
     foreign = tensors_of(layout, b_24, meta, q.scales.t().contiguous())
     back = LAYOUTS[layout].unpack(foreign, q.scheme)
