@@ -280,22 +280,31 @@ def keywords_module() -> str:
     """Make the module that types the options of recipes, runs and commands as keywords in Python."""
     keys = [key for key in keys_of(RecipeKeys) if key.level != "key"]
     pruning = [key for key in pruning_keys(RecipeKeys) if key.level != "key"]
+    both = [key for key in keys if (key.keyword, key.annotation) in {(key.keyword, key.annotation) for key in pruning}]
+
+    def own(keys: list[Key]) -> tuple[list[Key], str, str]:
+        return [key for key in keys if key not in both], " | None", "SharedKeywords"
+
     found = [
         typed_keywords("Settings", "The options of a run.", keys_of(RunOptions)),
         typed_keywords("FitKeywords", "The options of a target size.", keys_of(FitOptions)),
-        typed_keywords("RecipeKeywords", "The keys of a recipe; None leaves the recipe's value.", keys, " | None"),
-        typed_keywords("PruningKeywords", "The keys of `prune`; None leaves the default.", pruning, " | None"),
+        typed_keywords("SharedKeywords", "The keys of recipes that `prune` has too.", both, " | None"),
+        typed_keywords("RecipeKeywords", "The keys of a recipe; None leaves the recipe's value.", *own(keys)),
+        typed_keywords("PruningKeywords", "The keys of `prune`; None leaves the default.", *own(pruning)),
+        typed_keywords("LoadKeywords", "The options of loading a model.", keys_of(LoadOptions)),
     ]
     for name, (help, *kinds) in COMMANDS.items():
-        found.append(typed_keywords(name, help, [key for kind in kinds for key in keys_of(kind)]))
+        base = "LoadKeywords" if LoadOptions in kinds else "TypedDict"
+        options = [key for kind in kinds if kind is not LoadOptions for key in keys_of(kind)]
+        found.append(typed_keywords(name, help, options, base=base))
     return KEYWORDS_MODULE + "".join(found)
 
 
-def typed_keywords(name: str, help: str, keys: Iterable[Key], end: str = "") -> str:
+def typed_keywords(name: str, help: str, keys: Iterable[Key], end: str = "", base: str = "TypedDict") -> str:
     lines = [
         f"    {key.keyword}: {key.annotation.removesuffix(end)}{end}\n" for key in keys if key.default is not ... or end
     ]
-    return f'\n\nclass {name}(TypedDict, total=False):\n    """{help}"""\n\n' + "".join(lines)
+    return f'\n\nclass {name}({base}, total=False):\n    """{help}"""\n\n' + "".join(lines)
 
 
 def _joined(parts: list[str]) -> str:

@@ -51,8 +51,7 @@ from quantkit.progress import Progress
 from quantkit.recipes.goals import Goal, changes, label
 from quantkit.recipes.identity import difference, identity
 from quantkit.recipes.options import Calib, RunKeywords, RunOptions
-from quantkit.recipes.patterns import require_effect, skip_pattern
-from quantkit.recipes.recipe import Recipe, goals_of, without_paths
+from quantkit.recipes.recipe import Recipe, goals_of, require_effect, skip_pattern, without_paths
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.tokenizer import load_tokenizer
 

@@ -39,8 +39,7 @@ from quantkit.models.outside import Outside, drafts_by_name
 from quantkit.names import KERNELS
 from quantkit.planning.output import Output
 from quantkit.recipes.goals import Goal, is_sparse, label
-from quantkit.recipes.patterns import skip_pattern
-from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.recipe import Recipe, skip_pattern
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = Words(

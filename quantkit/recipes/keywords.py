@@ -28,7 +28,28 @@ class FitKeywords(TypedDict, total=False):
     target: str | None
 
 
-class RecipeKeywords(TypedDict, total=False):
+class SharedKeywords(TypedDict, total=False):
+    """The keys of recipes that `prune` has too."""
+
+    damp: float | None
+    damp_kind: Literal["own", "mean"] | None
+    act_order: Literal["static", "off"] | None
+    true_sequential: bool | None
+    calib: str | Path | Iterable[str | Path] | None
+    samples: int | None
+    max_length: int | None
+    seed: int | None
+    lengths: Literal["own", "fixed"] | None
+    moe_calibration: Literal["routed", "all"] | None
+    text_column: str | None
+    split: str | None
+    template_args: Mapping[str, Any] | None
+    skip_bad_records: int | None
+    dense_dtype: Literal["bfloat16", "float16"] | None
+    skip: str | Iterable[str] | None
+
+
+class RecipeKeywords(SharedKeywords, total=False):
     """The keys of a recipe; None leaves the recipe's value."""
 
     format: str | None
@@ -40,53 +61,30 @@ class RecipeKeywords(TypedDict, total=False):
     clip: Literal["none", "search"] | None
     metric: Literal["mse", "diag", "block"] | None
     signed: bool | None
-    damp: float | None
-    damp_kind: Literal["own", "mean"] | None
-    act_order: Literal["static", "off"] | None
     on_unsolvable: Literal["stop", "rtn"] | None
     refit: bool | None
     descent: int | None
     output_aware: bool | None
     tune: int | None
-    true_sequential: bool | None
-    calib: str | Path | Iterable[str | Path] | None
-    samples: int | None
-    max_length: int | None
-    seed: int | None
-    lengths: Literal["own", "fixed"] | None
-    moe_calibration: Literal["routed", "all"] | None
-    text_column: str | None
-    split: str | None
-    template_args: Mapping[str, Any] | None
-    skip_bad_records: int | None
     layout: str | None
-    dense_dtype: Literal["bfloat16", "float16"] | None
     pad: bool | None
     fused_alike: bool | None
-    skip: str | Iterable[str] | None
     override: Mapping[str, str] | None
 
 
-class PruningKeywords(TypedDict, total=False):
+class PruningKeywords(SharedKeywords, total=False):
     """The keys of `prune`; None leaves the default."""
 
     method: Literal["magnitude", "wanda", "sparsegpt"] | None
-    damp: float | None
-    damp_kind: Literal["own", "mean"] | None
-    act_order: Literal["static", "off"] | None
-    true_sequential: bool | None
-    calib: str | Path | Iterable[str | Path] | None
-    samples: int | None
-    max_length: int | None
-    seed: int | None
-    lengths: Literal["own", "fixed"] | None
-    moe_calibration: Literal["routed", "all"] | None
-    text_column: str | None
-    split: str | None
-    template_args: Mapping[str, Any] | None
-    skip_bad_records: int | None
-    dense_dtype: Literal["bfloat16", "float16"] | None
-    skip: str | Iterable[str] | None
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The options of loading a model."""
+
+    device: str
+    revision: str | None
+    trust_remote_code: bool
+    check: bool
 
 
 class PlanOnlyKeywords(TypedDict, total=False):
@@ -116,7 +114,7 @@ class VerifyKeywords(TypedDict, total=False):
     engine_args: Mapping[str, Any] | None
 
 
-class TextKeywords(TypedDict, total=False):
+class TextKeywords(LoadKeywords, total=False):
     """The options of `eval_ppl` and `eval_kld`."""
 
     data: str | Path
@@ -124,13 +122,9 @@ class TextKeywords(TypedDict, total=False):
     window: int | None
     stride: int | None
     bos: bool | None
-    device: str
-    revision: str | None
-    trust_remote_code: bool
-    check: bool
 
 
-class TaskKeywords(TypedDict, total=False):
+class TaskKeywords(LoadKeywords, total=False):
     """The options of `eval_tasks`."""
 
     data: str | Path | None
@@ -141,10 +135,6 @@ class TaskKeywords(TypedDict, total=False):
     seed: int
     batch_size: int
     journal: str | Path | None
-    device: str
-    revision: str | None
-    trust_remote_code: bool
-    check: bool
 
 
 class CompareKeywords(TypedDict, total=False):

@@ -18,8 +18,7 @@ from quantkit.io import staging as folders
 from quantkit.io.staging import JOURNAL, append_journal
 from quantkit.models.block_runner import BlockRunner
 from quantkit.planning.needs import Memory
-from quantkit.recipes.patterns import nearest_names, require_effect
-from quantkit.recipes.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping, nearest_names, require_effect
 from tests.command_line import RTN, call
 
 GPTQ = ("--samples", 2, "--max-length", 64)
