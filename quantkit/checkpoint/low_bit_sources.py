@@ -48,14 +48,17 @@ FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 #: experts.
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale", "qscale_weight")
 #: Last names of tensors that accompany codes, and may have their dtype.
-SCALE, ZERO, ORDER, DIVISOR, SHAPE = (
-    *("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_shape"),
-)
-PACKED = "weight_packed"
+SCALE, ZERO, ORDER = "weight_scale", "weight_zero_point", "weight_g_idx"
+DIVISOR, SHAPE, PACKED = "weight_global_scale", "weight_shape", "weight_packed"
 #: Names of scales for a linear's input and output and for the cache, which a dense model lacks.
 INPUT_SCALES = (
-    *("activation_scale", "input_scale", "input_scale_ub", "qscale_act"),
-    *("input_global_scale", "input_zero_point", "input_g_idx"),
+    "activation_scale",
+    "input_scale",
+    "input_scale_ub",
+    "qscale_act",
+    "input_global_scale",
+    "input_zero_point",
+    "input_g_idx",
 )
 CACHE_SCALES = tuple(
     f"{of}_{what}" for of in ("output", "q", "k", "v") for what in ("scale", "zero_point")
@@ -226,10 +229,8 @@ def _scheme(weights: Weights, fmt: Any) -> Scheme:
     read.
     """
     kind, bits, size = weights.type, weights.num_bits, weights.group_size
-    unstated = (
-        "tensor" if size is None else "group" if size > 0 else "channel"
-    )  # as the library takes it
-    strategy = weights.strategy or unstated
+    unstated = "tensor" if size is None else "group" if size > 0 else "channel"
+    strategy = weights.strategy or unstated  # as the library takes it
     form = FORMATS.get((str(fmt), kind))
     if form is None or bits not in form.bits:
         what = f"{kind}{bits} weights of compressed-tensors in format {str(fmt)!r:.40}"
@@ -242,8 +243,10 @@ def _scheme(weights: Weights, fmt: Any) -> Scheme:
     elif strategy in ("group", "tensor_group") and (strategy == "group") != form.divisor:
         block = _block([1, size], "group_size")
     else:
-        name = form.title if form is _FP8 else f"{form.title}{bits}"
-        raise CheckpointError(f"{name} weights of strategy {strategy!r:.40} are not read", ORIGINAL)
+        title = Scheme(form, bits, None).title
+        raise CheckpointError(
+            f"{title} weights of strategy {strategy!r:.40} are not read", ORIGINAL
+        )
     return Scheme(form, bits, block, weights.symmetric)
 
 
@@ -339,7 +342,14 @@ def _weight(
     shape = _shape(src, name, scale, size, scheme)
     rows, columns, words = _shared_by(src, scale, shape, scheme.block)
     weight = LowBitWeight(
-        *(name, scale, shape, (rows, columns), scheme.unpack, zero, order, divisor),
+        name,
+        scale,
+        shape,
+        block=(rows, columns),
+        unpack=scheme.unpack,
+        zero=zero,
+        order=order,
+        divisor=divisor,
         others=() if size is None else (size,),
     )
     _check_parts(src, weight, scheme)
@@ -464,14 +474,13 @@ def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
                 AGAIN,
             )
         experts, n, groups, _ = codes
+        shape = experts, n, GROUP * groups
         stored = LowBitWeight(
-            *(
-                weight + BLOCKS,
-                weight + EXPONENTS,
-                (experts, n, GROUP * groups),
-                (1, GROUP),
-                unpack_e2m1,
-            ),
+            weight + BLOCKS,
+            weight + EXPONENTS,
+            shape,
+            block=(1, GROUP),
+            unpack=unpack_e2m1,
             transposed=True,
         )
         tensors[weight] = stored.derived(dtype)

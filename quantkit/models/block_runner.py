@@ -8,8 +8,8 @@ knows an architecture.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +27,7 @@ from quantkit.models.interception import (
     Interception,
     Needed,
     NotReached,
+    Pass,
     Passed,
     Repeated,
     State,
@@ -141,16 +142,18 @@ class BlockRunner(LanguageModel):
             )
             raise CheckpointError(what, USE_RTN, subject=self.src.path)
 
+    @torch.no_grad()
     def embed(self, tokens: Tensor) -> State:
         """Return the input of the first block for one document's tokens, int64 `[t]`.
 
         CheckpointError, here and from `run`, if the model's own code does not run block by block,
         given only tokens.
         """
-        entering = self._enter(0, tokens, None)
+        entering = self._pass(tokens, Pass(0, enters_only=True)).output
         assert entering is not None
         return State(entering.hidden)
 
+    @torch.no_grad()
     def drop_embeddings(self) -> None:
         """Free the input embeddings, after every document has entered the first block; zeros
         replace them.
@@ -175,20 +178,7 @@ class BlockRunner(LanguageModel):
         """Return the tensors that the first block receives beside the hidden state, for some
         tokens.
         """
-        found = list[Tensor]()
-
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entering = args[0] if args else kwargs["hidden_states"]
-            found.extend(x for x in tensors_in((args, kwargs)) if x is not entering)
-
-        handle = self.module.get_submodule(self.blocks[0]).register_forward_pre_hook(
-            see, with_kwargs=True
-        )
-        try:
-            self._enter(0, torch.arange(4), None)
-        finally:
-            handle.remove()
-        return found
+        return list(tensors_in(self._arguments(torch.arange(4), Pass(0))[:2]))
 
     def load_block(self, index: int) -> None:
         """Load a block's weights."""
@@ -220,6 +210,7 @@ class BlockRunner(LanguageModel):
             "left"
         )
 
+    @torch.no_grad()
     def run(self, index: int, tokens: Tensor, state: State) -> State | None:
         """Run a loaded block on one document, tokens int64 `[t]`, and return its outputs.
 
@@ -260,7 +251,7 @@ class BlockRunner(LanguageModel):
                 rms_norms(self.module.get_submodule(self.blocks[index])) if on_gpu else []
             )
         with self.fast_products(), self.weights.replaced(index, weights), fused(self._norms[index]):
-            output = self._run(index, tokens, passed, gradients=torch.is_grad_enabled())
+            output = self._run(index, tokens, passed)
         assert output is not None
         return output.hidden
 
@@ -299,23 +290,22 @@ class BlockRunner(LanguageModel):
         wide = wide and self.dtype == torch.float16
         return passed._replace(hidden=passed.hidden.float()) if wide else passed
 
-    @torch.no_grad()
     def _require_own_input(self, index: int, tokens: Tensor, state: State) -> None:
         """Raise CheckpointError if a block takes hidden states of earlier blocks than the last one:
         none is stored.
 
         The model's own code is run up to that block with two sets of such states.
         """
-        forward = partial(self.text, **self._asked(tokens))
         try:
             plain, other = (
-                self._interception.arguments(
-                    forward,
-                    index,
-                    self._passed_on(index, state),
-                    in_batch=tokens.ndim > 1,
-                    disturbed=disturbed,
-                    emptied=disturbed and self._is_emptied,
+                self._arguments(
+                    tokens,
+                    Pass(
+                        index,
+                        self._passed_on(index, state),
+                        is_disturbed=disturbed,
+                        is_emptied=disturbed and self._is_emptied,
+                    ),
                 )
                 for disturbed in (False, True)
             )
@@ -338,48 +328,46 @@ class BlockRunner(LanguageModel):
         while unused and index + 1 < len(self.blocks):
             replaced = [Unused.of(i) if i in unused else value for i, value in enumerate(returned)]
             try:
-                self._enter(index + 1, tokens, output._replace(returned=replaced))
+                self._arguments(tokens, Pass(index + 1, output._replace(returned=replaced)))
                 break
             except Needed as error:
                 unused.remove(error.number)
         return frozenset(unused)
 
-    def _enter(self, index: int, tokens: Tensor, passed: Passed | None) -> Passed | None:
-        """Run the model up to a block, which is not run; return its input."""
-        return self._run(index, tokens, passed, enters_only=True)
-
-    def _run(
-        self,
-        index: int,
-        tokens: Tensor,
-        passed: Passed | None,
-        *,
-        gradients: bool = False,
-        enters_only: bool = False,
-    ) -> Passed | None:
+    def _run(self, index: int, tokens: Tensor, passed: Passed) -> Passed | None:
         """Run a block on its stored input, and return its output; None if a watcher stopped it."""
-        in_batch = tokens.ndim > 1
+        given = self._given(index, tokens, passed)
+        self.ran_alone = given is not None
+        if given is None:
+            return self._pass(tokens, Pass(index, passed)).output
+        with self._own_code(index):
+            return self._interception.call(index, given, passed, tokens.ndim > 1)
+
+    def _arguments(self, tokens: Tensor, now: Pass) -> Given:
+        """Run the model up to the block of a pass, and return the arguments of that block."""
+        now.enters_only = True
+        given = self._pass(tokens, now).given
+        assert given is not None
+        return given
+
+    def _pass(self, tokens: Tensor, now: Pass) -> Pass:
+        """Run the model on tokens, `[t]` or a batch `[b, t]`, until a pass is over."""
+        now.in_batch = tokens.ndim > 1
+        with self._own_code(now.at):
+            return self._interception.run(partial(self.text, **self._asked(tokens)), now)
+
+    @contextmanager
+    def _own_code(self, index: int) -> Iterator[None]:
+        """Turn an error of the model's own code, up to a block, into a CheckpointError."""
         try:
-            with torch.set_grad_enabled(gradients):
-                given = (
-                    None if passed is None or enters_only else self._given(index, tokens, passed)
-                )
-                self.ran_alone = given is not None
-                if passed is not None and given is not None:
-                    return self._interception.call(index, given, passed, in_batch)
-                forward = partial(self.text, **self._asked(tokens))
-                return self._interception.run(
-                    forward, index, passed, in_batch=in_batch, enters_only=enters_only
-                )
+            yield
         except NotReached:
             what = "the model's forward never reached this block"
             raise CheckpointError(what, "skip its linears", subject=self.blocks[index]) from None
-        except (
-            Exception
-        ) as error:  # an image may be missing, or a value that an earlier block left for later ones
-            if isinstance(error, QuantkitError | torch.OutOfMemoryError | Needed) or _is_ours(
-                error
-            ):
+        except (QuantkitError, torch.OutOfMemoryError, Needed):
+            raise
+        except Exception as error:  # such as for a missing image, or a value of an earlier block
+            if _is_ours(error):
                 raise
             kind = type(self.text).__name__
             what = f"{kind} cannot be run on tokens alone, block by block ({reason(error)})"
@@ -410,15 +398,8 @@ class BlockRunner(LanguageModel):
             (others.expand_as(tokens), passed._replace(hidden=torch.zeros_like(passed.hidden))),
         )
         try:
-            first, second = (
-                self._interception.arguments(
-                    partial(self.text, **self._asked(ids)), index, given, in_batch=tokens.ndim > 1
-                )
-                for ids, given in passes
-            )
-        except (
-            Exception
-        ):  # code of the model that asks more of tokens, such as an image for one of them
+            first, second = (self._arguments(ids, Pass(index, stored)) for ids, stored in passes)
+        except Exception:  # code that asks more of tokens, such as an image for one of them
             return None
         return first if independent(first, second, passed.hidden) else None
 

@@ -135,23 +135,27 @@ def _exchanged(
 
 
 @dataclass
-class _Pass:
-    """The state of a forward: the block `at` runs on the `passed` values, and leaves its `output`.
+class Pass:
+    """A forward of the model in which only block `at` runs, on the `passed` values.
 
-    `stored` is the previous block's output, and the version of that tensor then. With
-    `is_disturbed`, other hidden states go through the blocks before it, and with `is_emptied` into
-    the first block too.
+    With `enters_only` this block does not run either. With `is_disturbed`, other hidden states go
+    through the blocks before it, and with `is_emptied` into the first block too. Batches come and
+    go as they are if `in_batch`, documents by token.
+
+    The pass leaves the block's `output`, or its input as `output` and its arguments as `given` if
+    it `enters_only`. None if a watcher stopped the block. `stored` is the output of the block
+    before, and the version of that tensor then.
     """
 
     at: int
-    passed: Passed | None
+    passed: Passed | None = None
     in_batch: bool = False
     enters_only: bool = False
+    is_disturbed: bool = False
+    is_emptied: bool = False
     output: Passed | None = None
     given: Given | None = None
     stored: tuple[Tensor, int] | None = None
-    is_disturbed: bool = False
-    is_emptied: bool = False
 
     def skip(self, index: int, entering: Tensor) -> Any:
         """Make the result of a block before `at`, which does not run."""
@@ -183,54 +187,17 @@ class Interception:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.batch_comes_first = False
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._forwards = [block.forward for block in blocks]
         for index, block in enumerate(blocks):
             block.forward = partial(self._visit, index)
 
-    def run(
-        self,
-        forward: Callable[[], object],
-        at: int,
-        passed: Passed | None,
-        *,
-        in_batch: bool = False,
-        enters_only: bool = False,
-    ) -> Passed | None:
-        """Call the model's `forward` with block `at` running on the `passed` values; return the
-        block's output.
+    def run(self, forward: Callable[[], object], now: Pass) -> Pass:
+        """Call the model's `forward` until the pass is over, and return the pass.
 
-        With `enters_only` the block does not run, and its input is returned. None if a watcher
-        stopped the block. NotReached if the forward ends without it. Needed if the block takes a
-        value that was not stored.
+        NotReached if the forward ends without the block. Needed if the block takes a value that was
+        not stored.
         """
-        return self._complete(forward, _Pass(at, passed, in_batch, enters_only)).output
-
-    def arguments(
-        self,
-        forward: Callable[[], object],
-        at: int,
-        passed: Passed,
-        *,
-        in_batch: bool,
-        disturbed: bool = False,
-        emptied: bool = False,
-    ) -> Given:
-        """Call the model's `forward` up to block `at`, and return the arguments of the block, which
-        does not run.
-
-        With `disturbed`, other hidden states go through the blocks before it; with `emptied`, into
-        the first one too. NotReached and Needed as for `run`.
-        """
-        now = _Pass(
-            at, passed, in_batch, enters_only=True, is_disturbed=disturbed, is_emptied=emptied
-        )
-        given = self._complete(forward, now).given
-        assert given is not None
-        return given
-
-    def _complete(self, forward: Callable[[], object], now: _Pass) -> _Pass:
-        """Call the model's `forward` until the pass stops it; NotReached if it ends by itself."""
         self._pass = now
         try:
             forward()
@@ -241,8 +208,8 @@ class Interception:
         raise NotReached
 
     def call(self, at: int, given: Given, passed: Passed, in_batch: bool) -> Passed | None:
-        """Call only block `at`, with the arguments that the model's forward would give; as `run`
-        otherwise.
+        """Return the output of block `at`, called alone with the arguments that the model's forward
+        would give; None if a watcher stopped it.
         """
         hidden = _like(passed.hidden, given.shape)
         args, kwargs = _exchanged(given.args, given.kwargs, HIDDEN, hidden)
@@ -253,7 +220,7 @@ class Interception:
 
     def run_behind(self, forward: Callable[[], T], last: int, passed: Passed) -> T:
         """Call the model's `forward` without running the `last` blocks, and return its result."""
-        self._pass = _Pass(last, passed)
+        self._pass = Pass(last, passed)
         try:
             return forward()
         finally:

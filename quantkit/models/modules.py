@@ -9,11 +9,10 @@ gradient.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,7 @@ def reads_weight(owner: nn.Module, leaf: str) -> bool:
     return f"{leaf}.weight" in _source(type(owner).forward)
 
 
-@functools.cache
+@cache
 def _source(forward: Callable[..., Any]) -> str:
     try:
         return inspect.getsource(forward)
@@ -226,19 +225,23 @@ def add_module(model: nn.Module, path: str, module: nn.Module) -> None:
     model.add_module(leaf, module)
 
 
+def path_of(module: nn.Module, inner: nn.Module | None) -> str:
+    """Find the path of a module inside another; "" if it is the other itself, or none."""
+    return next((path for path, found in module.named_modules() if found is inner), "")
+
+
 def language_model(module: PreTrainedModel) -> tuple[str, nn.Module]:
     """Return the path and the module of the decoder that reads tokens, without the towers of other
     inputs.
     """
     decoder = module.get_decoder()
-    path = next((path for path, found in module.named_modules() if found is decoder), "")
+    path = path_of(module, decoder)
     return (path, decoder) if path and find_blocks(decoder) else ("", module)
 
 
 def text_encoder(module: PreTrainedModel) -> str:
     """Return the path of an encoder-decoder's encoder, if it reads tokens; "" without one."""
-    encoder = module.get_encoder() if module.config.is_encoder_decoder else None
-    path = next((path for path, found in module.named_modules() if found is encoder), "")
+    path = path_of(module, module.get_encoder()) if module.config.is_encoder_decoder else ""
     return "" if path in find_towers(module) else path
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models.modules import path_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -241,9 +242,5 @@ def select(parts: Sequence[Rows], rows: slice) -> Rows | None:
 
 def head_state(module: PreTrainedModel) -> str | None:
     """Return the state that is the weight of the output head, None if the model has no head."""
-    head = module.get_output_embeddings()
-    return (
-        next((f"{path}.weight" for path, found in module.named_modules() if found is head), None)
-        if head
-        else None
-    )
+    path = path_of(module, module.get_output_embeddings())
+    return f"{path}.weight" if path else None

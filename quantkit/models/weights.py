@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import float32_states, skeleton
-from quantkit.models.modules import computed, get_tensor, put_tensor
+from quantkit.models.modules import computed, get_tensor, path_of, put_tensor
 from quantkit.models.outline import LanguageModel, Outline
 from quantkit.models.outside import require_complete
 
@@ -50,9 +50,8 @@ class BlockWeights:
         """
         module, text = self._model.module, self._model.text
         table, head = text.get_input_embeddings(), text.get_output_embeddings()
-        last = {f"{name}." for name, found in module.named_modules() if found is head}
-        first = {f"{name}." for name, found in module.named_modules() if found is table}
-        excluded = (*self._inside, *(last - first))
+        last = path_of(module, None if head is table else head)
+        excluded = (*self._inside, f"{last}.") if last else self._inside
         self._load(lambda state: not state.startswith(excluded))
         for name, buffer in module.named_buffers():
             if buffer.device.type != "meta":

@@ -17,6 +17,7 @@ from quantkit.models.interception import (
     Interception,
     Needed,
     NotReached,
+    Pass,
     Passed,
     Repeated,
     Unused,
@@ -70,12 +71,12 @@ def test_block_after_block_gives_what_the_whole_gives() -> None:
     whole = model(HIDDEN[None].clone())[0]
     blocks, forward = entered(model)
     assert torch.equal(forward()[0], whole)  # without a pass blocks run as they are
-    first = blocks.run(forward, 0, None, enters_only=True)
+    first = blocks.run(forward, Pass(0, enters_only=True)).output
     assert first is not None and torch.equal(first.hidden, HIDDEN) and blocks.batch_comes_first
     passed: Passed | None = first
     for index in range(3):
         assert passed is not None
-        passed = blocks.run(forward, index, passed)
+        passed = blocks.run(forward, Pass(index, passed)).output
     assert passed is not None and torch.equal((passed.hidden + 1) * 2, whole)
     assert passed.returned is not None and torch.equal(passed.returned[0], torch.full((3,), 2.0))
     assert {key: float(value) for key, value in passed.left["cache"].items()} == {"0": 1, "1": 10, "2": 100}
@@ -89,10 +90,10 @@ def test_a_watcher_sees_inputs_and_ends_the_pass() -> None:
     linears = {"a": model.blocks[1].linear}
     for stops in (False, True):
         with watching(linears, lambda name, x, stops=stops: seen.append((name, x[0])) or stops):
-            found = blocks.run(forward, 1, stored())
+            found = blocks.run(forward, Pass(1, stored())).output
         assert (found is None) == stops
     assert [name for name, _ in seen] == ["a", "a"] and all(torch.equal(x, HIDDEN + 1) for _, x in seen)
-    blocks.run(forward, 1, stored())
+    blocks.run(forward, Pass(1, stored()))
     assert len(seen) == 2
 
 
@@ -100,23 +101,23 @@ def test_a_watcher_sees_inputs_and_ends_the_pass() -> None:
 def test_a_value_that_was_not_stored_is_missed_only_if_it_is_used(between: Callable[[Any], Any]) -> None:
     passed = Passed(HIDDEN.clone(), [Unused.of(7)], {})
     unused, forward = entered(Model())
-    assert unused.run(forward, 1, passed) is not None
+    assert unused.run(forward, Pass(1, passed)).output is not None
     used, forward = entered(Model(between))
     with pytest.raises(Needed) as caught:
-        used.run(forward, 1, passed)
+        used.run(forward, Pass(1, passed))
     assert caught.value.number == 7
 
 
 def test_code_between_blocks_changes_the_stored_state_once() -> None:
     blocks, forward = entered(Model())
-    found = blocks.run(forward, 2, stored())
+    found = blocks.run(forward, Pass(2, stored())).output
     assert found is not None and torch.equal(found.hidden, HIDDEN + 2)  # 1 between the blocks, 1 in the block
 
 
 def test_a_block_that_is_never_called_is_told() -> None:
     blocks, forward = entered(Model(calls=2))
     with pytest.raises(NotReached):
-        blocks.run(forward, 2, stored())
+        blocks.run(forward, Pass(2, stored()))
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 2), (5, 1, 2), (3, 1, 5, 2)])
@@ -125,9 +126,9 @@ def test_tokens_come_first_whatever_the_dimensions(shape: tuple[int, ...]) -> No
     model = nn.ModuleList([nn.Identity(), nn.Identity()])
     model[1].forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
     blocks = Interception([*model])
-    found = blocks.run(lambda: model[0](entering), 0, None, enters_only=True)
+    found = blocks.run(lambda: model[0](entering), Pass(0, enters_only=True)).output
     assert found is not None and len(found.hidden) == 5
-    again = blocks.run(lambda: model[1](model[0](entering)), 1, found)
+    again = blocks.run(lambda: model[1](model[0](entering)), Pass(1, found)).output
     assert again is not None and torch.equal(again.hidden, found.hidden)
     assert blocks.batch_comes_first == (len(shape) == 3 and shape[0] == 1)
 
