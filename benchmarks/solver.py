@@ -17,9 +17,8 @@ import torch
 from benchmarks import bench_kernels, timing
 from benchmarks.floors import median_seconds
 from quantkit.algorithms import coordinate_descent
-from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.gptq import quantize
-from quantkit.algorithms.hessian import row_losses
+from quantkit.algorithms.hessian import factorize, row_losses
 from quantkit.algorithms.rtn import quantize as round_to_nearest
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import sweep

@@ -25,7 +25,7 @@ from benchmarks import random_model
 from benchmarks.random_source import WORDS, draw_text, random_weight, shortened, word_tokenizer
 from quantkit import api
 from quantkit.calibration import divergence
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import new_run
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
@@ -119,7 +119,7 @@ def measured(folder: Path, source: Path, text: Path, device: str) -> tuple[dict[
     drawn = surveys.calibration_text(job, recipe.calibration, options).sequences
     on_gpu = job.model.device.type == "cuda"
     with TemporaryDirectory(dir=folder) as work:
-        run = new_run(src, recipe, job.model, drawn, Path(work))
+        run = new_run(recipe, job.model, drawn, Path(work))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         since = time.perf_counter()

@@ -79,21 +79,19 @@ def refine(
 def _better(
     weight: Tensor, found: QuantizedTensor, before: QuantizedTensor, loss: Tensor, h: Tensor
 ) -> tuple[QuantizedTensor, Tensor, Tensor]:
-    """Choose the better of two tensors with equal zeros by row; return it, its loss, and True where
-    it is `found`.
-    """
+    """Choose the better tensor for each row; return it, its loss, and True where it is `found`."""
     new = row_losses(weight, found, h)
     fell = new < loss
-    take = fell.unsqueeze(-1)
-    codes, scales = (
-        torch.where(take, found.codes, before.codes),
-        torch.where(take, found.scales, before.scales),
-    )
-    return (
-        QuantizedTensor(before.scheme, codes, scales, before.zeros),
-        torch.where(fell, new, loss),
-        fell,
-    )
+    return rows_of(fell, found, before), torch.where(fell, new, loss), fell
+
+
+def rows_of(taken: Tensor, one: QuantizedTensor, other: QuantizedTensor) -> QuantizedTensor:
+    """Take rows of `one` where `taken` bool `[n]` is set, and rows of the `other` elsewhere."""
+    taken, zeros = taken.unsqueeze(-1), None
+    if one.zeros is not None and other.zeros is not None:
+        zeros = torch.where(taken, one.zeros, other.zeros)
+    codes = torch.where(taken, one.codes, other.codes)
+    return QuantizedTensor(one.scheme, codes, torch.where(taken, one.scales, other.scales), zeros)
 
 
 def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor, passes: int = 1) -> QuantizedTensor:

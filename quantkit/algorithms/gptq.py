@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, rtn
-from quantkit.algorithms.cholesky import Factor, factor_bytes, factorize
-from quantkit.algorithms.hessian import check_size, row_losses
+from quantkit.algorithms.hessian import Factor, check_size, factor_bytes, factorize, row_losses
 from quantkit.algorithms.numerics import check_weight, encode, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import survivors, sweep_pattern
@@ -216,14 +215,8 @@ def _guarded(
     loss = row_losses(weight, swept, h) if loss is None else loss
     rtn_loss = row_losses(weight, plain, h)
     worse = rtn_loss < loss
-    take_plain = worse.unsqueeze(-1)
     changes = {name: rows.masked_fill(worse, 0) for name, rows in changes.items()}
-    zeros = None
-    if swept.zeros is not None and plain.zeros is not None:
-        zeros = torch.where(take_plain, plain.zeros, swept.zeros)
-    codes = torch.where(take_plain, plain.codes, swept.codes)
-    scales = torch.where(take_plain, plain.scales, swept.scales)
-    tensor = QuantizedTensor(swept.scheme, codes, scales, zeros)
+    tensor = coordinate_descent.rows_of(worse, plain, swept)
     solver = {
         "damp": factor.damp,
         "rungs": list(factor.rungs),

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.cholesky import Factor, factorize
-from quantkit.algorithms.hessian import live_diagonal
+from quantkit.algorithms.hessian import Factor, factorize, live_diagonal
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import Pattern, column_blocks, round_block, targets

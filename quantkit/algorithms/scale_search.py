@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.cholesky import factorize_blocks
+from quantkit.algorithms.hessian import factorize_blocks
 from quantkit.algorithms.numerics import (
     LARGEST_HALF,
     Grid,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.cholesky import Factor
+from quantkit.algorithms.hessian import Factor
 from quantkit.algorithms.numerics import Grid, round_to_codes, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import (

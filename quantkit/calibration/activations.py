@@ -5,7 +5,7 @@ and in snapshots.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -46,36 +46,26 @@ class Activations:
         rank: int = 0,
         kind: str = "",
     ) -> None:
-        self.work, self.budget, self.rows, self.rank, self._kind = (
-            work,
-            budget,
-            list(rows),
-            rank,
-            kind,
-        )
+        self.work, self.budget, self.rows = work, budget, list(rows)
+        self.rank, self._kind = rank, kind
         shape = (sum(rows), *like)
         size = prod(shape) * dtype.itemsize
         self._in_ram = 0
         self._is_mapped = budget is not None and size > budget
         if self._is_mapped:
-            self.hidden = files.mapped_tensor(_file(work, f"{kind}live", rank), shape, dtype)
+            self.hidden = files.mapped_tensor(file_of(work, f"{kind}live", rank), shape, dtype)
         else:
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
             where = device if stays_on_gpu(size, free) else CPU
             self.hidden, self._in_ram = torch.empty(shape, dtype=dtype, device=where), size
-        self._starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
+        self._starts = [0, *accumulate(self.rows)]
         self._passed: list[tuple[Tensor, ...]] = [()] * len(self.rows)
         self._mapped: list[int | None] = [None] * len(self.rows)
 
-    @staticmethod
-    def bytes(tokens: int, hidden: int, itemsize: int) -> int:
-        """Compute the bytes of the hidden states of some tokens."""
-        return tokens * hidden * itemsize
-
     def get(self, number: int) -> State:
         """Read the state of a document; its hidden state is a view."""
-        start = self._starts[number]
-        return State(self.hidden[start : start + self.rows[number]], self._passed[number])
+        start, end = self._starts[number : number + 2]
+        return State(self.hidden[start:end], self._passed[number])
 
     @property
     def hidden_only(self) -> bool:
@@ -86,10 +76,9 @@ class Activations:
         """Read the hidden states of adjacent documents of one length, a view
         `[documents, t, h]`.
         """
-        rows, start = self.rows[numbers[0]], self._starts[numbers[0]]
-        return State(
-            self.hidden[start : start + len(numbers) * rows].unflatten(0, (len(numbers), rows))
-        )
+        start, end = self._starts[numbers[0]], self._starts[numbers[-1] + 1]
+        shape = (len(numbers), self.rows[numbers[0]])
+        return State(self.hidden[start:end].unflatten(0, shape))
 
     def put(self, number: int, state: State) -> None:
         """Replace the state of a document; the number of rows must not change."""
@@ -119,9 +108,9 @@ class Activations:
         # Two files alternate, because one may hold the old state while the new one is computed from
         # it.
         turn = 1 - (self._mapped[number] or 0)
-        path = _file(self.work, f"{self._kind}passed-{number}-{turn}", self.rank)
-        forms = [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
-        places = _views(files.mapped_tensor(path, (_size(forms),), torch.uint8), forms)
+        path = file_of(self.work, f"{self._kind}passed-{number}-{turn}", self.rank)
+        forms = _forms(tensors)
+        places = _views(files.mapped_tensor(path, (_starts(forms)[-1],), torch.uint8), forms)
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)
         self._passed[number], self._mapped[number] = places, turn
@@ -146,19 +135,17 @@ class Activations:
     def save(self, parity: int) -> dict[str, Any]:
         """Write a snapshot and return the facts with which `load` reads it."""
         facts: dict[str, Any] = {
-            "hash": files.save_tensor(_file(self.work, f"{parity}", self.rank), self.hidden),
+            "hash": files.save_tensor(file_of(self.work, f"{parity}", self.rank), self.hidden),
             "shape": list(self.hidden.shape),
             "dtype": dtype_name(self.hidden.dtype),
             "rows": self.rows,
         }
-        forms = [
-            [(dtype_name(t.dtype), list(t.shape)) for t in tensors] for tensors in self._passed
-        ]
+        forms = list(map(_forms, self._passed))
         if any(forms):
             parts = []
             for tensor in (tensor for tensors in self._passed for tensor in tensors):
                 parts += [tensor, torch.zeros(-tensor.nbytes % ALIGNED, dtype=torch.uint8)]
-            digest = files.save_tensor(_file(self.work, f"passed-{parity}", self.rank), *parts)
+            digest = files.save_tensor(file_of(self.work, f"passed-{parity}", self.rank), *parts)
             facts["passed"] = {"hash": digest, "forms": forms}
         return facts
 
@@ -180,55 +167,49 @@ class Activations:
         rows = [count for part in parts for count in part["rows"]][documents.start : documents.stop]
         like, dtype = parts[0]["shape"][1:], getattr(torch, parts[0]["dtype"])
         made = cls(work, budget, rows, tuple(like), dtype, device, rank)
-        first = 0
+        first = -documents.start
         for saved_by, part in enumerate(parts):
-            inside = [n for n in range(len(part["rows"])) if first + n in documents]
-            if inside:
-                made._fill(first - documents.start, inside, parity, saved_by, part)
+            inside = [n for n in range(len(part["rows"])) if 0 <= first + n < len(rows)]
+            states = _saved(work, parity, saved_by, part) if inside else []
+            for number in inside:
+                made.put(first + number, states[number])
             first += len(part["rows"])
         return made
 
-    def _fill(
-        self, first: int, inside: Sequence[int], parity: int, saved_by: int, part: dict[str, Any]
-    ) -> None:
-        """Take the documents `inside` a rank's part of a snapshot; its first document has the
-        number `first` here.
-        """
-        dtype = getattr(torch, part["dtype"])
-        found = files.load_tensor(
-            _file(self.work, f"{parity}", saved_by), tuple(part["shape"]), dtype, part["hash"]
-        )
-        begin, end = sum(part["rows"][: inside[0]]), sum(part["rows"][: inside[-1] + 1])
-        start = self._starts[first + inside[0]]
-        self.hidden[start : start + end - begin].copy_(found[begin:end])
-        if passed := part.get("passed"):
-            starts = [0, *accumulate(map(_size, passed["forms"]))]
-            path = _file(self.work, f"passed-{parity}", saved_by)
-            buffer = files.load_tensor(path, (starts[-1],), torch.uint8, passed["hash"])
-            for number in inside:
-                views = _views(buffer[starts[number] : starts[number + 1]], passed["forms"][number])
-                self._put_passed(first + number, views)
+
+def _saved(work: Path, parity: int, rank: int, part: dict[str, Any]) -> list[State]:
+    """Read the states of all documents of a rank's part of a snapshot."""
+    shape, dtype = tuple(part["shape"]), getattr(torch, part["dtype"])
+    hidden = files.load_tensor(file_of(work, f"{parity}", rank), shape, dtype, part["hash"])
+    passed: list[tuple[Tensor, ...]] = [()] * len(part["rows"])
+    if found := part.get("passed"):
+        sizes = [_starts(forms)[-1] for forms in found["forms"]]
+        path = file_of(work, f"passed-{parity}", rank)
+        buffer = files.load_tensor(path, (sum(sizes),), torch.uint8, found["hash"])
+        passed = list(map(_views, buffer.split(sizes), found["forms"]))
+    return list(map(State, hidden.split(part["rows"]), passed))
 
 
-def _file(work: Path, kind: str, rank: int) -> Path:
-    return work / f"activations-{kind}{f'-rank{rank}' if rank else ''}.bin"
+def file_of(work: Path, kind: str, rank: int, suffix: str = ".bin") -> Path:
+    """Name the file of a kind that a rank keeps in the folder of a run."""
+    return work / f"activations-{kind}{f'-rank{rank}' if rank else ''}{suffix}"
 
 
-def _size(forms: Sequence[tuple[str, list[int]]]) -> int:
-    """Add up the bytes of tensors of these dtypes and shapes, each aligned."""
-    return sum(_aligned(dtype, shape) for dtype, shape in forms)
+def _forms(tensors: Iterable[Tensor]) -> list[tuple[str, list[int]]]:
+    """List the dtype and the shape of each tensor, as JSON keeps them."""
+    return [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
 
 
-def _aligned(dtype: str, shape: Sequence[int]) -> int:
-    size: int = prod(shape) * getattr(torch, dtype).itemsize
-    return -(-size // ALIGNED) * ALIGNED
+def _starts(forms: Iterable[tuple[str, list[int]]]) -> list[int]:
+    """Compute the byte at which each tensor of a file begins, aligned, and the end of the file."""
+    sizes = (prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in forms)
+    return [0, *accumulate(size + -size % ALIGNED for size in sizes)]
 
 
 def _views(buffer: Tensor, forms: Sequence[tuple[str, list[int]]]) -> tuple[Tensor, ...]:
-    """View `buffer`, uint8 of `_size` bytes, as tensors of these dtypes and shapes."""
-    found, start = [], 0
-    for dtype, shape in forms:
+    """View `buffer`, the uint8 bytes of a file, as tensors of these dtypes and shapes."""
+    found = []
+    for start, (dtype, shape) in zip(_starts(forms), forms, strict=False):
         kind = getattr(torch, dtype)
         found.append(buffer[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape))
-        start += _aligned(dtype, shape)
     return tuple(found)

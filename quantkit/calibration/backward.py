@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.budget import TUNED_AT_ONCE
+from quantkit.calibration.budget import TUNED_AT_ONCE, Sizes
 from quantkit.calibration.run import Stream
 from quantkit.errors import CheckpointError, QuantkitError, is_out_of_memory, reason
 from quantkit.models.block_runner import BlockRunner
@@ -38,16 +38,20 @@ READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
-def backward_bytes(
-    outputs: int, heads: int, longest: int, itemsize: int, device: str
-) -> tuple[int, int]:
+#: Bytes that a pass holds for its gradient, for each token and output of a block's linears: four
+#: float32 numbers.
+PASS_BYTES = 16
+
+
+def backward_bytes(sizes: Sizes) -> tuple[int, int]:
     """Compute the bytes that one pass holds for its gradient, and the bytes of attention scores.
 
-    The gradient needs four float32 numbers for each token and output of a block's linears. Scores
-    count where a GPU has no flash attention, so that attention is computed by plain products.
+    Scores count where a GPU has no flash attention, so that attention is computed by plain
+    products.
     """
-    tokens = max(longest, TUNED_AT_ONCE[device])
-    return 16 * tokens * outputs, 2 * itemsize * heads * tokens * longest if device == "cuda" else 0
+    tokens = max(sizes.longest, TUNED_AT_ONCE[sizes.device])
+    scores = 2 * sizes.width * sizes.heads * tokens * sizes.longest if sizes.on_gpu else 0
+    return PASS_BYTES * tokens * sizes.outputs, scores
 
 
 def parts(
@@ -103,36 +107,18 @@ def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]
     the model. Then attention falls back to plain products, other gradients may vary, and a warning
     says so.
     """
-    if model.fuses_attention:
+    while True:
         try:
             with _settings(model):
                 return task()
         except RuntimeError as error:
-            if "deterministic" not in str(error):
+            if not model.fuses_attention or "deterministic" not in str(error):
                 raise
             model.fuses_attention = False
-            kind = type(model.text).__name__
             progress.warn(
-                f"{kind} has a gradient without a fixed order of sums: codes of equal runs may "
-                "differ"
+                f"{type(model.text).__name__} has a gradient without a fixed order of sums: codes "
+                "of equal runs may differ"
             )
-    with _settings(model):
-        return task()
-
-
-def backward(model: BlockRunner, loss: Tensor) -> None:
-    """Add to all leaves the gradients of a loss, in a task of `in_fixed_order`."""
-    with _strictly(model):
-        loss.backward()
-
-
-def gradient(model: BlockRunner, output: Tensor, by: Tensor, of: Tensor) -> Tensor:
-    """Compute the gradient by one tensor from the output's gradient `of`, in a task of
-    `in_fixed_order`.
-    """
-    with _strictly(model):
-        (found,) = torch.autograd.grad(output, by, of)
-    return found
 
 
 @contextmanager
@@ -164,44 +150,40 @@ def _settings(model: BlockRunner) -> Iterator[None]:
         yield
         return
     backends = [SDPBackend.FLASH_ATTENTION] if model.fuses_attention else []
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        # The forward pass only warns: masks come from operations that have no other form.
-        with (
-            _algorithms(warn_only=True),
-            sdpa_kernel([*backends, SDPBackend.MATH]),
-            warnings.catch_warnings(),
-        ):
-            warnings.filterwarnings(
-                "ignore", message=".*does not have a deterministic implementation"
-            )
-            yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _strictly(model: BlockRunner) -> Iterator[None]:
-    """Make torch refuse gradients without a fixed order of sums, as flash attention requires."""
-    if model.device.type == "cuda" and model.fuses_attention:
-        with _algorithms(warn_only=False):
-            yield
-    else:
+    # The forward pass only warns: masks come from operations that have no other form.
+    with (
+        _algorithms(warn_only=True),
+        sdpa_kernel([*backends, SDPBackend.MATH]),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
         yield
+
+
+def strictly(model: BlockRunner) -> AbstractContextManager[None]:
+    """Make torch refuse gradients without a fixed order of sums, as flash attention requires; for
+    the backward passes in a task of `in_fixed_order`.
+    """
+    if model.device.type == "cuda" and model.fuses_attention:
+        return _algorithms(warn_only=False)
+    return nullcontext()
 
 
 @contextmanager
 def _algorithms(*, warn_only: bool) -> Iterator[None]:
-    before, warned = (
-        torch.are_deterministic_algorithms_enabled(),
+    before = torch.are_deterministic_algorithms_enabled()
+    warned, memory = (
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic,
     )
+    filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
+        memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 class Captured:

@@ -1,4 +1,5 @@
-"""The loop over blocks that quantizes with activations, and the continuation of a stopped run.
+"""The two loops of a run: over the tensors of a model that is rounded, and over the blocks of one
+that is calibrated. A calibrated run also begins here, and continues.
 
 Each stage of the recipe works before the groups of a block, at each group, and after them. Solved
 weights replace the original ones before the next group is calibrated (ALGORITHMS 2 and 12), so the
@@ -13,30 +14,178 @@ the journal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+import platform
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.budget import SAVED_BLOCKS
+from quantkit.calibration.budget import SAVED_BLOCKS, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
-from quantkit.calibration.stages import row_sums, stages_of
+from quantkit.calibration.stages import stages_of
 from quantkit.calibration.stages.base import LoadedBlock, Stage, tasks
-from quantkit.calibration.uncalibrated import solve_uncalibrated
+from quantkit.calibration.stages.solve import solve_uncalibrated
+from quantkit.calibration.stages.statistics import measured
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stored_tensors import StoredTensors
 from quantkit.checkpoint.writer import Commit, Item, committed_files
 from quantkit.core.memory_limits import release_heap
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, RecipeError, Setting, Words, about
-from quantkit.io import files
-from quantkit.io.safetensors_files import read_header
+from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
 from quantkit.kernels import gptq
-from quantkit.progress import Recorder
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.devices import device_of
+from quantkit.progress import Clock, Progress, Recorder
+from quantkit.recipes.goals import Goal
+from quantkit.recipes.recipe import Recipe, goals_of
+from quantkit.text.tokenizer import check_tokens
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
+#: Rounded tensors are committed to the journal in steps of about this many source bytes.
+COMMIT_BYTES = 2 * 2**30
+
+
+def streamed(
+    src: Checkpoint,
+    recipe: Recipe,
+    goals: Mapping[str, Goal | None],
+    done: Collection[str],
+    progress: Progress,
+) -> Iterator[Item | Commit]:
+    """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned;
+    one weight is in memory at a time.
+    """
+    names = [name for name in src.names() if name not in done]
+    last = {unit[-1] for unit in units_of(src, names)}
+    for name in progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)):
+        # The item has no name here, so that its memory is free when the next weight is read.
+        yield _uncalibrated(src, name, goals, recipe)
+        if name in last:
+            yield Commit({})
+
+
+def _uncalibrated(
+    src: Checkpoint,
+    name: str,
+    goals: Mapping[str, Goal | None],
+    recipe: Recipe,
+    device: str | torch.device = "cpu",
+    reason: str | None = None,
+) -> Item:
+    """Read a tensor; round or prune it on `device` if it is the weight of a linear with a goal."""
+    linear = name.removesuffix(".weight")
+    goal = goals.get(linear) if linear != name else None
+    if goal is None:
+        return Item(name, src.get(name))
+    return solve_uncalibrated(linear, src.get(name).to(device), goal, recipe, reason)
+
+
+def units_of(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield tensors in the units that streamed work commits."""
+    unit: list[str] = []
+    size = 0
+    for name in names:
+        unit.append(name)
+        size += src.nbytes(name)
+        if size >= COMMIT_BYTES:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit
+
+
+def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
+    """Raise an error for calibration sequences that the model or a stage of the recipe cannot run
+    on.
+    """
+    longest = max(map(len, sequences), default=0)
+    if not longest:
+        ways = [Setting("method", "rtn"), Setting("clip", "none")]
+        if recipe.layout is None:
+            ways = [Setting("method", "magnitude")]
+        raise RecipeError("no calibration sequences", "give calibration data", Words("use", *ways))
+    if longest > model.max_length:
+        raise RecipeError(
+            f"a calibration sequence has {longest} tokens, the model takes {model.max_length}",
+            Words("use", Setting("max_length", model.max_length)),
+        )
+    embeddings = model.text.get_input_embeddings().get_parameter("weight")
+    check_tokens(max(int(s.max()) for s in sequences), len(embeddings))
+    for stage in stages_of(recipe):
+        stage.check(sequences)
+
+
+def require_devices(device: torch.device, here: Ranks) -> None:
+    """Let each rank have its own GPU; RecipeError if two share one."""
+    if here.count == 1:
+        return
+    here.device = device
+    used: dict[tuple[str, str], int] = {}
+    for rank, (machine, kind, name) in enumerate(
+        here.exchange((platform.node(), device.type, str(device)))
+    ):
+        first = used.setdefault((machine, name), rank)
+        if kind == "cuda" and first != rank:
+            raise RecipeError(
+                f"ranks {first} and {rank} would share {name}",
+                Words("use", Option("device", "cuda"), ", and a GPU for each"),
+            )
+
+
+def on_own_device(device: str, here: Ranks) -> AbstractContextManager[object]:
+    """Make the rank's GPU torch's current one, so that no rank allocates on another's."""
+    if here.count == 1 or device_of(device).type == "cpu":
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def new_run(
+    recipe: Recipe,
+    model: BlockRunner,
+    sequences: Sequence[Tensor],
+    work: Path,
+    *,
+    progress: Progress | None = None,
+    act_budget: int | None = None,
+    goals: Mapping[str, Goal | None] | None = None,
+    beside: bool = False,
+    ranks: Ranks = ALONE,
+) -> Run:
+    """Begin a run on this rank's part of all `sequences`, int64 `[t]`; all ranks are given the same
+    arguments.
+
+    `work` is the run's folder. Its files hold the activations after the last two blocks and, beyond
+    `act_budget` bytes, the current activations. `goals` has the goal of each linear, None by the
+    recipe. Raises as `check_sequences` and `split_documents`.
+    """
+    check_sequences(recipe, model, sequences)
+    release_heap()  # of tokenizing, and of an earlier run in this process
+    mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
+    # A copy of tokens in each forward would wait for a GPU.
+    here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
+    goals = goals_of(recipe, model.paths, model.kept_dense) if goals is None else goals
+    progress, clock = progress or Progress(quiet=True), Clock(model.device)
+    return Run(
+        recipe,
+        model,
+        here,
+        work,
+        act_budget,
+        progress,
+        clock,
+        goals,
+        sequences,
+        beside,
+        ranks,
+        mine.start,
+    )
 
 
 def calibrated(
@@ -85,10 +234,7 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     if model.device.type == "cpu":
         # memory freed by the last block is fragmented, and would add to this block's peak
         release_heap()
-    with run.clock.phase("load"):
-        model.load_block(index)
-    if model.device.type == "cuda" and index + 1 < len(model.blocks):
-        model.weights.read_ahead(index + 1)
+    run.load(index, index + 1)
     goals = run.goals(model.targets(index))
     uncalled = {name: why for name in goals if (why := model.why_uncalled(name)) is not None}
     block = LoadedBlock(run, stream, index, goals, uncalled)
@@ -97,7 +243,7 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     _work(block, stages)
     for stage in stages:
         stage.leave(block)
-    with row_sums.measured(block) as wanted:
+    with measured(block) as wanted:
         if wanted:
             stream.waiting.close()
         if wanted or index + 1 < len(model.blocks):
@@ -105,7 +251,7 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     stream.waiting.close()
     model.unload_block(index)
     for name in model.stored(index) if run.ranks.first else ():
-        yield block.solved.pop(name) if name in block.solved else Item(name, run.src.get(name))
+        yield block.solved.pop(name) if name in block.solved else Item(name, model.src.get(name))
 
 
 def _work(block: LoadedBlock, stages: Sequence[Stage]) -> None:
@@ -143,20 +289,12 @@ def _rest(run: Run) -> Iterator[Item]:
     """Yield the tensors outside the blocks; a linear there that is not skipped is solved without a
     Hessian.
     """
-    outside = run.model.stored(None) if run.ranks.first else []
-    goals = run.goals(linear for linear in run.model.linears if f"{linear}.weight" in outside)
-    for name in outside:
+    model, goals = run.model, run.goals(run.model.linears)
+    for name in model.stored(None) if run.ranks.first else ():
         run.progress.check()
-        tensor = run.src.get(name)
-        linear = name.removesuffix(".weight")
-        goal = goals.get(linear)
-        if linear == name or goal is None:
-            yield Item(name, tensor)
-            continue
         with run.clock.phase("solve"):
-            item = solve_uncalibrated(
-                linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks"
-            )
+            why = "it is outside the blocks"
+            item = _uncalibrated(model.src, name, goals, run.recipe, model.device, why)
         yield item
 
 
@@ -196,10 +334,11 @@ def resume(
     first, stream = _load_saved(run, finished)
     if stream is None:
         stream = embedded(run)
+    stored = StoredTensors(run.work.resolve(), list(committed_files(done)), None)
     for block in range(first, len(finished)):
+        run.load(block)
         with run.clock.phase("load"):
-            run.model.load_block(block)
-            for linear, value in committed(run, run.model.targets(block), done):
+            for linear, value in committed(run, run.model.targets(block), stored):
                 run.put_back(linear, value)
         stream.forward(block)
         run.model.unload_block(block)
@@ -243,22 +382,15 @@ def _parity(run: Run, block: int) -> int:
 
 
 def committed(
-    run: Run, linears: Iterable[str], done: Sequence[Mapping[str, Any]]
+    run: Run, linears: Iterable[str], stored: StoredTensors
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
-    """Yield those of `linears` that were solved, read back from the journal's files."""
-    layout = run.recipe.output_layout
-    paths = [run.work / name for name in committed_files(done)]
-    where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
+    """Yield those of `linears` that were solved, from the files of the journal."""
+    layout, names = run.recipe.output_layout, set(stored.names())
     for linear, goal in run.goals(linears).items():
-        parts: dict[str, Tensor] = {}
-        for suffix in layout.TENSORS if layout else ("weight",):
-            if f"{linear}.{suffix}" in where:
-                path, info = where[f"{linear}.{suffix}"]
-                with files.open_regular(path) as file:
-                    data = files.read_exactly(file, info.start, info.end - info.start, path)
-                parts[suffix] = data.view(info.dtype).reshape(info.shape)
+        if layout is None or not isinstance(goal, Scheme):
+            yield linear, stored.get(f"{linear}.weight")
+            continue
+        found = [suffix for suffix in layout.TENSORS if f"{linear}.{suffix}" in names]
         with about(linear):
-            if layout is not None and isinstance(goal, Scheme):
-                yield linear, layout.unpack(parts, goal)
-            else:
-                yield linear, parts["weight"]
+            parts = {suffix: stored.get(f"{linear}.{suffix}") for suffix in found}
+            yield linear, layout.unpack(parts, goal)

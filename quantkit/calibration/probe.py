@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from math import ceil, prod
 from pathlib import Path
@@ -19,14 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.calibration.budget import gradient_documents
-from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import calibrated, new_run
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
+from quantkit.calibration.stages.solve import solve_uncalibrated
 from quantkit.calibration.stages.tune import BATCH, CHECKS, HELD_OUT
-from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Commit
-from quantkit.core.units import format_range
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.goals import Goal
@@ -49,17 +47,6 @@ SMALL = {"cpu": 5e10, "cuda": 1e14}
 FEW_WEIGHTS = 5e7
 
 
-@dataclass(frozen=True)
-class Duration:
-    """Hold the range of seconds that a run will take; `high` is None if the probe was stopped."""
-
-    low: float
-    high: float | None
-
-    def __str__(self) -> str:
-        return format_range(self.low, self.high)
-
-
 def is_worth_a_probe(
     recipe: Recipe, weights: int, sequences: Sequence[Tensor], device: str
 ) -> bool:
@@ -78,39 +65,37 @@ def probe(
     sequences: Sequence[Tensor],
     *,
     progress: Progress,
-) -> Duration:
-    """Measure a small part of a run and estimate the seconds of the whole; the run itself stays
-    unchanged.
+) -> tuple[float, float | None]:
+    """Measure a small part of a run and estimate the least and the most seconds of the whole; the
+    most are None if the probe was stopped.
 
     `model` has not run. `goals` has the goal of each linear, and `sequences` are int64 `[t]`.
     Raises as the run would.
     """
-    src, watch = model.src, _Watch(progress)
+    src, blocks = model.src, len(model.blocks)
     fixed = FIXED + src.source_bytes / BYTES_A_SECOND
-    if not recipe.calibrated:
-        seconds = _rounding(src, recipe, goals)
-        return Duration(*(part * (fixed + seconds) for part in SPREAD))
-    blocks = len(model.blocks)
     try:
-        seconds = _calibrating(recipe, model.first_blocks(BLOCKS), blocks, sequences, watch)
+        if recipe.calibrated:
+            some = model.first_blocks(BLOCKS)
+            seconds = _calibrating(recipe, some, blocks, sequences, _Watch(progress))
+        else:
+            seconds = _rounding(src, recipe, goals)
     except _Late:
-        return Duration(fixed + MOST_SECONDS * blocks / BLOCKS, None)
-    return Duration(*(part * (fixed + seconds) for part in SPREAD))
+        return fixed + MOST_SECONDS * blocks / BLOCKS, None
+    low, high = SPREAD
+    return low * (fixed + seconds), high * (fixed + seconds)
 
 
 def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None]) -> float:
     """Estimate the seconds of a run without text from its smallest linear, which is
     solved twice.
     """
-    sizes = {
-        name: prod(src.shape(f"{name}.weight")) for name, goal in goals.items() if goal is not None
-    }
-    name = min(sizes, key=lambda name: sizes[name])
-    goal, seconds = goals[name], 0.0
-    assert goal is not None
+    chosen = {name: goal for name, goal in goals.items() if goal is not None}
+    sizes = {name: prod(src.shape(f"{name}.weight")) for name in chosen}
+    name, seconds = min(sizes, key=sizes.__getitem__), 0.0
     for _ in range(2):
         begun = time.perf_counter()
-        solve_uncalibrated(name, src.get(f"{name}.weight"), goal, recipe)
+        solve_uncalibrated(name, src.get(f"{name}.weight"), chosen[name], recipe)
         seconds = time.perf_counter() - begun
     return seconds * sum(sizes.values()) / sizes[name]
 
@@ -129,18 +114,11 @@ def _calibrating(
     here = list(map(len, some))
     times = sum(lengths) / sum(here)
     with tempfile.TemporaryDirectory() as work:
-        run = new_run(
-            model.src,
-            replace(recipe, tune=min(recipe.tune, 1)),
-            model,
-            some,
-            Path(work),
-            progress=watch,
-        )
-        found = (step for step in calibrated(run, [], _Enlarge(times)) if isinstance(step, Commit))
-        commits: list[dict[str, float]] = [
-            step.facts["phases"] for step in islice(found, min(2, len(model.blocks)))
-        ]
+        once = replace(recipe, tune=min(recipe.tune, 1))
+        run = new_run(once, model, some, Path(work), progress=watch)
+        steps = calibrated(run, [], _Enlarge(times))
+        phases = (step.facts["phases"] for step in steps if isinstance(step, Commit))
+        commits: list[dict[str, float]] = list(islice(phases, min(2, len(model.blocks))))
     first, each = commits[0], commits[-1]
     grows = times * sum(each.get(phase, 0.0) for phase in ("forward", "hessian", "save"))
     tuned = each.get("tune", 0.0) * _passes(lengths, recipe.tune) / _passes(here, 1)

@@ -18,9 +18,8 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from quantkit.calibration.activations import Activations
+from quantkit.calibration.activations import Activations, file_of
 from quantkit.calibration.budget import PASS_STATES, TOKENS_AT_ONCE, fits_beside
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import Option, QuantkitError, Setting, Words
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """The state of a calibrated run for all blocks: source, model, goals and the documents of this
+    """The state of a calibrated run for all blocks: recipe, model, goals and the documents of this
     rank.
 
     `sequences` are token ids, int64 `[t]`; the first one has the number `first` among `every`
@@ -44,7 +43,6 @@ class Run:
     finished blocks.
     """
 
-    src: Checkpoint
     recipe: Recipe
     model: BlockRunner
     sequences: Sequence[Tensor]
@@ -66,6 +64,27 @@ class Run:
         """Look up the goal of each linear that does not stay dense."""
         goals = {name: self.chosen[name] for name in linears}
         return {name: goal for name, goal in goals.items() if goal is not None}
+
+    def file(self, kind: str, suffix: str = ".bin") -> Path:
+        """Name the file of a kind that this rank keeps for the run."""
+        return file_of(self.work, kind, self.ranks.rank, suffix)
+
+    def store(
+        self, rows: Sequence[int], like: tuple[int, ...], dtype: torch.dtype, kind: str = ""
+    ) -> Activations:
+        """Make room for activations of this rank's documents, as Activations does."""
+        place = self.model.device
+        return Activations(
+            self.work, self.act_budget, rows, like, dtype, place, self.ranks.rank, kind
+        )
+
+    def load(self, block: int, following: int = -1) -> None:
+        """Load a block. On a GPU, begin to read the block that comes after it, if there is one."""
+        model = self.model
+        with self.clock.phase("load"):
+            model.load_block(block)
+        if model.device.type == "cuda" and 0 <= following < len(model.blocks):
+            model.weights.read_ahead(following)
 
     def put_back(self, linear: str, value: QuantizedTensor | Tensor) -> None:
         """Replace the weight of a linear in a loaded block by its solved value, without padding."""
@@ -91,11 +110,8 @@ class Waiting:
 
     def run(self, documents: tuple[int, ...], work: Callable[[], T]) -> T | None:
         """Start a pass, or resume a waiting pass. Returns None if it waits again."""
-        one, gradients = (
-            self._passes.pop(documents, None) or greenlet(work),
-            torch.is_grad_enabled(),
-        )
-        self._running = one
+        gradients = torch.is_grad_enabled()
+        self._running = one = self._passes.pop(documents, None) or greenlet(work)
         try:
             found: T | None = one.switch()
         finally:
@@ -108,11 +124,9 @@ class Waiting:
         """Let the pass that calls this wait, and return True when it goes on; False at once if it
         cannot wait.
         """
-        gradients, autocast = (
-            torch.is_grad_enabled(),
-            map(torch.is_autocast_enabled, ("cuda", "cpu")),
-        )
-        if getcurrent() is not self._running or any(autocast):
+        gradients = torch.is_grad_enabled()
+        autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        if getcurrent() is not self._running or autocast:
             return False
         self._running.parent.switch()
         torch.set_grad_enabled(gradients)
@@ -145,13 +159,6 @@ class Stream:
         self.waiting = Waiting()
         self._waits = True
 
-    @staticmethod
-    def bytes(outputs: int, longest: int, itemsize: int, device: str) -> int:
-        """Compute the bytes of the documents that run together: about two copies of a block's
-        `outputs`.
-        """
-        return 2 * itemsize * max(longest, TOKENS_AT_ONCE[device]) * outputs
-
     def batches(
         self, block: int, numbers: Sequence[int], at_once: int, padded: bool = False
     ) -> Iterator[Sequence[int]]:
@@ -177,9 +184,12 @@ class Stream:
             yield numbers[first:end]
             first = end
 
-    def forwards(self, block: int, first: int = 0) -> Iterator[Sequence[int]]:
+    def forwards(
+        self, block: int, first: int = 0, at_once: int | None = None
+    ) -> Iterator[Sequence[int]]:
         """Divide the documents from `first` on into batches for one forward pass."""
-        yield from self.batches(block, range(first, len(self.sequences)), self.at_once)
+        numbers = range(first, len(self.sequences))
+        return self.batches(block, numbers, self.at_once if at_once is None else at_once)
 
     def run(self, block: int, numbers: Sequence[int], waits: bool = False) -> State | None:
         """Run the loaded block on one document, or on a batch; None if a watcher stopped it, or if
@@ -187,7 +197,13 @@ class Stream:
 
         A pass of these documents that waits goes on. Only with `waits` a new one may wait.
         """
-        work, documents = partial(self._run, block, numbers), tuple(numbers)
+        documents, tokens = tuple(numbers), self.sequences[numbers[0]]
+        if len(numbers) == 1:
+            state = self.activations.get(numbers[0])
+        else:
+            tokens = torch.stack([self.sequences[number] for number in numbers])
+            state = self.activations.get_batch(numbers)
+        work = partial(self.model.run, block, tokens, state)
         return self.waiting.run(documents, work) if waits or documents in self.waiting else work()
 
     def may_wait(self, documents: Sequence[int], x: Tensor) -> bool:
@@ -199,14 +215,6 @@ class Stream:
         size = round(x.nbytes / share) + PASS_STATES * store.hidden.nbytes
         free = free_gpu_memory(self.model.device) if self.model.device.type == "cuda" else None
         return self._waits and fits_beside(size, store.hidden.nbytes, store.budget, free)
-
-    def _run(self, block: int, numbers: Sequence[int]) -> State | None:
-        if len(numbers) == 1:
-            return self.model.run(
-                block, self.sequences[numbers[0]], self.activations.get(numbers[0])
-            )
-        tokens = torch.stack([self.sequences[number] for number in numbers])
-        return self.model.run(block, tokens, self.activations.get_batch(numbers))
 
     def forward(self, block: int, keep: bool = True) -> None:
         """Run the loaded block on every document. With `keep`, its outputs replace the states."""
@@ -285,10 +293,7 @@ def embedded(run: Run, count: int | None = None, kind: str = "") -> Stream:
         rows = [len(tokens) for tokens in sequences]
         if len(first) != rows[0]:  # padding, prompts or streams come with the tokens
             rows = [len(model.embed(tokens).hidden) for tokens in sequences]
-        like = tuple(first.shape[1:])
-        store = Activations(
-            run.work, run.act_budget, rows, like, model.dtype, model.device, run.ranks.rank, kind
-        )
+        store = run.store(rows, tuple(first.shape[1:]), model.dtype, kind)
         for number, tokens in enumerate(sequences):
             run.progress.check()
             store.put(number, model.embed(tokens))

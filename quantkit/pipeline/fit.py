@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from quantkit.calibration import divergence
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import new_run
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import load as load_report, peak_memory
 from quantkit.core.formats import INT4
@@ -310,7 +310,7 @@ def _decide(
     asked, job, options = search.asked, search.job, search.run
     progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
     begin = partial(
-        new_run, job.src, job.recipe, work=work, progress=progress, act_budget=options.act_budget
+        new_run, job.recipe, work=work, progress=progress, act_budget=options.act_budget
     )
     free = {
         group.name: group for space in search.spaces for group in space.groups if not group.is_fixed

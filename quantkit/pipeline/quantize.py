@@ -19,11 +19,16 @@ import torch
 from typing_extensions import Unpack
 
 from quantkit.calibration.budget import BESIDE, READERS
-from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import SharedRun, on_own_device, require_devices
-from quantkit.calibration.uncalibrated import streamed
+from quantkit.calibration.loop import (
+    calibrated,
+    new_run,
+    on_own_device,
+    require_devices,
+    streamed,
+)
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.ranks import Ranks, ranks
+from quantkit.core.units import format_range
 from quantkit.io.staging import is_complete, staging
 from quantkit.pipeline.publish import (
     Measure,
@@ -78,9 +83,19 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
     """Compute this rank's part of a run that the first rank leads."""
     runner = runner_of(dense_source(model, run), run)
     require_devices(runner.device, here)
-    shared: SharedRun | None = here.broadcast(None)
+    shared: Any = here.broadcast(None)
     if shared is not None:
-        for _ in calibrated(shared.begin(runner, run, here), shared.done):
+        recipe, sequences, work, done = shared
+        begun = new_run(
+            recipe,
+            runner,
+            sequences,
+            work,
+            progress=run.progress,
+            act_budget=run.act_budget,
+            ranks=here,
+        )
+        for _ in calibrated(begun, done):
             pass  # the first rank stores it
 
 
@@ -107,7 +122,8 @@ def _lead(
     if not progress.quiet and not run.resume and here.count == 1 and job.model.device.type == "cpu":
         with clock.phase("probe"):
             duration, why = estimate_duration(job, run)
-        progress.note(*([f"{duration}, by a probe of one block"] if duration else why))
+        found = f"{format_range(*duration)}, by a probe of one block" if duration else None
+        progress.note(*(why if found is None else [found]))
     src, recipe = job.src, job.recipe
     report, lacking = begin_report(job, model, run.revision)
     # of the source's card, what the file system cannot do, and files edited since they were
@@ -134,9 +150,19 @@ def _lead(
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated:
-            shared = SharedRun(recipe, job.text.sequences, work, writer.done)
-            here.broadcast(shared)
-            begun = shared.begin(job.model, run, here, goals=job.goals, beside=BESIDE[kind])
+            sequences = job.text.sequences
+            here.broadcast((recipe, sequences, work, writer.done))
+            begun = new_run(
+                recipe,
+                job.model,
+                sequences,
+                work,
+                progress=progress,
+                act_budget=run.act_budget,
+                goals=job.goals,
+                beside=BESIDE[kind],
+                ranks=here,
+            )
             items = calibrated(begun, writer.done)
         else:
             done = writer.items_done()

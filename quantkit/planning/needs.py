@@ -31,6 +31,7 @@ from quantkit.calibration.budget import (
     ROWS,
     SAVED_BLOCKS,
     SQUARES,
+    TOKENS_AT_ONCE,
     UNQUANTIZED,
     WAITING,
     Peaks,
@@ -38,7 +39,6 @@ from quantkit.calibration.budget import (
     gradient_documents,
     stays_on_gpu,
 )
-from quantkit.calibration.run import Stream
 from quantkit.calibration.self_generated import AUTHOR, INSTEAD
 from quantkit.calibration.stages import stages_of
 from quantkit.checkpoint.reader import Checkpoint
@@ -386,7 +386,9 @@ def _of_block(sizes: Sizes, peaks: Sequence[Peaks]) -> dict[str, int]:
     for peak in peaks:
         parts.update(peak.at)
     work = {part: size for part, size in parts.items() if part not in STORES}
-    document = Stream.bytes(sizes.outputs, sizes.longest, sizes.width, sizes.device)
+    # The documents that run together: about two copies of a block's outputs.
+    tokens = max(sizes.longest, TOKENS_AT_ONCE[sizes.device])
+    document = 2 * sizes.width * tokens * sizes.outputs
     # The allocator of a GPU gives a document's memory to the solver.
     solver = work[SQUARES] + work[ROWS] if sizes.on_gpu else 0
     work[DOCUMENT] = max(0, document - solver)

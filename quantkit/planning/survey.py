@@ -16,10 +16,9 @@ import torch
 from typing_extensions import Unpack
 
 from quantkit.calibration.budget import split_documents
-from quantkit.calibration.preflight import check_sequences
-from quantkit.calibration.probe import Duration, is_worth_a_probe, probe as probe_run
+from quantkit.calibration.loop import check_sequences, units_of
+from quantkit.calibration.probe import is_worth_a_probe, probe as probe_run
 from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
-from quantkit.calibration.uncalibrated import units_of
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import heading
@@ -136,14 +135,15 @@ def plan(
         duration, why = estimate_duration(job, run)
         remarks += why
         if duration is not None:
-            needs = replace(made.needs, duration=(duration.low, duration.high))
-            made = replace(made, needs=needs)
+            made = replace(made, needs=replace(made.needs, duration=duration))
     return replace(made, calibration=facts, verdict=made.verdict.with_remarks(*remarks))
 
 
-def estimate_duration(job: Job, run: RunOptions) -> tuple[Duration | None, list[str]]:
-    """Estimate the duration of a run by a probe, if it is long; else, or if the probe fails, None
-    and the reason.
+def estimate_duration(
+    job: Job, run: RunOptions
+) -> tuple[tuple[float, float | None] | None, list[str]]:
+    """Estimate the least and the most seconds of a run by a probe, if it is long; else, or if the
+    probe fails, None and the reason.
     """
     sequences, device = job.text.sequences, job.model.device.type
     if job.recipe.calibrated and not sequences:  # only the last step is left

@@ -14,8 +14,7 @@ from quantkit.algorithms.numerics import encode, stored_scale
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
-from quantkit.calibration.stages.solve import solve
-from quantkit.calibration.uncalibrated import solve_uncalibrated
+from quantkit.calibration.stages.solve import solve, solve_uncalibrated
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import gptq, pruning, rtn, scale_search
-from quantkit.algorithms.cholesky import factorize
-from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.hessian import Hessian, factorize
 from quantkit.algorithms.numerics import Grid, encode
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from quantkit.algorithms import gptq
-from quantkit.algorithms.cholesky import factorize
-from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian, row_losses
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian, factorize, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import remaining_error
 from quantkit.core.scheme import Scheme
@@ -162,7 +161,7 @@ def test_factor_is_that_of_the_damped_hessian(kind: str, order: str) -> None:
 
 def test_float32_factor_is_accurate_to_1e_5_and_needs_damping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "quantkit.algorithms.cholesky.factor_dtype", lambda device: torch.float32
+        "quantkit.algorithms.hessian.factor_dtype", lambda device: torch.float32
     )  # what a GPU without fast float64 gets
     h = correlated(200).float()
     factor = factorize(h, Options(act_order="off"))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import gptq, pruning, rtn
-from quantkit.algorithms.cholesky import factorize
-from quantkit.algorithms.hessian import row_losses
+from quantkit.algorithms.hessian import factorize, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.scale_search import choose_scales, group_errors

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import calibrated, new_run
 from quantkit.calibration.run import embedded
 from quantkit.calibration.stages.base import LoadedBlock
 from quantkit.checkpoint.reader import Checkpoint
@@ -47,19 +49,45 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Compare the values of two runs bit for bit."""
+
+    def equal(a: Any, b: Any) -> bool:
+        return bool(a.equal(b) if isinstance(a, QuantizedTensor) else torch.equal(a, b))
+
+    return first.keys() == second.keys() and all(equal(value, second[name]) for name, value in first.items())
+
+
+def short_sequences(count: int = 9) -> list[Tensor]:
+    """Return sequences of 20 and 28 tokens in turns."""
+    return sequences(tuple(20 + 8 * (number % 2) for number in range(count)))
+
+
 def interrupted(
-    src: Checkpoint, recipe: Recipe, partial: Path, blocks: int, docs: list[Tensor] | None = None, device: str = "cpu"
+    src: Checkpoint,
+    recipe: Recipe,
+    partial: Path,
+    blocks: int,
+    docs: list[Tensor] | None = None,
+    device: str = "cpu",
+    *,
+    before_commit: bool = False,
 ) -> dict[str, Item]:
-    """Run into a partial folder until `blocks` commits are made, then drop the generator."""
+    """Run into a partial folder until `blocks` commits are made, or `before_commit` the last is due; then drop the
+    generator.
+    """
+    partial.mkdir(exist_ok=True)
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
     items: dict[str, Item] = {}
     model = BlockRunner(src, device=device)
-    for item in calibrated(new_run(src, recipe, model, docs or sequences(), partial), writer.done):
+    for item in calibrated(new_run(recipe, model, docs or sequences(), partial), writer.done):
         if isinstance(item, Item):
             items[item.name] = item
             writer.add(item)
             continue
+        if before_commit and len(writer.done) == blocks - 1:
+            break
         writer.commit(item.facts)
         if len(writer.done) == blocks:
             break
@@ -76,7 +104,7 @@ def resumed(
 ) -> dict[str, Item]:
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     model = BlockRunner(src, device=device)
-    found = calibrated(new_run(src, recipe, model, docs or sequences(), partial, progress=progress), writer.done)
+    found = calibrated(new_run(recipe, model, docs or sequences(), partial, progress=progress), writer.done)
     return {item.name: item for item in found if isinstance(item, Item)}
 
 
@@ -84,7 +112,7 @@ def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = 
     """Load the first block of a run, with its input activations."""
     src = Checkpoint(folder)
     model = BlockRunner(src, device="cpu")
-    run = new_run(src, recipe, model, docs or sequences(), work)
+    run = new_run(recipe, model, docs or sequences(), work)
     stream = embedded(run)
     model.load_block(0)
     return LoadedBlock(run, stream, 0, run.goals(model.targets(0)), {})
@@ -97,7 +125,7 @@ def quantized(
     src = Checkpoint(folder)
     items: dict[str, Item] = {}
     commits: list[dict[str, Any]] = []
-    for item in calibrated(new_run(src, recipe, BlockRunner(src, device=device), sequences(), work, **options), []):
+    for item in calibrated(new_run(recipe, BlockRunner(src, device=device), sequences(), work, **options), []):
         if isinstance(item, Commit):
             commits.append(item.facts)
         else:
@@ -121,16 +149,24 @@ def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
     return 2 / len(x) * x.T @ x
 
 
-def broken(folder: Path, work: Path, name: str, index: tuple[int, ...], value: float) -> Path:
-    from safetensors.torch import save_file
-
+def changed(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Change the weights of a model in its folder, which becomes one of one file."""
     src = Checkpoint(folder)
-    tensors = {n: src.get(n) for n in src.names()}
-    tensors[name][index] = value
-    work.mkdir(exist_ok=True)
-    save_file(tensors, work / "model.safetensors")
-    (work / "config.json").write_bytes((folder / "config.json").read_bytes())
-    return work
+    tensors = {name: src.get(name) for name in src.names()}
+    change(tensors)
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def broken(folder: Path, work: Path, name: str, index: Any, value: float) -> Path:
+    """Copy a model with another number in one of its weights, or in all entries by the index `...`."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name][index] = value
+
+    return changed(Path(shutil.copytree(folder, work)), change)
 
 
 def small(folder: Path, **changes: Any) -> Path:
@@ -147,6 +183,6 @@ def solved(folder: Path, device: str, work: Path, **chosen: Any) -> tuple[dict[s
     model = BlockRunner(src, device=device)
     work.mkdir()
     recipe = from_mapping({"scheme": {"group_size": 32}, **chosen})
-    items = calibrated(new_run(src, recipe, model, sequences, work), [])
+    items = calibrated(new_run(recipe, model, sequences, work), [])
     found = {item.name: item.value for item in items if isinstance(item, Item)}
     return found, model.fuses_attention

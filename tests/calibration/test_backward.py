@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration.backward import CAPTURED, Captured, backward, in_fixed_order
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.calibration.backward import CAPTURED, Captured, in_fixed_order, strictly
 from quantkit.errors import CheckpointError
 from quantkit.progress import Progress, Recorder
-from tests.calibration.runs import small, solved
+from tests.calibration.runs import same, small, solved
 
 REFUSED = "cumsum_cuda_kernel does not have a deterministic implementation, but you set ..."
 
@@ -85,7 +84,9 @@ def test_torch_may_refuse_gradients_only_where_flash_attention_needs_it() -> Non
 
     def task() -> None:
         x = torch.ones(2, requires_grad=True)
-        backward(model, cast(torch.Tensor, Seen.apply(x)).sum())  # type: ignore[no-untyped-call]
+        loss = cast(torch.Tensor, Seen.apply(x)).sum()  # type: ignore[no-untyped-call]
+        with strictly(model):
+            loss.backward()
 
     in_fixed_order(model, quiet(), task)
     model.fuses_attention = False
@@ -117,13 +118,7 @@ def test_a_tuned_run_on_a_gpu_has_the_same_bits_again_by_flash_attention(tmp_pat
             warnings.simplefilter("error")
             found.append(solved(folder, "cuda", tmp_path / str(number), tune=4, output_aware=True))
     (first, fused), (second, _) = found
-    assert fused and first.keys() == second.keys()
-    for name, value in first.items():
-        other = second[name]
-        if isinstance(value, QuantizedTensor):
-            assert isinstance(other, QuantizedTensor) and value.equal(other), name
-        else:
-            assert torch.equal(value, other), name
+    assert fused and same(first, second)
 
 
 @pytest.fixture
@@ -234,8 +229,4 @@ def test_a_run_tuned_by_graphs_has_the_codes_of_one_without(
     assert len(replays) == 2 * (24 - CAPTURED + 1)  # two blocks
     monkeypatch.setattr("quantkit.calibration.backward.CAPTURED", 100)
     second, _ = solved(folder, "cuda", tmp_path / "without", **chosen)
-    assert len(replays) == 2 * (24 - CAPTURED + 1) and first.keys() == second.keys()
-    for name, value in first.items():
-        other = second[name]
-        equal = value.equal(other) if isinstance(value, QuantizedTensor) else torch.equal(value, other)
-        assert equal, name
+    assert len(replays) == 2 * (24 - CAPTURED + 1) and same(first, second)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import divergence
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import new_run
 from quantkit.calibration.stages.gradients import drawn_tokens
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import block_runner
@@ -52,7 +52,7 @@ def test_a_loss_increase_weighs_the_errors_of_a_folder_by_inputs_and_gradients_o
     quantize(folder, tmp_path / "made", recipe, min_share=0.0)
     src, made = Checkpoint(folder), Checkpoint(tmp_path / "made")
     (tmp_path / "work").mkdir()
-    run = new_run(src, recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
+    run = new_run(recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
     found = divergence.loss_increases(run, made)
     seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
     assert found.keys() == seen.keys() - {"model.layers.1.self_attn.o_proj"}

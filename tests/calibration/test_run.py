@@ -13,13 +13,12 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration import budget
-from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import calibrated, new_run
 from quantkit.calibration.run import Waiting
 from quantkit.calibration.stages import solve
 from quantkit.calibration.stages.base import LoadedBlock, Task, find_groups
-from quantkit.calibration.stages.hessians import collect
 from quantkit.calibration.stages.solve import Solve
+from quantkit.calibration.stages.statistics import collect
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
 from quantkit.errors import NumericError, QuantkitError
@@ -62,14 +61,14 @@ def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
     for most in (160, 40):
         fits(most)
         model = BlockRunner(src, device="cpu")
-        items = calibrated(new_run(src, recipe, model, docs, tmp_path, progress=Progress()), [])
+        items = calibrated(new_run(recipe, model, docs, tmp_path, progress=Progress()), [])
         found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
     said = capsys.readouterr().err
     assert found[0] == found[1]
     assert "for 160 tokens at a time, 80 are tried" in said and "for 80 tokens at a time, 40 are tried" in said
     fits(10)
     with pytest.raises(QuantkitError, match=r"layers\.0: .* a document of 20 tokens: use a smaller --max-length"):
-        list(calibrated(new_run(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path), []))
+        list(calibrated(new_run(recipe, BlockRunner(src, device="cpu"), docs, tmp_path), []))
 
 
 @pytest.mark.parametrize("family", [*GROUPS, "gpt2", "mixtral", "gpt_oss", "llama4_text"])
@@ -106,7 +105,7 @@ def test_a_run_does_not_begin_on_top_of_memory_that_earlier_work_has_freed(three
     last = small[-1]  # which keeps all below it in the heap
     del small
     before = resident()
-    new_run(model.src, from_mapping(COARSE), model, sequences(), tmp_path)
+    new_run(from_mapping(COARSE), model, sequences(), tmp_path)
     assert before - resident() > 100e6 and len(last)
 
 
@@ -150,7 +149,7 @@ def test_memory_that_ends_while_passes_wait_ends_them_and_changes_no_batch(
 
     for wait in (waits, refused):
         monkeypatch.setattr(Waiting, "wait", wait)
-        run = new_run(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), docs, tmp_path, progress=Progress())
+        run = new_run(from_mapping(COARSE), BlockRunner(src, device="cpu"), docs, tmp_path, progress=Progress())
         found.append(digests({item.name: item for item in calibrated(run, []) if isinstance(item, Item)}))
     assert found[0] == found[1]
     assert "not enough memory" not in capsys.readouterr().err

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.census import families
 from quantkit.calibration import self_generated
@@ -23,6 +22,7 @@ from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.options import Calib
 from quantkit.text.tokenizer import load_tokenizer
+from tests.calibration.runs import broken
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_model
 
 BOS = 256
@@ -166,10 +166,7 @@ def test_other_families_write_too(family: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_logits_that_are_not_finite_are_refused(plain: BlockRunner, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(plain.src.path, tmp_path / "model"))
-    for path in folder.glob("*.safetensors"):
-        tensors = {n: t * torch.inf if n == "model.norm.weight" else t for n, t in load_file(path).items()}
-        save_file(tensors, path, {"format": "pt"})
+    folder = broken(plain.src.path, tmp_path / "model", "model.norm.weight", ..., torch.inf)
     with pytest.raises(NumericError, match=r"not finite.*: use another --calib FILE"):
         written(BlockRunner(Checkpoint(folder), device="cpu"))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.calibration import uncalibrated
+from quantkit.calibration import loop
 from quantkit.checkpoint import report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.sparsity import check, weight_mask
@@ -130,7 +130,7 @@ def test_sparse_codes_survive_packing(small_llama: Path, calib: Path, tmp_path: 
 def test_finished_blocks_are_read_back_where_their_activations_are_lost(
     small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uncalibrated, "COMMIT_BYTES", 200_000)
+    monkeypatch.setattr(loop, "COMMIT_BYTES", 200_000)
     text: dict[str, Any] = {"data": str(calib), "samples": 4, "max_length": 64}
     recipe = pruning_from_mapping({"calibration": text})
     whole, out = tmp_path / "whole", tmp_path / "out"

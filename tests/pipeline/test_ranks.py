@@ -18,7 +18,7 @@ import torch
 from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.hessian import CHUNK, Hessian
 from quantkit.calibration.budget import split_documents
-from quantkit.calibration.preflight import require_devices
+from quantkit.calibration.loop import require_devices
 from quantkit.calibration.stages.tune import BlockTuning
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load

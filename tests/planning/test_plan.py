@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration import uncalibrated
+from quantkit.calibration import loop
 from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
@@ -296,7 +296,7 @@ def test_files_of_calibrated_committed_and_pruned_runs(
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"This is paragraph {i} of a text for calibration." for i in range(20)))
     calibration = {"data": str(text), "samples": 2, "max_length": 32}
-    monkeypatch.setattr(uncalibrated, "COMMIT_BYTES", 50_000)  # several commits without activations too
+    monkeypatch.setattr(loop, "COMMIT_BYTES", 50_000)  # several commits without activations too
     monkeypatch.setattr(writer, "LEAST_BYTES", 25_000)  # some of their files are joined
     wanted = {
         "gptq": from_mapping({"calibration": calibration}),

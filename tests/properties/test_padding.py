@@ -11,8 +11,7 @@ import torch
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.hessian import Hessian
-from quantkit.calibration.stages.solve import solve
-from quantkit.calibration.uncalibrated import solve_uncalibrated
+from quantkit.calibration.stages.solve import solve, solve_uncalibrated
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import Item

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import quantkit
-from quantkit.calibration import budget, uncalibrated
+from quantkit.calibration import budget, loop
 from quantkit.calibration.activations import Activations
 from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
@@ -39,7 +39,7 @@ NAMES = ("calibrated", "fp6", "pruned", "rounded", "mapped")
 
 def jobs(folder: Path) -> Jobs:
     """Write a model of four blocks, whose streamed runs commit several times."""
-    uncalibrated.COMMIT_BYTES = COMMIT_BYTES
+    loop.COMMIT_BYTES = COMMIT_BYTES
     return Jobs(folder, 4)
 
 

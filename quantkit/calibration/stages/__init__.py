@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from quantkit.calibration.stages.base import Stage
 from quantkit.calibration.stages.gradients import Gradients
-from quantkit.calibration.stages.hessians import Hessians
-from quantkit.calibration.stages.row_sums import RowSums
 from quantkit.calibration.stages.solve import Solve
+from quantkit.calibration.stages.statistics import Hessians, RowSums
 from quantkit.calibration.stages.tune import Tune
 from quantkit.recipes.recipe import Recipe
 

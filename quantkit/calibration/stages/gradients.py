@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import (
     backward_bytes,
     explaining,
-    gradient,
     in_fixed_order,
     parts,
     run_part,
     stacked,
+    strictly,
 )
 from quantkit.calibration.budget import (
     DOCUMENT,
@@ -96,26 +95,10 @@ class Fisher:
     hidden: int
     hashes: Sequence[str]
 
-    @staticmethod
-    def summing_bytes(hidden: int, itemsize: int, device: str) -> int:
-        """Compute the bytes that one matrix takes while it is summed: own and all ranks' sums, and
-        two copies.
-        """
-        return 4 * Hessian.bytes(hidden) + Hessian.chunk_bytes(hidden, device, itemsize)
-
-    @staticmethod
-    def root_bytes(hidden: int) -> int:
-        """Compute the bytes that `root` takes: the matrix and the result, and two copies in
-        float64.
-        """
-        return 6 * Hessian.bytes(hidden)
-
     def read(self, block: int) -> Tensor:
         """Read the matrix of a block into RAM; CheckpointError if its file changed."""
-        path = _file(self.run, "fisher", block)
-        return files.load_tensor(
-            path, (self.hidden, self.hidden), torch.float32, self.hashes[block]
-        )
+        path, shape = self.run.file(f"fisher-{block}"), (self.hidden, self.hidden)
+        return files.load_tensor(path, shape, torch.float32, self.hashes[block])
 
     def root(self, block: int) -> Tensor:
         """Compute the matrix `[h, h]` that weighs errors of hidden states: `|error @ root|^2` is
@@ -139,16 +122,17 @@ def pass_bytes(sizes: Sizes, gradients: int) -> list[dict[str, int]]:
     """Count the memory of the two passes by part; the hidden states of the documents take as many
     bytes as their `gradients`.
     """
-    width, device = sizes.width, sizes.device
-    back = sum(backward_bytes(sizes.outputs, sizes.heads, sizes.longest, width, device))
-    summing = Fisher.summing_bytes(sizes.hidden, width, device)
+    square = Hessian.bytes(sizes.hidden)
+    # The own sum and that of all ranks, a copy of each, and a chunk of tokens.
+    summing = 4 * square + Hessian.chunk_bytes(sizes.hidden, sizes.device, sizes.width)
     held = {UNQUANTIZED: gradients, GRADIENTS: gradients}
-    block = {LOADED: sizes.block, READ: gradients, "backward pass": max(back, summing)}
+    backward = max(sum(backward_bytes(sizes)), summing)
+    block = {LOADED: sizes.block, READ: gradients, "backward pass": backward}
     if sizes.on_gpu:  # the next file is read meanwhile, and copies wait to be written
-        each = max(gradients, Hessian.bytes(sizes.hidden))
+        each = max(gradients, square)
         block |= {READ: 2 * gradients, WAITING: min(MOST_BYTES, len(sizes.blocks) * each)}
     logits = DRAWING_BYTES * sizes.longest * sizes.vocabulary
-    head = {"output head": width * max(sizes.outside, default=0), DOCUMENT: logits}
+    head = {"output head": sizes.width * max(sizes.outside, default=0), DOCUMENT: logits}
     return [held | head, held | block]
 
 
@@ -174,7 +158,7 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:
                 fisher = _fisher(run, found)
             _save(run, queue, "fisher", behind - 1, fisher, hashes)
     index = {"first": run.first, "shape": shape, "hashes": hashes}
-    files.write_atomic(_file(run, "gradients"), json.dumps(index).encode())
+    files.write_atomic(run.file("gradients", ".json"), json.dumps(index).encode())
     return Fisher(run, shape[-1], hashes)
 
 
@@ -190,11 +174,10 @@ def carried_back(
     """
     model, hidden, first = run.model, stream.activations.hidden, 0 if watch else 1
     hashes = _go_forward(run, stream, first)
-    shape, dtype = tuple(hidden.shape), _dtype(model)
-    rows = stream.activations.rows
-    store = Activations(
-        run.work, run.act_budget, rows, shape[1:], dtype, model.device, run.ranks.rank, "gradients-"
-    )
+    shape = tuple(hidden.shape)
+    # Gradients in float16 would underflow.
+    dtype = torch.bfloat16 if model.dtype == torch.float16 else model.dtype
+    store = run.store(stream.activations.rows, shape[1:], dtype, "gradients-")
     with run.clock.phase("load"):
         model.weights.load_head()
     with run.clock.phase("gradients"):
@@ -207,32 +190,22 @@ def carried_back(
         """Return a function that reads a block's inputs. On a GPU the reading begins here, beside
         other work.
         """
-        task = partial(
-            files.load_tensor, _file(run, "entered", block), shape, model.dtype, hashes[block]
-        )
+        path = run.file(f"entered-{block}")
+        task = partial(files.load_tensor, path, shape, model.dtype, hashes[block])
         return model.weights.beside(task) if run.beside and block in blocks else task
 
     entered = read(len(model.blocks) - 1)
     for block in run.progress.bar(blocks, "gradients, backward", len(blocks), "block"):
+        run.load(block, block - 1 if block > first else -1)
         with run.clock.phase("load"):
-            model.load_block(block)
-            hidden.copy_(
-                entered()
-            )  # the tensor that was read has no name, so that it is freed here
-            files.remove(_file(run, "entered", block))
-        if run.beside and block > first:
-            model.weights.read_ahead(block - 1)
+            # The tensor that was read has no name, so that it is freed here.
+            hidden.copy_(entered())
+            files.remove(run.file(f"entered-{block}"))
         entered = read(block - 1)
         with run.clock.phase("gradients"):
             _carry_back(stream, block, store, watch)
         yield block, store.hidden
         model.unload_block(block)
-
-
-def _dtype(model: BlockRunner) -> torch.dtype:
-    return (
-        torch.bfloat16 if model.dtype == torch.float16 else model.dtype
-    )  # float16 would underflow
 
 
 def _fisher(run: Run, gradients: Tensor) -> Tensor:
@@ -251,7 +224,7 @@ def _fisher(run: Run, gradients: Tensor) -> Tensor:
 def _saved(run: Run, shape: Sequence[int]) -> Fisher | None:
     """Read the files of a stopped run; None if a file is missing, changed or of other documents."""
     try:
-        index: Any = json.loads(_file(run, "gradients").read_text())
+        index: Any = json.loads(run.file("gradients", ".json").read_text())
         found = Fisher(run, shape[-1], index["hashes"])
         for block in range(len(found.hashes)):
             found.read(block)
@@ -272,10 +245,7 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
         ):
             if block >= first:
                 _save(run, queue, "entered", block, stream.activations.hidden, hashes)
-            with run.clock.phase("load"):
-                model.load_block(block)
-            if run.beside and block + 1 < len(model.blocks):
-                model.weights.read_ahead(block + 1)
+            run.load(block, block + 1)
             stream.forward(block)
             model.unload_block(block)
             if not stream.activations.hidden_only or model.forms[block].get("left"):
@@ -303,7 +273,7 @@ def _save(
     def write() -> None:
         # A file damaged by a power cut is computed again. Waiting for the disk would take longer
         # than the passes.
-        hashes[block] = files.save_tensor(_file(run, kind, block), held, durable=False)
+        hashes[block] = files.save_tensor(run.file(f"{kind}-{block}"), held, durable=False)
 
     with run.clock.phase("save"):
         if held is tensor:
@@ -351,7 +321,8 @@ def _drawn(
     wanted = logits.detach().float().softmax(-1)
     drawn = drawn_tokens(wanted, generator)
     wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
-    return gradient(model, logits, hidden, wanted.to(logits.dtype))
+    with strictly(model):
+        return torch.autograd.grad(logits, hidden, wanted.to(logits.dtype))[0]
 
 
 def drawn_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
@@ -393,11 +364,5 @@ def _carried(
     behind = stacked(gradients, part).to(device)
     with watch(block) if watch else nullcontext():
         out = run_part(stream, block, part, {}, hidden)
-        return gradient(stream.model, out, hidden, behind.view_as(out).to(out.dtype))
-
-
-def _file(run: Run, kind: str, block: int | None = None) -> Path:
-    """Name this rank's file of a kind, of a block if it has one."""
-    parts = [f"activations-{kind}", *([] if block is None else [str(block)])]
-    parts += [f"rank{run.ranks.rank}"] if run.ranks.rank else []
-    return run.work / ("-".join(parts) + (".bin" if block is not None else ".json"))
+        with strictly(stream.model):
+            return torch.autograd.grad(out, hidden, behind.view_as(out).to(out.dtype))[0]

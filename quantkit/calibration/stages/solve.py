@@ -1,4 +1,4 @@
-"""Quantize or prune the linears of a group, given their weights and one Hessian.
+"""Quantize or prune linears: a group that shares one Hessian, or a single linear without one.
 
 Weights of one scheme are solved as a single tall weight: rows never interact, and the factor is the
 same (ALGORITHMS 2). An unusable Hessian is an error, or leads to RTN with a warning if the recipe
@@ -21,28 +21,24 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, gptq, pruning, rtn
-from quantkit.algorithms.cholesky import Factor, factorize
-from quantkit.algorithms.hessian import Hessian, row_losses
+from quantkit.algorithms.hessian import Factor, Hessian, check_size, factorize, row_losses
 from quantkit.algorithms.numerics import check_weight
-from quantkit.algorithms.rtn import total, widened
+from quantkit.algorithms.pruning import fixed_mask
+from quantkit.algorithms.rtn import relative_error, total, widened, zeroed
 from quantkit.calibration import budget
 from quantkit.calibration.budget import ROWS, SQUARES, Peaks, Sizes
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
-from quantkit.calibration.uncalibrated import (
-    counts_of_pruned,
-    solve_uncalibrated,
-    solved_width,
-    stored_item,
-)
 from quantkit.checkpoint.writer import Item
+from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.threads import divide
 from quantkit.errors import NumericError, Setting, Words, about, more_samples
+from quantkit.layouts.recast import recast
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.goals import Goal, is_sparse
-from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.recipe import Recipe, stored_shape
 
 Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
 #: Weights `[n, k]`, or values of their rows, by the name of the linear.
@@ -168,9 +164,9 @@ def solve(
         few = f"{names}: only {hessian.tokens} tokens calibrate {k} input channels:"
         progress.warn(Words(few, more_samples(recipe.calibration.samples, hessian.tokens, k)))
     recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
-    with about(names):
-        hessian.check_size(k)
     h = hessian.matrix()
+    with about(names):
+        check_size(h, k)
     common = {"tokens": hessian.tokens, **_channel_peak(h), **skipped}
     systems: dict[tuple[bool, int], tuple[Tensor, Factor | None]] = {}
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
@@ -179,7 +175,7 @@ def solve(
     items: list[Item] = []
     for (goal, _), chosen in alike.items():
         progress.check()
-        sparse, width = is_sparse(goal), solved_width(goal, k, recipe)
+        sparse, width = is_sparse(goal), _solved_width(goal, k, recipe)
         if (sparse, width) not in systems:
             wide_h = _widened_hessian(h, width)
             factor = _factor(names, wide_h, recipe, sparse, progress) if recipe.factored else None
@@ -195,7 +191,7 @@ def solve(
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
             facts |= {**common, "seconds": seconds * len(weight)}
-            items.append(stored_item(name, weight, tensor, facts, recipe))
+            items.append(_stored_item(name, weight, tensor, facts, recipe))
     return items
 
 
@@ -317,10 +313,12 @@ def _prune(
     values = tall.split([len(weight) for weight in weights.values()])
     for (name, weight), value in zip(weights.items(), values, strict=True):
         with about(name):
-            facts = {"method": recipe.gptq.prune, **used, **counts_of_pruned(value)}
-        facts["loss"] = total(row_losses(weight.float() - value.float(), None, h))
-        facts["norm"] = total(row_losses(weight, None, h))
-        facts["dead_columns"] = int((h.diagonal() == 0).sum())
+            facts = {"method": recipe.gptq.prune, **used, **_counts_of_pruned(value)}
+        facts |= {
+            "loss": total(row_losses(weight.float() - value.float(), None, h)),
+            "norm": total(row_losses(weight, None, h)),
+            "dead_columns": int((h.diagonal() == 0).sum()),
+        }
         found.append((value.clone(), facts))  # a slice would hold the whole tall weight in memory
     return found
 
@@ -373,3 +371,69 @@ def _as_one(
                 solve_rows(**{key: each[name] for key, each in by_row.items()})
         raise
     return [found for found in ranks.gather(part) if found is not None]
+
+
+def solve_uncalibrated(
+    linear: str, weight: Tensor, goal: Goal, recipe: Recipe, reason: str | None = None
+) -> Item:
+    """Round to nearest, or prune by magnitude, one weight `[n, k]` without a Hessian.
+
+    `reason` tells the report why, if the recipe asked for calibration. NumericError if the weight
+    is not finite or overflows.
+    """
+    started = time.perf_counter()
+    value: QuantizedTensor | Tensor
+    with about(linear):
+        if isinstance(goal, Scheme):
+            wide = widened(weight, _solved_width(goal, weight.shape[1], recipe))
+            signed = recipe.solving(goal).signed
+            value, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
+            method, why = "rtn", "reason"
+        else:
+            check_weight(weight)
+            value = weight.masked_fill(~fixed_mask(weight, "magnitude", None), 0)
+            facts = _counts_of_pruned(value)
+            method, why = "magnitude", "by_magnitude"
+        facts |= {"method": method, "tokens": 0}
+        item = _stored_item(linear, weight, value, facts, recipe)
+    reasons = {} if reason is None else {why: reason}
+    seconds = time.perf_counter() - started
+    return item._replace(facts={**(item.facts or {}), **reasons, "seconds": seconds})
+
+
+def _solved_width(goal: Goal, k: int, recipe: Recipe) -> int:
+    """Count the columns of a weight `[n, k]` while it is solved: padded to whole groups and groups
+    of four.
+    """
+    return goal.padded_k(k) if recipe.pad and isinstance(goal, Scheme) else k
+
+
+def _stored_item(
+    linear: str,
+    weight: Tensor,
+    value: QuantizedTensor | Tensor,
+    facts: dict[str, Any],
+    recipe: Recipe,
+) -> Item:
+    """Give a solved linear its stored shape, padded if the recipe asks for it, and the facts that
+    depend on it.
+    """
+    facts["relative_error"] = relative_error(weight, value)
+    if isinstance(value, QuantizedTensor):
+        facts |= zeroed(weight, value)
+        stored = stored_shape(recipe, value.scheme, *weight.shape)
+        if stored != weight.shape:
+            if "zeros" in facts:
+                facts["zeros"] -= value.codes.numel() - weight.numel()
+            value, facts["true_shape"] = recast(value, value.scheme, stored), list(weight.shape)
+    return Item(f"{linear}.weight", value, facts)
+
+
+def _counts_of_pruned(value: Tensor) -> dict[str, Any]:
+    """Count zeros and other weights of a pruned weight, for the report; LayoutError if it is not
+    2:4.
+    """
+    nonzero = value != 0
+    sparsity.check(nonzero)
+    count = int(nonzero.sum())
+    return {"zeros": value.numel() - count, "kept": count}

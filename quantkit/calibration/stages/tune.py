@@ -19,20 +19,23 @@ from torch import Tensor
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.block_tuning import TUNING_BYTES, TunedWeight, is_moved_in_place
+from quantkit.algorithms.hessian import Hessian
 from quantkit.algorithms.rtn import relative_error, zeroed
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import (
+    PASS_BYTES,
     Captured,
-    backward,
     backward_bytes,
     explaining,
     in_fixed_order,
     parts,
     run_part,
     stacked,
+    strictly,
 )
 from quantkit.calibration.budget import (
     LOADED,
+    TUNED_AT_ONCE,
     UNQUANTIZED,
     Peaks,
     Sizes,
@@ -41,7 +44,7 @@ from quantkit.calibration.budget import (
 )
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
-from quantkit.calibration.stages.gradients import Fisher, Gradients
+from quantkit.calibration.stages.gradients import Gradients
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError, Setting, Words
@@ -81,9 +84,9 @@ class Tune(Stage):
         """Count the weights before solving and the unquantized model's activations; behind the
         groups, the passes with gradients, or the root of the weighing matrix.
         """
-        width, device = sizes.width, sizes.device
-        peak, _ = backward_bytes(sizes.outputs, sizes.heads, sizes.longest, width, device)
-        root = Fisher.root_bytes(sizes.hidden) if self._gradients is not None else 0
+        peak, _ = backward_bytes(sizes)
+        # The matrix and its root, and two copies in float64.
+        root = 6 * Hessian.bytes(sizes.hidden) if self._gradients is not None else 0
         tuning = TUNING_BYTES * sizes.most() + max(peak, root)
         at = {LOADED: sizes.block, UNQUANTIZED: sizes.tokens * sizes.token}
         return Peaks(at=at, behind={"tuning": tuning})
@@ -105,8 +108,7 @@ class Tune(Stage):
         """Run the documents through the finished blocks of the unquantized model."""
         stream = embedded(run, kind="unquantized-")
         for index in range(finished):
-            with run.clock.phase("load"):
-                run.model.load_block(index)
+            run.load(index)
             stream.forward(index)
             run.model.unload_block(index)
         self._targets = stream.activations
@@ -339,7 +341,9 @@ class BlockTuning:
         """Add up the gradients of several parts. `states` is given for a single part."""
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         for part in divided:
-            backward(self._model, self.error(part, leaves, *(states or self._states(part))) / size)
+            error = self.error(part, leaves, *(states or self._states(part)))
+            with strictly(self._model):
+                (error / size).backward()
         return [leaf.grad for leaf in leaves.values()]
 
     def _states(self, part: Sequence[int]) -> list[Tensor]:
@@ -354,10 +358,9 @@ class BlockTuning:
         passes.
         """
         outputs = sum(start.codes.shape[0] for start in self._starts.values())
-        size, _ = backward_bytes(outputs, 0, hidden[..., 0].numel(), 0, "cuda")
-        return self._model.ran_alone and stays_on_gpu(
-            size, torch.cuda.mem_get_info(self._model.device)[0]
-        )
+        tokens = max(hidden[..., 0].numel(), TUNED_AT_ONCE["cuda"])
+        free, _ = torch.cuda.mem_get_info(self._model.device)
+        return self._model.ran_alone and stays_on_gpu(PASS_BYTES * tokens * outputs, free)
 
     def _added(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Add the gradients of all ranks, in their order, for the weights that this rank moves."""

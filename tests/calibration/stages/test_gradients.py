@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.calibration.backward import parts
 from quantkit.calibration.budget import TUNED_AT_ONCE
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import new_run
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.gradients import carried_back, drawn_tokens, measure
 from quantkit.checkpoint.reader import Checkpoint
@@ -23,7 +23,7 @@ from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import load_dense_model
 from quantkit.recipes.recipe import from_mapping
-from tests.calibration.runs import distance
+from tests.calibration.runs import distance, short_sequences
 from tests.tiny_models import write_model
 
 #: Changes that make a family's model smaller.
@@ -40,17 +40,12 @@ def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
 
 
-def sequences(count: int = 9) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(256, (20 + 8 * (number % 2),), generator=generator) for number in range(count)]
-
-
 def start(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **changes: Any) -> tuple[Run, Stream]:
     """Return a run of the unquantized model, and the input of the first block."""
     work.mkdir(exist_ok=True)
     src = Checkpoint(folder)
     recipe = from_mapping({**AWARE, **changes})
-    run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(8), work)
+    run = new_run(recipe, BlockRunner(src, device="cpu"), docs or short_sequences(8), work)
     return run, embedded(run, kind="unquantized-")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.census import families
 from quantkit.checkpoint.report import REPORT
@@ -20,6 +19,7 @@ from quantkit.io.json_files import load_json
 from quantkit.models import block_runner
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
+from tests.calibration.runs import changed
 from tests.command_line import call, refused
 from tests.faults import Killed, faults, memory_path
 from tests.folders import hashes
@@ -77,17 +77,6 @@ def at(operation: str, name: str, error: BaseException, number: int = 1) -> Call
             raise error
 
     return hook
-
-
-def damaged(model: Path, folder: Path, changes: dict[str, float]) -> Path:
-    """Write a copy of a model of one file, with some weights filled with a number."""
-    shutil.copytree(model, folder)
-    for shard in folder.glob("*.safetensors"):
-        values = load_file(shard)
-        for name in changes.keys() & values.keys():
-            values[name].fill_(changes[name])
-        save_file(values, shard, {"format": "pt"})
-    return folder
 
 
 def test_gradients_change_what_tuning_minimises_and_are_not_published(whole: Path, small: Path, calib: Path) -> None:
@@ -221,8 +210,9 @@ def test_a_gradient_that_is_not_finite_names_its_block(
 ) -> None:
     monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
     model = write_model("llama", tmp_path / "model", torch.float32, **SMALL, num_key_value_heads=2)
+    changed(model, lambda tensors: [tensors[name].fill_(value) for name, value in changes.items()])
     with pytest.raises(NumericError, match=says):
-        quantize(damaged(model, tmp_path / "damaged", changes), tmp_path / "out", aware(calib))
+        quantize(model, tmp_path / "out", aware(calib))
     assert not list(tmp_path.glob("out*"))
 
 

@@ -9,8 +9,7 @@ import torch
 
 from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.hessian import Hessian
-from quantkit.calibration.stages.solve import solve
-from quantkit.calibration.uncalibrated import solve_uncalibrated
+from quantkit.calibration.stages.solve import solve, solve_uncalibrated
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.budget import TUNED_AT_ONCE
-from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import new_run
+from quantkit.calibration.loop import calibrated, new_run
 from quantkit.calibration.stages import tune
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Commit, Item
@@ -22,7 +21,7 @@ from quantkit.errors import NumericError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
-from tests.calibration.runs import digests, interrupted, resumed
+from tests.calibration.runs import digests, interrupted, resumed, short_sequences
 from tests.tiny_models import write_model
 
 #: Changes that make a family's model smaller.
@@ -41,14 +40,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("llama", tmp_path_factory.mktemp("three") / "model", **changes)
 
 
-def sequences(count: int = 9) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(256, (20 + 8 * (number % 2),), generator=generator) for number in range(count)]
-
-
 def tuned(folder: Path, recipe: Recipe, work: Path, **options: Any) -> dict[str, Item]:
     src = Checkpoint(folder)
-    found = calibrated(new_run(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, **options), [])
+    found = calibrated(new_run(recipe, BlockRunner(src, device="cpu"), short_sequences(), work, **options), [])
     return {item.name: item for item in found if not isinstance(item, Commit)}
 
 
@@ -63,7 +57,7 @@ def held_out_error(folder: Path, items: dict[str, Item]) -> float:
     src = Checkpoint(folder)
     model = BlockRunner(src, device="cpu")
     model.prepare(embeddings=True)
-    tokens = sequences()[7]
+    tokens = short_sequences()[7]
     state = model.embed(tokens)
     model.load_block(0)
     target = model.run(0, tokens, state)
@@ -148,8 +142,8 @@ def test_the_same_seed_gives_the_same_bytes_and_a_stop_changes_none(
         if not blocks:
             assert digests(tuned(three, recipe, partial, act_budget=budget)) == digests(whole)
             continue
-        first = interrupted(src, recipe, partial, blocks, sequences())
-        second = resumed(src, recipe, partial, Progress(quiet=True), sequences())
+        first = interrupted(src, recipe, partial, blocks, short_sequences())
+        second = resumed(src, recipe, partial, Progress(quiet=True), short_sequences())
         assert not first.keys() & second.keys()
         assert digests(first) | digests(second) == digests(whole)
         assert torch.is_grad_enabled()
@@ -180,7 +174,7 @@ def test_padded_sequences_have_the_error_and_the_gradients_of_single_ones(
             return run_with(index, tokens, *given)
 
         monkeypatch.setattr(model, "run_with", see)
-        found = calibrated(new_run(src, recipe, model, documents, tmp_path), [])
+        found = calibrated(new_run(recipe, model, documents, tmp_path), [])
         return facts_of({item.name: item for item in found if isinstance(item, Item)}), gradients
 
     (facts, gradients), alone = run(0), len(seen)

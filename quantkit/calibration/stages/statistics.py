@@ -1,21 +1,35 @@
-"""Sum the Hessian of each group's input over all documents, on all ranks (ALGORITHMS 2)."""
+"""Measure over all documents, on all ranks, what a solver needs: the Hessian of each group's input
+(ALGORITHMS 2), and the largest sums of rows that vLLM holds in float16 (docs/layouts.md 9b).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.calibration.budget import HESSIAN_BYTES, Peaks, Sizes
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task
+from quantkit.checkpoint.report import ROW_SUM
+from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.ranks import ranks
-from quantkit.errors import NumericError, about
+from quantkit.core.scheme import Scheme
+from quantkit.engines.readers import sums_in_float16
+from quantkit.errors import about
+from quantkit.layouts.humming import Humming
 from quantkit.models.families import EXPERT
+
+#: A sum from here on is reported: served text may be worse than the calibration tokens.
+LEAST = torch.finfo(torch.float16).max / 4
+#: Raised scales bring the sums of the original weights below this. Those of codes may be somewhat
+#: larger.
+AIM = 0.9 * LEAST
 
 
 class Hessians(Stage):
@@ -99,11 +113,12 @@ def collect(block: LoadedBlock, groups: Sequence[Group]) -> list[Hessian]:
     loaded block.
 
     The pass for a single group ends before its first linear runs. A check of each token would wait
-    for a GPU. So sums are checked at the end, and a second pass names the linear.
+    for a GPU. So sums are checked at the end, and a second pass, one document at a time, names the
+    linear and the document.
     """
-    checks = block.run.model.device.type == "cpu"
+    checks, singly = block.run.model.device.type == "cpu", False
     while True:
-        found = sum_once(block, groups, checks)
+        found = sum_once(block, groups, checks, singly)
         if found is None:
             block.stream.run_fewer(block.index)
         elif len(found) < len(groups):
@@ -111,7 +126,8 @@ def collect(block: LoadedBlock, groups: Sequence[Group]) -> list[Hessian]:
         elif checks or not any(hessian.may_be_broken() for hessian in found):
             return found
         else:
-            checks = True
+            block.stream.waiting.close()
+            checks = singly = True
 
 
 def new_hessian(run: Run, group: Group, checks: bool = True) -> Hessian:
@@ -135,19 +151,21 @@ def token_weights(block: LoadedBlock, documents: Sequence[int]) -> Tensor:
     return found
 
 
-def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[Hessian] | None:
-    """Sum the Hessians in one pass; None if a GPU has no memory left, no Hessian if passes that
-    waited were too far.
+def sum_once(
+    block: LoadedBlock, groups: Sequence[Group], checks: bool, singly: bool = False
+) -> list[Hessian] | None:
+    """Sum the Hessians in one pass, with `singly` of one document after the other.
+
+    None if a GPU has no memory left, no Hessian if passes that waited were too far.
     """
     run, stream = block.run, block.stream
     hessians = {group.linears[0]: new_hessian(run, group, checks) for group in groups}
     stop = len(groups) == 1 and groups[0].once
     normalised = {group.linears[0] for group in groups if group.normalised}
-    waits = (
-        stop and groups[0].linears[0] not in run.model.experts
-    )  # which are not called in the order of solving
+    # Experts are not called in the order of solving.
+    waits = stop and groups[0].linears[0] not in run.model.experts
     numbers: Sequence[int] = ()
-    document, weights, seen = 0, None, False
+    weights, seen = None, False
     if not waits:
         stream.waiting.close()
 
@@ -156,25 +174,90 @@ def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[
         seen, fits = True, waits and stream.may_wait(numbers, x)
         with (
             run.clock.phase("hessian"),
-            about(f"{linear}, calibration document {run.first + document}"),
+            about(f"{linear}, calibration document {run.first + numbers[0]}"),
         ):
             hessians[linear].add(x, weights if linear in normalised else None)
         return stop and not (fits and stream.waiting.wait())
 
     with run.clock.phase("forward"), run.model.watching(hessians, see):
-        for numbers in stream.forwards(block.index):
-            document, weights, seen = numbers[0], token_weights(block, numbers), False
+        for numbers in stream.forwards(block.index, at_once=0 if singly else None):
+            weights, seen = token_weights(block, numbers), False
             waited = tuple(numbers) in stream.waiting
             try:
                 stream.run(block.index, numbers, waits)
-            except NumericError:
-                stream.waiting.close()
-                for document in numbers if len(numbers) > 1 else ():
-                    weights = token_weights(block, [document])
-                    stream.run(block.index, [document])
-                raise
             except torch.OutOfMemoryError:
                 return None
             if waited and not seen:  # it calls its linears in another order than the first document
                 return []
     return list(hessians.values())
+
+
+class RowSums(Stage):
+    """Find the least scales of FP6 and FP5 with which sums stay small.
+
+    Where a scale is raised, only small weights lose precision. Integers would lose a bit for each
+    power of two.
+    """
+
+    def enter(self, block: LoadedBlock) -> None:
+        """Measure the largest outputs of the unquantized block, in a pass of its own."""
+        recipe, floats = block.run.recipe, dict[str, Scheme]()
+        if recipe.layout == Humming.NAME and recipe.factored and recipe.clip == "search":
+            schemes = (
+                (linear, goal) for linear, goal in block.goals.items() if isinstance(goal, Scheme)
+            )
+            floats = {linear: scheme for linear, scheme in schemes if scheme.format.is_float}
+        with _peaks(block, floats) as found:
+            if found:
+                block.stream.forward(block.index, keep=False)
+        block.floors.update({linear: peak / AIM for linear, peak in found.items()})
+
+
+@contextmanager
+def measured(block: LoadedBlock) -> Iterator[bool]:
+    """Measure solved linears while the block runs on all documents; add ROW_SUM to the facts of
+    those near overflow.
+
+    A sum is `|output - bias| / scale`. Yields False if vLLM has no kernel that overflows so.
+    """
+    solved = ((name.removesuffix(".weight"), item.value) for name, item in block.solved.items())
+    values = {linear: value for linear, value in solved if isinstance(value, QuantizedTensor)}
+    with _peaks(block, {linear: value.scheme for linear, value in values.items()}) as found:
+        yield bool(found)
+    for linear, peak in found.items():
+        scales = values[linear].scales[: len(peak), 0].to(peak.device, torch.float32).abs()
+        largest = float((peak / scales).nan_to_num(0.0, posinf=0.0).amax())  # a scale may be 0
+        if largest > LEAST:
+            item = block.solved[f"{linear}.weight"]
+            block.solved[item.name] = item._replace(facts={**(item.facts or {}), ROW_SUM: largest})
+
+
+@contextmanager
+def _peaks(block: LoadedBlock, schemes: Mapping[str, Scheme]) -> Iterator[dict[str, Tensor]]:
+    """Measure the largest `|output - bias|` of each row, float32 `[n]`, of linears whose sums vLLM
+    holds in float16.
+
+    All ranks have the largest of all when the context ends.
+    """
+    run, layout, peaks = block.run, block.run.recipe.layout or "", dict[str, Tensor]()
+
+    def see(linear: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        bias = getattr(module, "bias", None)
+        rows = (output if bias is None else output - bias).flatten(0, -2)
+        if len(rows):
+            peaks[linear] = torch.maximum(
+                peaks[linear], torch.maximum(rows.amax(0), -rows.amin(0)).float()
+            )
+
+    with ExitStack() as stack:
+        for linear, scheme in schemes.items():
+            n, k = run.model.linears[linear]
+            if linear not in block.uncalled and sums_in_float16(
+                layout, scheme, n, k, linear in run.model.experts
+            ):
+                peaks[linear] = torch.zeros(n, device=run.model.device)
+                module = run.model.module.get_submodule(run.model.paths[linear])
+                stack.callback(module.register_forward_hook(partial(see, linear)).remove)
+        yield peaks
+    for part in run.ranks.gather(peaks) if peaks else ():
+        peaks.update({linear: torch.maximum(peak, part[linear]) for linear, peak in peaks.items()})
