@@ -36,8 +36,8 @@ def hostile(name: str, k: int) -> Tensor:
     return h * factors * factors[:, None]
 
 
-def loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
-    d = w.double() - tensor.dequantize(torch.float64)
+def loss(w: Tensor, value: QuantizedTensor | Tensor, h: Tensor) -> Tensor:
+    d = w.double() - (value.dequantize(torch.float64) if isinstance(value, QuantizedTensor) else value.double())
     return ((d @ h.double()) * d).sum(1)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import gptq, pruning, rtn, scale_search
-from quantkit.algorithms.hessian import Hessian, factorize
+from quantkit.algorithms.hessian import factorize
 from quantkit.algorithms.numerics import Grid, encode
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors
@@ -335,18 +335,6 @@ def test_the_number_of_threads_changes_no_bit(options: Any, scheme: str) -> None
     else:
         one, *others = on_threads(lambda: rtn.quantize(w, scheme, clip="search", metric=options, hessian=h)[0])
     assert all(one.equal(other) for other in others)
-
-
-def test_the_order_of_documents_changes_few_codes() -> None:
-    x = (gauss(16, 512, 128) @ (gauss(128, 128, seed=3) / 12 + 0.1)).float()
-    w, hessians = gauss(256, 128).half(), []
-    for order in (torch.arange(16), torch.arange(15, -1, -1)):
-        h = Hessian(128, "cpu")
-        for document in x[order]:
-            h.add(document)
-        hessians.append(h.matrix())
-    one, other = (gptq.quantize(w, Scheme.parse("int4:g32"), h, Options()).tensor for h in hessians)
-    assert (one.codes == other.codes).double().mean() >= 0.999
 
 
 # The synthetic layer --------------------------------------------------------------------------------------------------

@@ -24,11 +24,6 @@ RULES = ("magnitude", "wanda", "sparsegpt")
 SPARSE = Scheme.parse("int4:g32:24")
 
 
-def dense_loss(weight: Tensor, pruned: Tensor, h: Tensor) -> Tensor:
-    d = weight.double() - pruned.double()
-    return ((d @ h.double()) * d).sum(1)
-
-
 # The sweep ------------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +179,7 @@ def test_synthetic_layer_ranks_rules_and_their_combinations_with_int4() -> None:
     natural = Options(act_order="off")
 
     def after(values: Tensor) -> float:
-        return float(dense_loss(w, values, layer.held_out).sum()) / norm
+        return float(loss(w, values, layer.held_out).sum()) / norm
 
     def joint(options: Options) -> float:
         return layer.loss(gptq.quantize(w, scheme, h, options).tensor) / norm

@@ -116,15 +116,6 @@ def test_subnormal_weights_are_not_flushed_and_low_scales_are_counted() -> None:
     assert (rtn.quantize(tiny, INT4)[0].dequantize() == 0).all()
 
 
-def test_a_huge_weight_is_exact_and_small_ones_become_zero() -> None:
-    w = gauss(2, 128).float() * 1e-4
-    w[:, 5] = 1e4
-    for scheme in (INT4, ASYM, FP6):
-        values = rtn.quantize(w, scheme)[0].dequantize()
-        assert torch.allclose(values[:, 5], w[:, 5], rtol=0.07)
-        assert (values.masked_fill(torch.arange(128) == 5, 0) == 0).all()
-
-
 @pytest.mark.parametrize("label", ["int4:channel", "int4:g32", "int4:channel:asym", "fp6:channel", "fp5:channel"])
 @pytest.mark.parametrize("clip", ["none", "search"])
 @pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 65504), (torch.bfloat16, 3e38), (torch.float32, 3e38)])
