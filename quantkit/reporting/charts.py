@@ -210,9 +210,14 @@ def render(name: str, /, **values: Any) -> str:
 
 def raw(file: str) -> str:
     """Read a file of this package that a page includes verbatim."""
+    return verbatim((HERE / file).read_text(encoding="utf-8"))
+
+
+def verbatim(text: str) -> str:
+    """Mark a text that a template writes as it is, with its line ends."""
     from markupsafe import Markup
 
-    return Markup((HERE / file).read_text(encoding="utf-8"))
+    return Markup(text)
 
 
 def printable(text: str) -> str:
@@ -229,7 +234,7 @@ def _environment() -> Environment:
 
     return Environment(
         loader=FileSystemLoader(HERE),
-        autoescape=True,
+        autoescape=lambda name: name != "card.md.jinja",  # Markdown
         finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
         undefined=StrictUndefined,
         trim_blocks=True,

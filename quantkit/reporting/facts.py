@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -12,7 +12,7 @@ from quantkit.checkpoint.report import ROW_SUM, WORDS
 from quantkit.core.units import format_bytes
 from quantkit.engines.tables import BY_QUANTKIT
 from quantkit.errors import Setting, Words, more_samples
-from quantkit.reporting.layer_errors import number
+from quantkit.reporting import layer_errors as errors
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
 EVENTS = {
@@ -124,25 +124,14 @@ def methods(layers: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
-    """List (value, name) of each layer that has a number under `key`."""
-    return [
-        (float(layer[key]), str(layer.get("name")))
-        for layer in layers
-        if layer.get(key) is not None
-    ]
-
-
-def weight_error(layers: Iterable[Mapping[str, Any]]) -> str:
+def weight_error(layers: Sequence[Mapping[str, Any]]) -> str:
     """Describe the mean and the worst relative error of the weights, empty if no layer has it."""
-    found = figures(layers, "relative_error")
+    found = errors.worst(layers, errors.weight_error, len(layers))
     if not found:
         return ""
-    worst, name = max(found)
-    return (
-        f"relative, mean {sum(value for value, _ in found) / len(found):.4g}, worst {worst:.4g} "
-        f"({name})"
-    )
+    worst, layer = found[0]
+    mean = sum(value for value, _ in found) / len(found)
+    return f"relative, mean {mean:.4g}, worst {worst:.4g} ({layer.get('name')})"
 
 
 def sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
@@ -235,9 +224,7 @@ def evaluation(report: Mapping[str, Any]) -> str:
     more = ", ".join(f"{label} {value}" for label, value in tails(found))
     rule = f" ({found['bos_rule']})" if found.get("bos_rule") else ""
     pieces = (
-        f"the first {found['pairs']} summaries given their documents"
-        if found.get("pairs")
-        else f"the first {found.get('windows', '?')} windows of {found.get('window', '?')} tokens "
+        f"the first {found.get('windows', '?')} windows of {found.get('window', '?')} tokens "
         f"{'with' if found.get('bos') else 'without'} BOS{rule}"
     )
     return (
@@ -253,19 +240,15 @@ def tails(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List the interval and the tails of a KL divergence in nats, each with its label. Older
     reports have none.
     """
+    low, high = found.get("kld_low"), found.get("kld_high")
+    shown = {} if low is None or high is None else {"95 % interval": f"{low:.6f} to {high:.6f}"}
     quantiles = {"median": "kld_median", "p99": "kld_p99", "p99.9": "kld_p999"}
-    shown = {"95 % interval": interval(found.get("kld_low"), found.get("kld_high"))}
     shown |= {
         label: f"{found[key]:.6f}" for label, key in quantiles.items() if found.get(key) is not None
     }
     if found.get("kld_above") is not None:
         shown["above 0.1 nat"] = f"{100 * found['kld_above']:.3f} %"
-    return [(label, value) for label, value in shown.items() if value]
-
-
-def interval(low: float | None, high: float | None) -> str:
-    """Format an interval in nats, empty if there is none."""
-    return "" if low is None or high is None else f"{low:.6f} to {high:.6f}"
+    return list(shown.items())
 
 
 def left_out(report: Mapping[str, Any]) -> str:
@@ -300,7 +283,7 @@ def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
     """Warn in one line of sums near the most that vLLM's kernel holds, if any of `count` layers has
     them (ROW_SUM).
     """
-    hit = [(layer, found) for layer in layers if (found := number(layer.get(ROW_SUM)))]
+    hit = [(layer, found) for layer in layers if (found := errors.number(layer.get(ROW_SUM)))]
     if not hit:
         return []
     layer, most = max(hit, key=lambda each: each[1])

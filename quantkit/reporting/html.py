@@ -236,30 +236,22 @@ def _worst(layers: Sequence[Layer]) -> Table | None:
     found = errors.worst(layers, error, WORST)
     if not found:
         return None
-    outputs = error is errors.output_error
-    most_bits = max(
-        (bits for layer in layers if (bits := errors.bits(layer)) is not None), default=None
-    )
-    over_rounding = {name: ratio for ratio, name in facts.ratios(layers)}
-    head = [
-        "linear",
-        "output error" if outputs else "weight error",
-        *(["weight error"] if outputs else []),
-    ]
-    head += ["loss vs rounding"] if over_rounding else []
+    shows_both = error is errors.output_error
+    widths = [width for layer in layers if (width := errors.bits(layer)) is not None]
+    over_rounding = {name: f"{ratio:.3f}" for ratio, name in facts.ratios(layers)}
     rows: list[list[str | Cell]] = []
+    more: dict[str, str] = {}
     for value, layer in found:
         name = str(layer.get("name"))
-        row: list[str | Cell] = [
-            Cell(name),
-            Cell(format_percent(value), value / (found[0][0] or 1.0)),
-        ]
-        if outputs:
-            row.append(_percent(errors.weight_error(layer)))
+        if shows_both:
+            more["weight error"] = _percent(errors.weight_error(layer))
         if over_rounding:
-            row.append(f"{over_rounding[name]:.3f}" if name in over_rounding else "–")
-        rows.append([*row, "; ".join(errors.causes(layer, most_bits))])
-    return Table((*head, "why"), rows, "cards worst", range(1, len(head)))
+            more["loss vs rounding"] = over_rounding.get(name, "–")
+        why = "; ".join(errors.causes(layer, max(widths, default=None)))
+        share = Cell(format_percent(value), value / (found[0][0] or 1.0))
+        rows.append([Cell(name), share, *more.values(), why])
+    head = ("linear", "output error" if shows_both else "weight error", *more, "why")
+    return Table(head, rows, "cards worst", range(1, len(head) - 1))
 
 
 def _costs(report: Mapping[str, Any]) -> list[tuple[str, str, list[Bar]]]:

@@ -69,12 +69,12 @@ def bits(layer: Layer) -> float | None:
     """Count the bits for each weight of a linear, with scales, zero points and 2:4 indices; None
     for a dense one.
     """
-    columns = _columns(layer)
+    columns = _shape(layer)[1]
     try:
         scheme = Scheme.parse(str(layer.get("scheme")))
     except QuantkitError:
         return None
-    if columns is None:
+    if not columns:
         return None
     kept = 0.5 if scheme.sparsity else 1.0
     per_scale = 16 + (0 if scheme.symmetric else scheme.format.bits)
@@ -84,21 +84,15 @@ def bits(layer: Layer) -> float | None:
 
 def weights(layer: Layer) -> int:
     """Count the weights of a linear without its padding, 0 if the shape is not recorded."""
-    shape = layer.get("true_shape", layer.get("shape"))
-    return math.prod(shape) if _is_shape(shape) else 0
+    return math.prod(_shape(layer))
 
 
-def _columns(layer: Layer) -> int | None:
-    shape = layer.get("true_shape", layer.get("shape"))
-    return int(shape[1]) if _is_shape(shape) else None
-
-
-def _is_shape(shape: Any) -> bool:
-    return (
-        isinstance(shape, list)
-        and len(shape) == 2
-        and all(type(size) is int and size > 0 for size in shape)
-    )
+def _shape(layer: Layer) -> tuple[int, int]:
+    """Return the rows and columns of a linear without padding, 0 and 0 if they are not recorded."""
+    match layer.get("true_shape", layer.get("shape")):
+        case [int(n), int(k)] if n > 0 and k > 0:
+            return n, k
+    return 0, 0
 
 
 def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
@@ -106,12 +100,9 @@ def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
     widest scheme.
     """
     found = [words.format(layer[key]) for key, words in _FALLBACKS.items() if layer.get(key)]
-    tokens, columns, peak = (
-        number(layer.get("tokens")),
-        _columns(layer),
-        number(layer.get("channel_peak")),
-    )
-    if tokens and columns is not None and tokens < columns and not layer.get("few_routed"):
+    tokens, peak = (number(layer.get(key)) for key in ("tokens", "channel_peak"))
+    columns = _shape(layer)[1]
+    if tokens and tokens < columns and not layer.get("few_routed"):
         found.append(f"few tokens: {tokens:.0f} for {columns} input channels")
     if peak and peak >= OUTLIER:
         found.append(f"outlier channel: {peak:.0f} times the median input channel")

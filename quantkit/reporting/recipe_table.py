@@ -116,15 +116,15 @@ def notes(rows: Sequence[Row]) -> str:
     being packed.
     """
     unpacked = dict.fromkeys(row["recipe"] for row in rows if row["stored"] == UNSTORED)
-    told = "KL divergence from the unquantized model is in thousandths of a nat.\n"
+    legend = "KL divergence from the unquantized model is in thousandths of a nat.\n"
     if len({row["seed"] for row in rows if _has(row, "seed")}) > 1:
-        told += "Mean ± standard deviation over seeds of the calibration text.\n"
+        legend += "Mean ± standard deviation over seeds of the calibration text.\n"
     if unpacked:
-        told += (
+        legend += (
             f"No layout stores {', '.join(unpacked)}: judged without packing, bits and bytes are "
             "as if packed.\n"
         )
-    return told
+    return legend
 
 
 def quality(rows: Sequence[Row]) -> list[Column]:
