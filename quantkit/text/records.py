@@ -153,17 +153,14 @@ def documents(
 def evaluated(where: str, row: Any) -> str:
     """Return the text of a record that evaluates; CheckpointError if it has none."""
     _require_whole(row)
-    text = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        null = isinstance(row, dict) and "text" in row and text is None
-        rule, way = f"has no string called text: {_keys(row)}", f"write it as {RECORD}"
-        if null:
-            rule, way = "text is null", "remove the record"
-        elif isinstance(row, dict) and not any(
-            isinstance(row.get(key), list) for key in CONVERSATIONS
-        ):
-            way = "rename the key or column"
-        raise CheckpointError(rule, way, subject=where)
+    found = row if isinstance(row, dict) else {}
+    text = found.get("text", "")
+    if text is None:
+        raise CheckpointError("text is null", "remove the record", subject=where)
+    if "text" not in found or not isinstance(text, str):
+        is_talk = any(isinstance(found.get(key), list) for key in CONVERSATIONS)
+        way = "rename the key or column" if found and not is_talk else f"write it as {RECORD}"
+        raise CheckpointError(f"has no string called text: {_keys(row)}", way, subject=where)
     return text
 
 

@@ -104,29 +104,25 @@ def draw_calibration(
     each: list[dict[str, Any]] = []
     plain: list[str] = []
     for source, share in sorted(shares.items(), key=lambda item: item[0] == SELF):
+        name = name_of_text(source)
         if source == SELF and write is not None:
-            sequences, facts = write(counts[source])
+            sequences, written = write(counts[source])
             sizes = {"sequences": len(sequences), "tokens": sum(map(len, sequences))}
-            each.append(
-                {"source": SELF, "share": float(share), **sizes, **facts, **_digest(sequences)}
+            facts = {**sizes, **written}
+        else:
+            found = load_documents(
+                source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
             )
-            every += sequences
-            continue
-        found = load_documents(
-            source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
-        )
-        name = name_of_text(found.source)
-        tokens = _Tokens(found, tokenizer, template_args or {}, share)
-        drawn, facts = _draw(
-            tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share)
-        )
-        sequences = drawn[: counts[source]]
-        further += drawn[counts[source] :]
-        notices += [f"{name}: {line}" for line in _remarks(tokens)]
+            tokens = _Tokens(found, tokenizer, template_args or {}, share)
+            drawn, facts = _draw(
+                tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share)
+            )
+            sequences = drawn[: counts[source]]
+            further += drawn[counts[source] :]
+            notices += [f"{name}: {line}" for line in _remarks(tokens)]
+            plain += [] if found.conversations else [name]
         each.append({"source": name, "share": float(share), **facts, **_digest(sequences)})
         every += sequences
-        if not found.conversations:
-            plain.append(name)
     if plain == [PACKAGED] and len(each) == 1:
         notices.append(
             Words(

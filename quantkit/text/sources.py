@@ -7,7 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -164,14 +164,13 @@ def load_documents(
     `conversations`. Records without text are skipped, and at most `skip_bad_records` broken
     records. CheckpointError for a source that is missing, empty, unreadable or broken.
     """
-    kind, undivided, left_out = kind_of(source), False, LeftOut(skip_bad_records)
-    texts: list[str | Conversation]
+    kind, left_out = kind_of(source), LeftOut(skip_bad_records)
+    texts: Sequence[str | Conversation]
     if kind == "data set":
         named = NAMED[source]
-        rows = _fetch(source, named, named.train, named.rows, Setting("calib", FILE))
-        lines = "".join(row.rstrip("\n") + "\n" for row in rows)
-        found, rule = _split(lines) if named.lines else (rows, "one document a row")
-        texts = [*found]
+        found = _fetch(source, named, named.train, named.rows, Setting("calib", FILE))
+        lines = "".join(row.rstrip("\n") + "\n" for row in found)
+        texts, rule = _split(lines) if named.lines else (found, "one document a row")
     elif kind == "packaged":
         texts = [
             json.loads(line)["text"]
@@ -180,16 +179,14 @@ def load_documents(
         rule = "quantkit's own text: articles, small talk and documentation in pieces"
     elif kind == "plain text":
         text, ends = _plain(Path(source))
-        found, rule = _split(text)
-        texts, undivided, rule = [*found], len(found) == 1, rule + ends
-    elif kind == "hub":
-        table, rule = _hub_rows(source, split)
-        texts, what = documents(table, text_column, left_out)
-        rule = f"one {what} a row of {rule}"
+        texts, rule = _split(text)
+        rule += ends
     else:
-        path = Path(source)
-        texts, what = documents(file_rows(path), text_column, left_out)
-        rule = f"one {what} a record"
+        is_file = kind == "records"
+        rows, each = (file_rows(Path(source)), "record") if is_file else _hub_rows(source, split)
+        texts, what = documents(rows, text_column, left_out)
+        rule = f"one {what} a {each}"
+    undivided = kind == "plain text" and len(texts) == 1
     texts = [text for text in texts if isinstance(text, Conversation) or text.strip()]
     if not texts:
         why = f" ({len(left_out)} records: {left_out.why})" if left_out else ""
@@ -289,8 +286,8 @@ def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]]
             Words("use", Setting("split", NAME)),
             subject=source,
         )
-    which = f"the split {wanted}" + (f", the first {HUB_ROWS}" if len(rows) == HUB_ROWS else "")
-    return table_rows(rows, source), which
+    first = f", the first {HUB_ROWS}" if len(rows) == HUB_ROWS else ""
+    return table_rows(rows, source), f"row of the split {wanted}{first}"
 
 
 def _fetch(
