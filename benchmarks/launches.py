@@ -21,9 +21,8 @@ from torch import Tensor
 
 from benchmarks.bench_kernels import SCHEMES, random_record
 from quantkit.core.scheme import Scheme
-from quantkit.inference.kernel_weight import KernelWeight
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.inference.products import prepare
+from quantkit.inference.products import KernelWeight, prepare
 from quantkit.layouts import LAYOUTS
 
 N, K, CALLS, ROUNDS = 512, 512, 200, 15

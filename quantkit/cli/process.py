@@ -22,8 +22,7 @@ from typing import NoReturn
 import click
 
 from quantkit.errors import QuantkitError, RecipeError, is_out_of_memory, reason
-from quantkit.interrupts import Stop
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Stop
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
 #: Signal that ends a command -> exit code.

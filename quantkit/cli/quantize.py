@@ -1,10 +1,12 @@
-"""The commands that make a checkpoint from a dense model: quantize, prune, plan."""
+"""The commands that write checkpoints: quantize, prune and plan of dense models, pack and convert
+of quantized ones.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from quantkit.engines.tables import TARGETS
 from quantkit.keys import keys_of
 from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
-from quantkit.recipes.options import FitOptions, PlanOptions, RunOptions
+from quantkit.recipes.options import FitOptions, PackOptions, PlanOptions, RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.planning.plan import Plan
     from quantkit.planning.serving import Kind, Serving
     from quantkit.recipes.recipe import Recipe
+
 
 #: The files of an output whose bytes a plan only bounds: report and model card.
 REPORT_AND_CARD = 2
@@ -336,3 +339,82 @@ def _kernel(kind: Kind, sources: list[str]) -> str:
     name = kind.kernel or ("" if kind.why in ("not known", "dense") else "none")
     text = ": ".join(filter(None, (name, kind.why)))
     return f"{text} [{sources.index(kind.source) + 1}]" if kind.source else text
+
+
+@command("pack", "quantkit pack ./model-int4 --layout marlin -o ./model-marlin")
+@options.folder
+@section("Basic", options.layout, options.out())
+@declared({"asked": PackOptions})
+def pack(
+    checkpoint: Path,
+    layout: str,
+    out: Path,
+    asked: PackOptions,
+    as_json: bool,
+    progress: Progress,
+) -> None:
+    """Rewrite CHECKPOINT in another layout.
+
+    Every value stays the same bit for bit; what the layout cannot hold is refused."""
+    from quantkit.pipeline.convert import pack as pack_folder
+
+    _use_one_thread_an_operation(asked)
+    report = pack_folder(checkpoint, out, layout, progress=progress, **vars(asked))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
+
+
+@command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
+@click.argument(
+    "pair",
+    metavar="A-to-B",
+    required=False,
+    callback=needed_unless("listing"),
+    shell_complete=options.pairs,
+)
+@click.argument("checkpoint", type=options.PATH, required=False, callback=needed_unless("listing"))
+@section(
+    "Basic",
+    options.out(unless=("listing",)),
+    options.flag(
+        "--list",
+        "Print which conversions are lossless, when, and why others are not.",
+        "listing",
+        is_eager=True,
+    ),
+)
+@declared({"asked": PackOptions})
+def convert(
+    pair: str,
+    checkpoint: Path,
+    out: Path,
+    listing: bool,
+    asked: PackOptions,
+    as_json: bool,
+    progress: Progress,
+) -> None:
+    """Rewrite CHECKPOINT from A to B.
+
+    As pack, and CHECKPOINT must be in layout A."""
+    from quantkit import api
+    from quantkit.layouts import recast
+
+    if listing:
+        found = recast.conversions()
+        rows = [(f"{c.source}-to-{c.target}", c.verdict) for c in found]
+        conversions = {"conversions": [asdict(c) for c in found]}
+        table = show.table(("conversion", "verdict"), rows)
+        emit(show.as_json(conversions) if as_json else table)
+        return
+    _use_one_thread_an_operation(asked)
+    report = api.convert(pair, checkpoint, out, progress=progress, **vars(asked)).report
+    emit(show.as_json(report) if as_json else show.report(report, progress))
+
+
+def _use_one_thread_an_operation(asked: PackOptions) -> None:
+    """Several workers pack side by side: threads that share one operation would wait longer than
+    they work.
+    """
+    import torch
+
+    if not asked.requantize:
+        torch.set_num_threads(1)

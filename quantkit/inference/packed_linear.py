@@ -25,8 +25,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
-from quantkit.inference.kernel_weight import pack_for_kernel
-from quantkit.inference.products import decoded_product, has_kernel, linear_product
+from quantkit.inference.products import decoded_product, has_kernel, linear_product, pack_for_kernel
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from quantkit import kernels
+from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import KernelError
-from quantkit.inference.kernel_weight import KernelWeight
+from quantkit.errors import KernelError, LayoutError
 from quantkit.kernels import LAUNCHERS, loader
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_addresses, check_sizes
 from quantkit.kernels.grouped import GroupedKernel
@@ -32,7 +32,59 @@ from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.portable import PortableKernel
 from quantkit.kernels.routing import route, silu_multiply, sum_choices
 from quantkit.layouts import LAYOUTS
+from quantkit.layouts.recast import Target, recast, target
 from quantkit.progress import Progress
+
+
+class KernelWeight(NamedTuple):
+    """The packed tensors of a weight, by suffix, in a layout with a kernel; `shape` is `[n, k]`
+    with its padding.
+    """
+
+    layout: str
+    scheme: Scheme
+    shape: tuple[int, int]
+    tensors: dict[str, Tensor]
+
+
+def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, Target]]:
+    """Yield the layouts with a kernel that may hold an `[n, k]` weight: its own first, then the
+    best first.
+    """
+    own = (layout,) if layout in kernels.MATMULS else ()
+    for name in dict.fromkeys((*own, *kernels.preferred())):
+        if (place := target(LAYOUTS[name], scheme, n, k, pad=True)) is not None:
+            yield name, place
+
+
+@functools.cache  # a model has thousands of experts
+def places_of_experts(layout: str, scheme: Scheme, n: int, k: int) -> list[tuple[str, Target]]:
+    """List the `places` that hold every weight of a scheme, independent of its data, the best
+    first.
+    """
+    return [
+        (name, place)
+        for name, place in places(layout, scheme, n, k)
+        if (place[0].symmetric, place[0].sparsity) == (scheme.symmetric, scheme.sparsity)
+    ]
+
+
+def pack_for_kernel(q: QuantizedTensor, layout: str, is_expert: bool = False) -> KernelWeight:
+    """Pack a record of a weight in `layout` for the first of its `places` that its data allow;
+    values stay the same.
+
+    Experts of one scheme and shape get the same place, independent of their data. LayoutError, with
+    the reason, if no kernel takes the weight.
+    """
+    why = f"no kernel takes {q.scheme.label}"
+    for name, place in (places_of_experts if is_expert else places)(layout, q.scheme, *q.shape):
+        try:
+            moved = recast(q, *place)
+            return KernelWeight(name, moved.scheme, moved.shape, LAYOUTS[name].pack(moved))
+        except LayoutError as error:
+            why = error.rule
+    raise LayoutError(why)
+
 
 #: Name -> function. Those of `UNGATED` get all rows of the first product, the others the gate's
 #: half of them.

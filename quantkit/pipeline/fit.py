@@ -102,6 +102,12 @@ class _Search:
     notices: Sequence[str]
     spaces: Sequence[Space] = ()
 
+    @property
+    def free(self) -> dict[str, tuple[str, ...]]:
+        """The linears of each group whose scheme is chosen, by the group's name."""
+        groups = [group for space in self.spaces for group in space.groups]
+        return {group.name: group.linears for group in groups if not group.is_fixed}
+
     def planned(self, space: Space, choice: Choice) -> tuple[Job, int, int]:
         """Plan the folder of a choice; also return its most bytes, and by how many it is above the
         target.
@@ -307,14 +313,11 @@ def _decide(
     """Measure loss increases, make the folders of the mix and of uniform schemes, and return the
     name of the best one.
     """
-    asked, job, options = search.asked, search.job, search.run
+    job, options, free = search.job, search.run, search.free
     progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
     begin = partial(
         new_run, job.recipe, work=work, progress=progress, act_budget=options.act_budget
     )
-    free = {
-        group.name: group for space in search.spaces for group in space.groups if not group.is_fixed
-    }
 
     def make(each: _Found) -> Checkpoint:
         progress.note(f"{each.name}: {each.space.bits(each.space.size(each.choice))} bits/weight")
@@ -340,8 +343,7 @@ def _decide(
                 begin(model=job.model, sequences=others), folders[first.name]
             )
             reached = {
-                name: [found[m] for m in group.linears if m in found]
-                for name, group in free.items()
+                name: [found[m] for m in linears if m in found] for name, linears in free.items()
             }
             known = {name: sum(each) for name, each in reached.items() if each}
             append_journal(work / JOURNAL, {"harms": known})
@@ -370,18 +372,12 @@ def _decide(
     with clock.phase("divergence"), progress.loop():
         judged = divergence.divergences(begin(model=job.model, sequences=judging), folders)
     best = min(made.values(), key=lambda each: judged[each.name])
-    report, seconds = load_report(work / best.folder), clock.take()
-    search_seconds, totals = (
-        {name: each for name, each in seconds.items() if name != best.name},
-        report["totals"],
-    )
-    report["phases"] |= search_seconds
-    totals["seconds"] += sum(search_seconds.values())
-    totals["peak_memory"] = {
-        part: max(size, totals["peak_memory"].get(part, 0)) for part, size in peak_memory().items()
-    }
+    report = load_report(work / best.folder)
     report["fit"] = {
-        **{key: getattr(asked, key) for key in ("target_size", "target_bits", "allowed", "target")},
+        **{
+            key: getattr(search.asked, key)
+            for key in ("target_size", "target_bits", "allowed", "target")
+        },
         "chosen": "uniform" if best.name in best.space.uniform else MIXED,
         "best_uniform": uniform[0].name if uniform else None,
         "kld": judged,
@@ -393,8 +389,9 @@ def _decide(
             if group.name in free
         },
         "curve": search.curve(increase, mixes=True),
-        "seconds": seconds,
+        "seconds": clock.take(),
     }
+    _add_search(report, best.name)
     report["notices"] += search.notices
     if unknown := sorted(free.keys() - known):
         report["notices"].append(
@@ -404,6 +401,17 @@ def _decide(
         report["evaluation"] = measure(folders[best.name])
     rewrite_report(work / best.folder, report)
     return best.folder
+
+
+def _add_search(report: dict[str, Any], chosen: str) -> None:
+    """Add the time and the memory of the search to those of the `chosen` folder."""
+    seconds = {name: each for name, each in report["fit"]["seconds"].items() if name != chosen}
+    report["phases"] |= seconds
+    totals = report["totals"]
+    totals["seconds"] += sum(seconds.values())
+    totals["peak_memory"] = {
+        part: max(size, totals["peak_memory"].get(part, 0)) for part, size in peak_memory().items()
+    }
 
 
 def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOptions) -> _Search:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from quantkit import kernels
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.inference.kernel_weight import KernelWeight
-from quantkit.inference.products import prepare, prepare_experts
+from quantkit.inference.products import KernelWeight, prepare, prepare_experts
 from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.shards import JoinedWeight, Part, StackedWeight
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, about
-from quantkit.inference.kernel_weight import (
+from quantkit.inference.products import (
     KernelWeight,
     pack_for_kernel,
     places,

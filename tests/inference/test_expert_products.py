@@ -15,13 +15,14 @@ from torch.nn.functional import gelu, linear, silu
 
 from quantkit.errors import KernelError
 from quantkit.inference import products
-from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel
 from quantkit.inference.products import (
     PRODUCTS,
     ExpertsProduct,
+    KernelWeight,
     LinearProduct,
     load_experts,
     multiply,
+    pack_for_kernel,
     prepare_experts,
 )
 from quantkit.kernels import LAUNCHERS, loader

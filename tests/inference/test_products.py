@@ -14,8 +14,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.inference.kernel_weight import KernelWeight
-from quantkit.inference.products import PRODUCTS, multiply, prepare
+from quantkit.inference.products import PRODUCTS, KernelWeight, multiply, prepare
 from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.layouts import LAYOUTS
