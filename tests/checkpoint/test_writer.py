@@ -23,7 +23,7 @@ from quantkit.io.model_folder import INDEX, SMALL, companions
 from quantkit.io.safetensors_files import RESERVED, damaged_tensors, read_header
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
-from tests.checkpoint.samples import Q, copy_all, dense_folder, keys_that_differ, packed_folder, record
+from tests.checkpoint.samples import ONE, TWO, Q, copy_all, dense_folder, keys_that_differ, packed_folder, record
 from tests.faults import memory_path, state
 from tests.tiny_models import write_model
 
@@ -58,11 +58,8 @@ def test_a_folder_that_only_the_side_file_describes(tmp_path: Path) -> None:
     assert Checkpoint(folder).quantized(Q).equal(q)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_copied_model_is_the_same_model(tmp_path: Path, family: str) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = write_model(family, tmp_path / "m", torch.bfloat16, hidden_size=256, intermediate_size=512)
+def test_a_copied_model_is_the_same_model(tmp_path: Path) -> None:
+    folder = write_model("qwen2", tmp_path / "m", torch.bfloat16, hidden_size=256, intermediate_size=512)
     source = Checkpoint(folder)
     hashes = copy_all(source, tmp_path / "out", every=3)
     copy = Checkpoint(tmp_path / "out")
@@ -71,12 +68,6 @@ def test_a_copied_model_is_the_same_model(tmp_path: Path, family: str) -> None:
         assert torch.equal(copy.get(name).view(torch.uint8), source.get(name).view(torch.uint8))
     assert len(copy.files()) >= 3
     assert hashes == {p.name: files.hash_of_file(p) for p in (tmp_path / "out").iterdir()}
-    before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (folder, tmp_path / "out"))
-    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids
-        == AutoTokenizer.from_pretrained(folder)("ab").input_ids
-    )
 
 
 def test_only_data_goes_along(tmp_path: Path) -> None:
@@ -140,7 +131,10 @@ def test_links_of_a_hub_cache_become_files(tmp_path: Path) -> None:
     plain.rename(blobs)
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    copy_all(Checkpoint(snapshot), tmp_path / "out")
+    (tmp_path / "link").symlink_to(snapshot)
+    source = Checkpoint(tmp_path / "link")
+    assert all(torch.equal(source.get(name), tensor) for name, tensor in {**ONE, **TWO}.items())
+    copy_all(source, tmp_path / "out")
     assert not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
 
 
