@@ -40,7 +40,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal
 
 # The tests of what asks for AMX, as if this processor had it; as if it had none, if it has.
-AMX := $(addprefix tests/models/test_,block_runner.py interception.py fused_norms.py)
+AMX := $(addprefix tests/models/test_,block_runner.py interception.py modules.py)
 AMX += $(addprefix tests/calibration/,stages/test_tune.py stages/test_gradients.py test_backward.py)
 amx: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --flip-amx $(AMX)
