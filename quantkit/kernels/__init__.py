@@ -8,6 +8,7 @@ Begin with `launcher`; docs/kernels.md explains the kernels themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ MATMULS: dict[str, Callable[..., Tensor]] = {
 }
 #: Like `MATMULS`, with the naive kernel as a reference; `out` may also be float32.
 JUDGES: dict[str, Callable[..., Tensor]] = {
-    layout: launcher.naive for layout, launcher in LAUNCHERS.items()
+    layout: partial(launcher.matmul, naive=True) for layout, launcher in LAUNCHERS.items()
 }
 
 

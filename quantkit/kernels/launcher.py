@@ -1,5 +1,5 @@
-"""The kernels of a layout with one signature: `naive` is the reference, `matmul` the fastest kernel
-for the device.
+"""The kernels of a layout behind one function: `matmul` takes the fastest kernel for the device, or
+the reference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ class NaiveKernel:
         return tuple(self.instance(x, out) for x in ACTIVATIONS for out in (x, torch.float32))
 
     def launch(
-        self, weight: Weight, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, out: Tensor
+        self,
+        weight: Weight,
+        x: Tensor,
+        packed: Sequence[Tensor],
+        bias: Tensor | None,
+        out: Tensor,
+        tile: None = None,
     ) -> None:
         """Write the product into `out`, for operands that are checked."""
         function = loader.load(self.source, self.instances, x.device)[
@@ -121,26 +127,6 @@ class Launcher:
         found = [kernel for kernels in self.table.values() for kernel in kernels]
         return tuple(dict.fromkeys(kernel for kernel in found if kernel is not None))
 
-    def naive(
-        self,
-        x: Tensor,
-        tensors: Mapping[str, Tensor],
-        scheme: Scheme,
-        n: int,
-        k: int,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Multiply activations `[m, k]` with a packed weight `[n, k]` by the naive kernel; returns
-        `[m, n]`.
-
-        The product has the dtype of `out`, which may be float32. KernelError for operands that
-        cannot be multiplied.
-        """
-        weight, packed, out = self._checked(x, tensors, scheme, n, k, bias, out)
-        self.kernels(scheme, n, k).naive.launch(weight, x, packed, bias, out)
-        return out
-
     def matmul(
         self,
         x: Tensor,
@@ -151,6 +137,7 @@ class Launcher:
         bias: Tensor | None = None,
         out: Tensor | None = None,
         *,
+        naive: bool = False,
         portable: bool = False,
         tile: Any = None,
     ) -> Tensor:
@@ -158,34 +145,22 @@ class Launcher:
         dtype of `x`.
 
         The Hopper kernel is used where it can be, unless `portable`; `tile` overrides the choice of
-        its tile. Sums are float32, in an order that depends only on the shapes and the device.
-        `workspace` explains the limits on streams and CUDA graphs. KernelError for operands that
-        cannot be multiplied.
+        its tile. The `naive` kernel may write float32 to `out` too. Sums are float32, in an order
+        that depends only on the shapes and the device. `workspace` explains the limits on streams
+        and CUDA graphs. KernelError for operands that cannot be multiplied.
         """
-        weight, packed, out = self._checked(x, tensors, scheme, n, k, bias, out)
-        if out.dtype != x.dtype:  # only naive kernels write another one
+        weight, named = self.weight(scheme, n, k), self.named(tensors)
+        out = check(weight, x, named, bias, out)
+        if out.dtype != x.dtype and not naive:
             wanted, asked = dtype_name(x.dtype), dtype_name(out.dtype)
             raise KernelError(
                 f"the fast {weight.layout} kernels write {wanted} as their activations are, not "
                 f"{asked}"
             )
-        kernel = self.fastest(scheme, n, k, x.device, portable)
-        kernel.launch(weight, x, packed, bias, out, tile)
+        fastest = self.fastest(scheme, n, k, x.device, portable)
+        kernel = self.kernels(scheme, n, k).naive if naive else fastest
+        kernel.launch(weight, x, [named[suffix] for suffix in weight.tensors], bias, out, tile)
         return out
-
-    def _checked(
-        self,
-        x: Tensor,
-        tensors: Mapping[str, Tensor],
-        scheme: Scheme,
-        n: int,
-        k: int,
-        bias: Tensor | None,
-        out: Tensor | None,
-    ) -> tuple[Weight, list[Tensor], Tensor]:
-        weight, named = self.weight(scheme, n, k), self.named(tensors)
-        out = check(weight, x, named, bias, out)
-        return weight, [named[suffix] for suffix in weight.tensors], out
 
     def fastest(
         self, scheme: Scheme, n: int, k: int, device: torch.device, portable: bool = False

@@ -8,7 +8,6 @@ memory, so CuPy allocates nothing.
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import json
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from quantkit.errors import KernelError, Option, QuantkitError, reason
@@ -264,21 +264,15 @@ def cache_key(name: str, instances: Sequence[str], arch: str, folder: Path | Non
 
 
 def _encoded(binary: Binary) -> bytes:
-    content = {
-        "cubin": base64.b64encode(binary.cubin).decode(),
-        "names": binary.names,
-        "log": binary.log,
-    }
-    data = json.dumps(content).encode()
-    return hashlib.sha256(data).hexdigest().encode() + data
+    data = msgspec.msgpack.encode(binary)
+    return hashlib.sha256(data).digest() + data
 
 
 def _decoded(entry: bytes) -> Binary:
-    digest, data = entry[:64], entry[64:]
-    if hashlib.sha256(data).hexdigest().encode() != digest:
+    digest, data = entry[:32], entry[32:]
+    if hashlib.sha256(data).digest() != digest:
         raise ValueError("damaged")
-    content = json.loads(data)
-    return Binary(base64.b64decode(content["cubin"]), content["names"], content["log"])
+    return msgspec.msgpack.decode(data, type=Binary)
 
 
 @functools.cache
