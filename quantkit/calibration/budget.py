@@ -89,13 +89,12 @@ def stays_on_gpu(size: int, free: int | None) -> bool:
     return free is not None and size <= PART_OF_GPU * free
 
 
-def fits_beside(size: int, stored: int, budget: int | None, free: int | None) -> bool:
-    """Decide whether passes of `size` bytes may wait, given `stored` activations and their
-    `budget`; `free` as above.
+def most_waiting(stored: int, budget: int | None, free: int | None) -> int:
+    """Limit the bytes of passes that wait, given `stored` activations and their `budget`; `free` as
+    above.
     """
-    if budget is not None and size + stored > budget:
-        return False
-    return size <= PASSES_BYTES if free is None else stays_on_gpu(size, free)
+    most = PASSES_BYTES if free is None else int(PART_OF_GPU * free)
+    return most if budget is None else max(0, min(most, budget - stored))
 
 
 #: Parts of a run's memory, by their names in a plan: memory that grows with the longest sequence,

@@ -19,7 +19,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from quantkit.calibration.activations import Activations, file_of
-from quantkit.calibration.budget import PASS_STATES, TOKENS_AT_ONCE, fits_beside
+from quantkit.calibration.budget import PASS_STATES, TOKENS_AT_ONCE, most_waiting
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import Option, QuantkitError, Setting, Words
@@ -214,7 +214,7 @@ class Stream:
         share = sum(store.rows[number] for number in documents) / len(store.hidden)
         size = round(x.nbytes / share) + PASS_STATES * store.hidden.nbytes
         free = free_gpu_memory(self.model.device) if self.model.device.type == "cuda" else None
-        return self._waits and fits_beside(size, store.hidden.nbytes, store.budget, free)
+        return self._waits and size <= most_waiting(store.hidden.nbytes, store.budget, free)
 
     def forward(self, block: int, keep: bool = True) -> None:
         """Run the loaded block on every document. With `keep`, its outputs replace the states."""

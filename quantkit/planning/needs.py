@@ -24,9 +24,7 @@ from quantkit.calibration.budget import (
     DOCUMENT,
     GRADIENTS,
     LOADED,
-    PART_OF_GPU,
     PASS_STATES,
-    PASSES_BYTES,
     READ,
     ROWS,
     SAVED_BLOCKS,
@@ -37,6 +35,7 @@ from quantkit.calibration.budget import (
     Peaks,
     Sizes,
     gradient_documents,
+    most_waiting,
     stays_on_gpu,
 )
 from quantkit.calibration.self_generated import AUTHOR, INSTEAD
@@ -376,8 +375,8 @@ def calibrated_memory(
     waiting = found.pass_bytes * sizes.tokens
     if sizes.on_gpu:
         return _beside(sizes, found, waiting, gpu_memory)
-    left = PASSES_BYTES if act_budget is None else max(0, act_budget - activations)
-    return replace(found, ram={**found.ram, PASSES: min(PASSES_BYTES, left, waiting)})
+    most = most_waiting(activations, act_budget, None)
+    return replace(found, ram={**found.ram, PASSES: min(most, waiting)})
 
 
 def _of_block(sizes: Sizes, peaks: Sequence[Peaks]) -> dict[str, int]:
@@ -412,7 +411,7 @@ def _beside(sizes: Sizes, found: Memory, waiting: int, gpu_memory: int | None) -
     vram[WAITING] = block + min(MOST_BYTES, min(MOST_UNITS, len(sizes.blocks)) * block)
     if gpu_memory is not None:
         left = gpu_memory - sum(vram.values())
-        vram[PASSES] = max(0, min(waiting, round(PART_OF_GPU * gpu_memory), left))
+        vram[PASSES] = max(0, min(waiting, most_waiting(0, None, gpu_memory), left))
     # The next block is read ahead. The tensors outside the blocks wait after the last block.
     loading = round(PINNED * sizes.block)
     host = {
