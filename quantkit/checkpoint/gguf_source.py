@@ -165,8 +165,8 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
         front["base_model"] = repository.removeprefix("https://huggingface.co/")
     lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
     files.write_atomic(folder / "README.md", f"---\n{lines}---\n".encode())
-    form, told = _form(header)
-    return GgufSource(file, form, tensors, nbytes, tuple(told))
+    form, notices = _form(header)
+    return GgufSource(file, form, tensors, nbytes, tuple(notices))
 
 
 class _Named(NamedTuple):
@@ -362,7 +362,7 @@ def _form(header: GgufHeader) -> tuple[str, list[str]]:
         * sum(tensor.nbytes for tensor in matrices)
         / max(1, sum(prod(tensor.shape) for tensor in matrices))
     )
-    told = (
+    notice = (
         f"the source was quantized before: its weights lie on a grid of {bits:.2f} bits, what it "
         "lost stays lost"
     )
@@ -370,7 +370,7 @@ def _form(header: GgufHeader) -> tuple[str, list[str]]:
         f"GGUF {'/'.join(kind for kind, _ in _kinds(header).most_common())} ({bits:.2f} bits a "
         "weight)"
     )
-    return form, [told] if bits < 16 else []
+    return form, [notice] if bits < 16 else []
 
 
 def _require_dequantizable(path: Path, header: GgufHeader) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from quantkit.checkpoint.gguf_source import ENDING, open_gguf
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import KEPT
+from quantkit.checkpoint.report import CARD_KEYS
 from quantkit.errors import UNREACHABLE, CheckpointError, Option, Words, is_unreachable, reason
 from quantkit.io import files, model_folder
 from quantkit.io.json_files import AGAIN, dump_json, entries
@@ -139,7 +139,7 @@ def origin(
         found |= {"base_model": ours, "relation": "quantized"}
     else:
         found["base_model"] = theirs[1] or theirs[0]
-    found |= {key: kept for key in KEPT if (kept := _words(stated.get(key)))}
+    found |= {key: words for key in CARD_KEYS if (words := _words(stated.get(key)))}
     if isinstance(tags := found.get("tags"), list):
         found["tags"] = [tag for tag in tags if tag not in LAYOUTS]
     known = {

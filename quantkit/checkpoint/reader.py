@@ -299,10 +299,10 @@ class Checkpoint(StoredTensors):
             return False
         self.low_bit = found.form
         self.derive(found.tensors, found.dropped)
-        told = f"source weights are {found.form}, {self._dequantized()}"
-        told += f"; left out: {found.left_out}" if found.left_out else ""
+        notice = f"source weights are {found.form}, {self._dequantized()}"
+        notice += f"; left out: {found.left_out}" if found.left_out else ""
         self.notices.append(
-            told if found.tensors else f"{CONFIG} states {found.form}, no tensor is stored in it"
+            notice if found.tensors else f"{CONFIG} states {found.form}, no tensor is stored in it"
         )
         return True
 

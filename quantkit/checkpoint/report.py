@@ -33,9 +33,9 @@ REPORT = "quantkit_report.json"
 SEAL = "seal"
 
 #: Front matter keys of a source's model card that also hold for an output.
-KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
+CARD_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
 #: Entries of `base`.
-BASE = ("name", "revision", "base_model", "relation", *KEPT)
+BASE = ("name", "revision", "base_model", "relation", *CARD_KEYS)
 #: Facts of a layer that are text.
 WORDS = (
     "reason",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Set as AbstractSet
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stored_tensors import Compute, Derived, Read
+from quantkit.checkpoint.stored_tensors import Derived, Read
 from quantkit.errors import CheckpointError
 from quantkit.models.families import EXPERT_CLASSES, LEAVES, ROLES, ROUTERS, ExpertClass
 from quantkit.models.modules import add_module, is_free, wrong_shape
@@ -45,14 +46,14 @@ class Fused(NamedTuple):
     """Describe fused experts: their number, `(n, k)` of each role, and the roles that each
     parameter holds.
 
-    `turned` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of gate
-    and up alternate. `call` is a key of CALLS.
+    `transposed` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of
+    gate and up alternate. `call` is a key of CALLS.
     """
 
     experts: int
     sizes: dict[str, tuple[int, int]]
     parameters: dict[str, tuple[str, ...]]
-    turned: frozenset[str]
+    transposed: frozenset[str]
     interleaved: bool
     call: str = "routed"
 
@@ -354,7 +355,7 @@ def _converted(
         if not parameters.keys().isdisjoint(merged.states):
             for state, rows in (rows_of(merged, src.true_shape) or {}).items():
                 path, parameter = parameters.get(state, ("", ""))
-                if not path or parameter in fused[path].turned:
+                if not path or parameter in fused[path].transposed:
                     continue
                 if None not in [
                     select(rows, asked) for asked in fused[path].rows(parameter).values()
@@ -407,30 +408,28 @@ def _fused(module: nn.Module) -> Fused | None:
     parameters: dict[str, tuple[str, ...]] = {"up_proj": ("up",), "down_proj": ("down",)}
     if getattr(module, "has_gate", True):
         parameters = dict(form.parameters)
-    turned = frozenset(form.transposed)
+    transposed = frozenset(form.transposed)
     if hasattr(module, "is_transposed"):
-        turned = frozenset(parameters if module.is_transposed else ())
+        transposed = frozenset(parameters if module.is_transposed else ())
+    shapes = {name: tuple(found.shape) for name, found in module.named_parameters()}
     experts, sizes = 0, dict[str, tuple[int, int]]()
     for name, roles in parameters.items():
-        shape = _shape(module, name)
+        shape = shapes.get(name, ())
         if form.count is not None and len(shape) == 2:
             count: int = attrgetter(form.count)(module)
             shape = (count, shape[0] // count, shape[1])
         if len(shape) != 3:
             return None
-        experts, n, k = (shape[0], shape[2], shape[1]) if name in turned else shape
+        experts, n, k = (shape[0], shape[2], shape[1]) if name in transposed else shape
         sizes |= dict.fromkeys(roles, (n // len(roles), k))
     return Fused(
-        experts, sizes, parameters, turned, not getattr(module, "is_concatenated", True), form.call
+        experts,
+        sizes,
+        parameters,
+        transposed,
+        not getattr(module, "is_concatenated", True),
+        form.call,
     )
-
-
-def _shape(module: nn.Module, parameter: str) -> tuple[int, ...]:
-    """Look up the shape of a parameter; `()` if there is none of that name."""
-    try:
-        return tuple(module.get_parameter(parameter).shape)
-    except AttributeError:
-        return ()
 
 
 def _leaves(
@@ -469,7 +468,7 @@ def _slice(
     """
     derived: dict[str, Derived] = {}
     for parameter, parts in stored.items():
-        expected, turned = tuple(module.get_parameter(parameter).shape), set[str]()
+        expected, transposed = tuple(module.get_parameter(parameter).shape), set[str]()
         weight, used = (
             parameter.removesuffix(BIAS),
             sum(len(range(r.start, r.stop, r.step)) for _, r in parts),
@@ -482,8 +481,8 @@ def _slice(
             swapped = len(shape) == 3 and shape != need and (shape[0], shape[2], shape[1]) == need
             if shape != need and not swapped:
                 raise wrong_shape(src.path, name, shape, need)
-            if weight == parameter and (weight in fused.turned) != swapped:
-                turned.add(name)
+            if weight == parameter and (weight in fused.transposed) != swapped:
+                transposed.add(name)
         chosen = {role: select(parts, rows) for role, rows in fused.rows(parameter).items()}
         for number in range(fused.experts):
             for role, rows in chosen.items():
@@ -494,7 +493,7 @@ def _slice(
                 )  # rows of an expert where they follow each other in rows
                 whole = number if each == 1 else slice(number * each, (number + 1) * each)
                 kind, size = ("weight", (n, k)) if weight == parameter else ("bias", (n,))
-                part = _part(rows.name, whole, rows.rows, rows.name in turned)
+                part = partial(_read_part, rows.name, whole, rows.rows, rows.name in transposed)
                 found = Derived(size, src.dtype(rows.name), (rows.name,), part)
                 derived[f"{prefix}.{number}.{LEAVES[role]}.{kind}"] = found
     src.derive(derived)
@@ -508,14 +507,15 @@ def _prefix(name: str, parameter: str, path: str) -> str:
     return prefix if prefix.endswith(f".{leaf}") else f"{prefix}.{leaf}"
 
 
-def _part(name: str, whole: int | slice, rows: slice, turned: bool) -> Compute:
-    """Return a function that reads some rows of an expert's matrix or bias, which is the part
-    `whole` of a tensor.
-    """
-
-    def compute(read: Read, index: int | slice | None) -> Tensor:
-        expert = read(name, whole)
-        found = (expert.T if turned else expert)[rows].contiguous()
-        return found if index is None else found[index]
-
-    return compute
+def _read_part(
+    name: str,
+    whole: int | slice,
+    rows: slice,
+    transposed: bool,
+    read: Read,
+    index: int | slice | None,
+) -> Tensor:
+    """Read some rows of an expert's matrix or bias, which is the part `whole` of a tensor."""
+    expert = read(name, whole)
+    found = (expert.T if transposed else expert)[rows].contiguous()
+    return found if index is None else found[index]

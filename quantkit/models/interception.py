@@ -351,7 +351,7 @@ def _like(hidden: Tensor, shape: torch.Size) -> Tensor:
 
 #: Passes of a shape until its arguments are compared, and the number of shapes whose arguments are
 #: stored.
-REPEATED, KEPT = 5, 8
+REPEATED, MOST_SHAPES = 5, 8
 #: The most bytes of stored arguments, as a multiple of the hidden state.
 LARGEST = 2
 
@@ -362,7 +362,7 @@ class Repeated:
     def __init__(self) -> None:
         self._index: int | None = None
         self._passes: Counter[Hashable] = Counter()
-        self._kept: dict[Hashable, tuple[Given, list[tuple[Tensor, int]]]] = {}
+        self._stored: dict[Hashable, tuple[Given, list[tuple[Tensor, int]]]] = {}
 
     def get(self, index: int, shape: Hashable, compare: Callable[[], Given | None]) -> Given | None:
         """Return the stored arguments of block `index` for batches of a shape, if any.
@@ -373,19 +373,19 @@ class Repeated:
         if index != self._index:
             self._index = index
             self._passes.clear()
-            self._kept.clear()
-        if shape in self._kept:
-            given, versions = self._kept[shape]
+            self._stored.clear()
+        if shape in self._stored:
+            given, versions = self._stored[shape]
             if all(tensor._version == version for tensor, version in versions):
                 return given
-            del self._kept[shape]  # the block changes them in place
+            del self._stored[shape]  # the block changes them in place
         self._passes[shape] += 1
         if (
             self._passes[shape] == REPEATED
-            and len(self._kept) < KEPT
+            and len(self._stored) < MOST_SHAPES
             and (found := compare()) is not None
         ):
-            self._kept[shape] = (
+            self._stored[shape] = (
                 found,
                 [(tensor, tensor._version) for tensor in tensors_in(found[:2])],
             )

@@ -59,7 +59,8 @@ class BlockWeights:
 
     def load_head(self) -> None:
         """Load the modules after the blocks; `load_before_blocks` has loaded the others."""
-        self._load(lambda state: not state.startswith(self._inside) and self._is_absent(state))
+        module = self._model.module
+        self._load(lambda s: not s.startswith(self._inside) and get_tensor(module, s).is_meta)
 
     def drop_head(self) -> None:
         """Free the weights of the output head."""
@@ -140,9 +141,6 @@ class BlockWeights:
 
     def _of(self, linear: str) -> Tensor:
         return get_tensor(self._model.module, f"{self._model.paths[linear]}.weight")
-
-    def _is_absent(self, state: str) -> bool:
-        return get_tensor(self._model.module, state).device.type == "meta"
 
     def _load(
         self, wanted: Callable[[str], bool], ready: Mapping[str, Tensor] = MappingProxyType({})

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantkit.checkpoint.report import KEPT, REPORT
+from quantkit.checkpoint.report import CARD_KEYS, REPORT
 from quantkit.engines.readers import CAUSAL, engine_of, use_of
 from quantkit.reporting import charts, facts, layer_errors as errors
 
@@ -60,7 +60,7 @@ def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, An
     relation for pruning.
     """
     pruned = report.get("command") == "prune"
-    kept = {key: source[key] for key in KEPT if _is_words(source.get(key))}
+    kept = {key: source[key] for key in CARD_KEYS if _is_words(source.get(key))}
     layout, scheme = str(report.get("layout")), str(report.get("scheme")).split(":")
     ours = (
         ["pruned", "quantkit", ":".join(scheme)]

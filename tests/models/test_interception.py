@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.models.interception import (
     HIDDEN as HIDDEN_STATE,
-    KEPT,
+    MOST_SHAPES,
     REPEATED,
     Given,
     Interception,
@@ -170,7 +170,7 @@ def test_arguments_are_kept_for_one_block_and_some_shapes_until_they_change() ->
     ] * 3
     mask.add_(1)
     assert [repeated.get(0, "a", found) for _ in range(REPEATED + 2)] == [None] * (REPEATED + 2) and len(asked) == 1
-    for shape in range(KEPT + 1):
+    for shape in range(MOST_SHAPES + 1):
         last = [repeated.get(0, shape, found) for _ in range(REPEATED)][-1]
-        assert (last is None) == (shape == KEPT)
+        assert (last is None) == (shape == MOST_SHAPES)
     assert repeated.get(1, 0, found) is None
