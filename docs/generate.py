@@ -254,12 +254,13 @@ def study_page() -> str:
         rows = recipe_table.read_csv(path)
         # Programs are counted apart, by benchmarks/study/programs.py.
         passed = recipe_table.Column("pass@1", "code:pass@1", lambda value: f"{100 * value:.2f}")
-        quality = recipe_table.quality(rows) + [passed] * any("code:pass@1" in row for row in rows)
+        sections = recipe_table.sections(rows)
+        quality = sections[recipe_table.QUALITY] + [passed] * any("code:pass@1" in row for row in rows)
         columns = {
             "perplexity": [each for each in quality if not each.head.startswith("KL ")],
             "divergence": [each for each in quality if each.head.startswith(("bits", "KL "))],
-            "tails": recipe_table.tails(rows),
-            "tasks": recipe_table.tasks(rows),
+            "tails": sections[recipe_table.TAILS],
+            "tasks": sections[recipe_table.TASKS],
         }[kind]
         return f"<!-- table {model} {kind} -->\n\n{recipe_table.table(rows, columns)}\n<!-- end -->"
 

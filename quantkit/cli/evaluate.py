@@ -272,7 +272,9 @@ def format_comparison(found: Comparison, progress: Progress) -> str:
     line = f"{len(found.rows)} rows{left} in {found.path}"
     if not found.rows:
         return line
-    head, body = recipe_table.cells(found.rows, recipe_table.quality(found.rows))
+    head, body = recipe_table.cells(
+        found.rows, recipe_table.sections(found.rows)[recipe_table.QUALITY]
+    )
     commands = [
         f"{recipe_table.name(row)}: {row['command']}" for row in found.rows if row["command"]
     ]

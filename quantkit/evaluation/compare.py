@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,17 +135,11 @@ def entries_of(
 
 def _storable(recipe: Recipe) -> Recipe:
     """Return a recipe, without a layout if none holds its schemes."""
-
-    def holds(name: str) -> bool:
-        try:
+    for layout in LAYOUTS.values():
+        with suppress(QuantkitError):
             for scheme in recipe.schemes:
-                LAYOUTS[name].check_scheme(scheme)
-        except QuantkitError:
-            return False
-        return True
-
-    if any(map(holds, LAYOUTS)):
-        return recipe
+                layout.check_scheme(scheme)
+            return recipe
     wide: Any = {"layout": None, "dense_dtype": "float32"}
     return replace(recipe, **wide)
 
@@ -161,37 +156,37 @@ def command(
     """
     if entry.recipe is None:
         return ""
-    recipe, seed = entry.recipe, entry.seed or 0
-    pairs = [
-        pair
-        for key, value in settings.items()
-        if recipe.calibrated or key != "calibration"
-        for pair in _pairs({key: value})
-    ]
-    words: list[Words] = []
-    if recipe.layout is None:
-        words.append(Option("recipes", entry.name))
-        words += [Option("seeds", seed)] if seed else []
+    recipe, seed, is_stored = entry.recipe, entry.seed or 0, entry.recipe.layout is not None
+    if not is_stored:
+        words = [Option("recipes", entry.name), *([Option("seeds", seed)] if seed else [])]
     elif Path(entry.name).is_file() or ":" not in entry.name:
-        words.append(Option("recipe", entry.name))
+        words = [Option("recipe", entry.name)]
     else:
         form: Any = recipe.scheme
-        words += [
+        words = [
             Option("format", form.format.name),
             Option("group_size", form.group_size or "channel"),
-        ]
-        words += [
             Option("method", recipe.method),
             *([] if form.symmetric else [Option("asym", True)]),
+            *([Option("prune", form.sparsity)] if form.sparsity else []),
         ]
-        words += [Option("prune", form.sparsity)] if form.sparsity else []
     words += [] if entry.calib is None else [Option("calib", sources[entry.calib])]
-    pairs += [f"calibration.seed={seed}"] if seed and recipe.layout is not None else []
-    words += [Words("--set", shlex.quote(pair)) for pair in pairs]
-    words += [Option("revision", asked.revision)] if asked.revision else []
-    words += [Option("trust_remote_code", True)] if asked.trust_remote_code else []
-    made = "compare" if recipe.layout is None else "quantize"
-    return str(Command(made, model, Option("out", Words("OUT")), *words))
+    pairs = [
+        *(
+            pair
+            for key, value in settings.items()
+            if recipe.calibrated or key != "calibration"
+            for pair in _pairs({key: value})
+        ),
+        *([f"calibration.seed={seed}"] if seed and is_stored else []),
+    ]
+    more = [
+        *(Words("--set", shlex.quote(pair)) for pair in pairs),
+        *([Option("revision", asked.revision)] if asked.revision else []),
+        *([Option("trust_remote_code", True)] if asked.trust_remote_code else []),
+    ]
+    name = "quantize" if is_stored else "compare"
+    return str(Command(name, model, Option("out", Words("OUT")), *words, *more))
 
 
 def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:

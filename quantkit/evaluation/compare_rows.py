@@ -103,7 +103,8 @@ class Rows:
 
     def lacks(self, entry: Entry) -> bool:
         """Say whether a row is not finished."""
-        return self._lacks(self._journal(entry))
+        journal = self._journal(entry)
+        return not all(name in journal for name in ("made", *self._names.values()))
 
     def require(self, entries: Sequence[Entry]) -> None:
         """Plan each recipe with each text, to raise the errors of all rows before any work."""
@@ -126,7 +127,7 @@ class Rows:
             if not is_ours:
                 return False
             journal, folder = self._journal(entry), work / "model"
-            if not self._lacks(journal):  # a neighbour was quicker
+            if not self.lacks(entry):  # a neighbour was quicker
                 return True
             load, reference = self._reference, None
             if entry.recipe is None:
@@ -157,9 +158,9 @@ class Rows:
         """Return a row as columns, tasks in pairs with the unquantized model's if it has answered;
         None if it is not finished.
         """
-        journal = self._journal(entry)
-        if self._lacks(journal):
+        if self.lacks(entry):
             return None
+        journal = self._journal(entry)
         values = {key: journal.value(name) for key, name in self._names.items()}
         seed = "" if entry.calib is None else entry.seed
         known: Row = {"recipe": entry.name, **journal.value("made")}
@@ -193,9 +194,6 @@ class Rows:
             return {"ppl": exponential(mean_loss(losses))}
         found = token_values(reference, model(), windows, self._progress)
         return {"ppl": exponential(mean_loss(found.losses)), **found.figures()}
-
-    def _lacks(self, journal: Finished) -> bool:
-        return not all(name in journal for name in ("made", *self._names.values()))
 
     def _journal(self, entry: Entry) -> Finished:
         run = self._identity(entry)

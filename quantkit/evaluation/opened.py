@@ -59,8 +59,8 @@ class Opened:
     def require_decoder_only(self) -> None:
         """Raise CheckpointError for an encoder-decoder, whose text does not continue its prompt."""
         config = config_of(self.src, self.options.trust_remote_code)
-        why = "and evaluations need a model that continues its prompt"
-        require_decoder_only(self.src, config, why)
+        rule = "and evaluations need a model that continues its prompt"
+        require_decoder_only(self.src, config, rule)
 
     def digest(self) -> str:
         """Return a digest of the names, sizes and times of the files: the same as long as nobody

@@ -163,8 +163,8 @@ class Exam:
         model, task, about = load(), self._tasks[name], self.about
         task.set_fewshot_seed(about["seed"])
         bar = progress.bar(1, name)
-        with _as_guest():
-            lm = _language_model(model, opened.tokenizer, about["batch_size"], bar, progress)
+        language = _language_model(model, opened.tokenizer, about["batch_size"], bar, progress)
+        with _as_guest(), language as lm:
             results: Any = evaluate(
                 lm,
                 {"tasks": {name: task}},
@@ -209,9 +209,10 @@ class Exam:
         ]
 
 
+@contextmanager
 def _language_model(
     model: Any, tokenizer: Any, batch_size: int, bar: Any, progress: Progress
-) -> Any:
+) -> Iterator[Any]:
     """Wrap a transformers model for lm-eval. The wrapper moves a bar and counts requests that are
     too long.
     """
@@ -221,34 +222,27 @@ def _language_model(
         truncated = 0
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            tokens = (len(self.tok_encode("".join(request.args))) for request in requests)
-            self.truncated += sum(count > self.max_length + 1 for count in tokens)
-            with self.moving(len(requests)):
-                return super().loglikelihood(requests, disable_tqdm=True)
+            self.begin(["".join(request.args) for request in requests], self.max_length + 1)
+            return super().loglikelihood(requests, disable_tqdm=True)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            longest = self.max_length - self.max_gen_toks
-            self.truncated += sum(
-                len(self.tok_encode(request.args[0])) > longest for request in requests
-            )
-            with self.moving(len(requests)):
-                return super().generate_until(requests, disable_tqdm=True)
+            most = self.max_length - self.max_gen_toks
+            self.begin([request.args[0] for request in requests], most)
+            return super().generate_until(requests, disable_tqdm=True)
 
-        @contextmanager
-        def moving(self, count: int) -> Iterator[None]:
-            bar.total = count
+        def begin(self, texts: Sequence[str], most: int) -> None:
+            bar.total = len(texts)
+            self.truncated += sum(len(self.tok_encode(text)) > most for text in texts)
 
-            def tell(module: Any, arguments: Any, named: Mapping[str, Any], output: Any) -> None:
-                progress.check()
-                bar.update(min(batch_size, bar.total - bar.n))
+    def tell(module: Any, arguments: Any, output: Any) -> None:
+        progress.check()
+        bar.update(min(batch_size, bar.total - bar.n))
 
-            hook = model.register_forward_hook(tell, with_kwargs=True)
-            try:
-                yield
-            finally:
-                hook.remove()
-
-    return Language(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    hook = model.register_forward_hook(tell)
+    try:
+        yield Language(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    finally:
+        hook.remove()
 
 
 def _asked(task: Any, shots: int | None, limit: int | None) -> dict[str, Any]:
@@ -322,10 +316,8 @@ def means(scores: Sequence[TaskScore]) -> dict[str, Any]:
 def _as_guest() -> Iterator[None]:
     """Silence lm-eval's bars and log lines, and restore the global random generators afterwards."""
     states, logger = (random.getstate(), np.random.get_state()), logging.getLogger("lm_eval")
-    propagates, logger.propagate = (
-        logger.propagate,
-        False,
-    )  # a handler of the root has the real stderr, as absl's
+    propagates = logger.propagate
+    logger.propagate = False  # a handler of the root has the real stderr, as absl's
     random.seed(0)
     np.random.seed(0)
     try:

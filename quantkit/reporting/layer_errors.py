@@ -43,8 +43,7 @@ def output_error(layer: Layer) -> float | None:
     loss, norm = number(layer.get("loss")), number(layer.get("norm"))
     if loss is None or loss < 0 or norm is None or norm <= 0:
         return None
-    ratio = number(loss / norm)
-    return None if ratio is None else math.sqrt(ratio)
+    return number(math.sqrt(loss / norm))
 
 
 def leading_error(layers: Iterable[Layer]) -> Error:

@@ -47,6 +47,8 @@ NAMED = (
     "seconds",
 )
 DASH = "–"
+#: Titles of the tables.
+QUALITY, TAILS, TASKS = "Quality and size", "Tails of the KL divergence", "Tasks"
 
 
 class Column(NamedTuple):
@@ -93,7 +95,11 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """
     if not rows:
         return "No row is finished.\n"
-    parts = [f"## {title}\n\n{table(rows, columns)}" for title, columns in sections(rows)]
+    parts = [
+        f"## {title}\n\n{table(rows, columns)}"
+        for title, columns in sections(rows).items()
+        if columns
+    ]
     lines = "\n".join(
         f"{name(row)}: {format_seconds(float(row['seconds']))}\n  {row['command']}"
         for row in rows[1:]
@@ -101,14 +107,45 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join([notes(rows), *parts, f"## Commands\n\n```\n{lines}\n```\n"])
 
 
-def sections(rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
-    """List the tables of rows that have columns, each with its title."""
-    found = [
-        ("Quality and size", quality(rows)),
-        ("Tails of the KL divergence", tails(rows)),
-        ("Tasks", tasks(rows)),
-    ]
-    return [(title, columns) for title, columns in found if columns]
+def sections(rows: Sequence[Row]) -> dict[str, list[Column]]:
+    """List the columns of each table that the rows have values for, by its title.
+
+    The tails of the divergence are those of the first text; of the others only the 99th percentile.
+    """
+    texts, tasks = labels(rows, "text"), labels(rows, "task")
+    columns = {
+        QUALITY: [
+            Column("bits", "bits", _three_decimals),
+            Column("size", "bytes", format_bytes),
+            *(Column(f"ppl {text}", f"text:{text}:ppl", _three_decimals) for text in texts),
+            *(Column(f"KL {text}", f"text:{text}:kld", _thousandths) for text in texts),
+            Column("tasks", "tasks:value", _percent),
+        ],
+        TAILS: [
+            *(Column(f"p99 {text}", f"text:{text}:kld_p99", _thousandths) for text in texts),
+            *(
+                Column(f"{head} {text}", f"text:{text}:{key}", write)
+                for text in texts[:1]
+                for head, key, write in (
+                    ("p99.9", "kld_p999", _thousandths),
+                    ("above 0.1 nat, %", "kld_above", _percent),
+                    ("top-1, %", "top1", _percent),
+                )
+            ),
+        ],
+        TASKS: [
+            *(Column(task, f"task:{task}:value", _percent) for task in tasks),
+            Column("mean", "tasks:value", _percent),
+            Column("std error", "tasks:stderr", _percent, False),
+            Column("difference", "tasks:difference", _points),
+            Column("95 % from", "tasks:difference_low", _points, False),
+            Column("to", "tasks:difference_high", _points, False),
+        ],
+    }
+    return {
+        title: [each for each in found if any(_has(row, each.key) for row in rows)]
+        for title, found in columns.items()
+    }
 
 
 def notes(rows: Sequence[Row]) -> str:
@@ -125,51 +162,6 @@ def notes(rows: Sequence[Row]) -> str:
             "as if packed.\n"
         )
     return legend
-
-
-def quality(rows: Sequence[Row]) -> list[Column]:
-    """List the columns of quality and size."""
-    found = [
-        Column("bits", "bits", lambda value: f"{value:.3f}"),
-        Column("size", "bytes", format_bytes),
-    ]
-    texts = labels(rows, "text")
-    found += [
-        Column(f"ppl {text}", f"text:{text}:ppl", lambda value: f"{value:.3f}") for text in texts
-    ]
-    found += [Column(f"KL {text}", f"text:{text}:kld", _thousandths) for text in texts]
-    found += [Column("tasks", "tasks:value", _percent)]
-    return _known(rows, found)
-
-
-def tails(rows: Sequence[Row]) -> list[Column]:
-    """List the columns of the divergence's tails: all of the first text, of others the 99th
-    percentile.
-    """
-    texts = labels(rows, "text")
-    found = [Column(f"p99 {text}", f"text:{text}:kld_p99", _thousandths) for text in texts]
-    for head, key, write in (
-        ("p99.9", "kld_p999", _thousandths),
-        ("above 0.1 nat, %", "kld_above", _percent),
-        ("top-1, %", "top1", _percent),
-    ):
-        found += [Column(f"{head} {text}", f"text:{text}:{key}", write) for text in texts[:1]]
-    return _known(rows, found)
-
-
-def tasks(rows: Sequence[Row]) -> list[Column]:
-    """List the columns of tasks: each value, and the mean difference to the unquantized model with
-    its interval.
-    """
-    found = [Column(task, f"task:{task}:value", _percent) for task in labels(rows, "task")]
-    found += [
-        Column("mean", "tasks:value", _percent),
-        Column("std error", "tasks:stderr", _percent, False),
-    ]
-    found += [Column("difference", "tasks:difference", _points)]
-    found += [Column("95 % from", "tasks:difference_low", _points, False)]
-    found += [Column("to", "tasks:difference_high", _points, False)]
-    return _known(rows, found)
 
 
 def cells(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
@@ -230,10 +222,6 @@ def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _known(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
-    return [column for column in columns if any(_has(row, column.key) for row in rows)]
-
-
 def _has(row: Mapping[str, Any], key: str) -> bool:
     return row.get(key) not in ("", None)
 
@@ -251,6 +239,10 @@ def _cell(values: Sequence[float], column: Column) -> str:
 
 def _thousandths(value: float) -> str:
     return f"{1000 * value:.3g}" if value < 1 else f"{1000 * value:.0f}"
+
+
+def _three_decimals(value: float) -> str:
+    return f"{value:.3f}"
 
 
 def _percent(value: float) -> str:
@@ -293,7 +285,7 @@ def page(model: str, rows: Sequence[Row]) -> str:
         size=(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM),
         series=[(*charts.style(i), name) for i, name in enumerate(names)],
         plots=[plot for text in labels(rows, "text") for plot in plots(rows, text, names)],
-        tables=[(title, _table(rows, columns)) for title, columns in sections(rows)],
+        tables=[(title, _table(rows, found)) for title, found in sections(rows).items() if found],
         notes=notes(rows),
         commands=[(name(row), row["command"]) for row in rows if row["command"]],
     )

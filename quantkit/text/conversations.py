@@ -195,13 +195,10 @@ def names_unread(
     """List the arguments and keys of messages that the chat template does not name, and so cannot
     write.
     """
-    found: dict[str, Any] = dict(arguments)
-    for conversation in conversations:
-        found |= dict.fromkeys(conversation.arguments)
-        for message in conversation.messages:
-            found |= dict.fromkeys(message)
+    given = (part for talk in conversations for part in (talk.arguments, *talk.messages))
+    names = dict.fromkeys(name for part in (arguments, *given) for name in part)
     return tuple(
-        name for name in found if name not in _ALWAYS and not _is_read(name, tokenizer, arguments)
+        name for name in names if name not in _ALWAYS and not _is_read(name, tokenizer, arguments)
     )
 
 

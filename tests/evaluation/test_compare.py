@@ -28,7 +28,9 @@ from quantkit.reporting.recipe_table import (
     BOTTOM,
     HEIGHT,
     LEFT,
+    QUALITY,
     RIGHT,
+    TASKS,
     TOP,
     WIDTH,
     as_csv,
@@ -36,10 +38,9 @@ from quantkit.reporting.recipe_table import (
     cells,
     page,
     plots,
-    quality,
     read_csv,
+    sections,
     series,
-    tasks,
 )
 from tests.command_line import call, refused
 from tests.evaluation.folders import written
@@ -198,7 +199,7 @@ def test_a_row_that_fails_is_told_and_the_others_are_made(
 
 
 def test_the_tables_have_the_mean_and_deviation_over_seeds(whole: Any) -> None:
-    head, body = cells(whole.rows, quality(whole.rows))
+    head, body = cells(whole.rows, sections(whole.rows)[QUALITY])
     values = [row["text:judge:ppl"] for row in whole.rows if row["recipe"] == "int4:g64:gptq"]
     assert len(set(values)) == 2
     cell = dict(zip(head, body[2], strict=True))["ppl judge"]
@@ -228,13 +229,13 @@ def test_tasks_are_paired_with_the_unquantized_model_and_asked_once_whatever_the
     assert (row["task:piqa:value"], row["task:piqa:stderr"]) == (alone.value, alone.stderr)
     assert (row["task:piqa:difference"], row["tasks:difference"]) == (alone.difference, alone.difference)
     assert "task:piqa:difference" not in {key for key, value in found.rows[0].items() if value is not None}
-    head, body = cells(found.rows, quality(found.rows))
+    head, body = cells(found.rows, sections(found.rows)[QUALITY])
     assert dict(zip(head, body[1], strict=True))["tasks"] == f"{100 * alone.value:.2f}"
     monkeypatch.setattr(compare_rows, "load_dense_model", lambda *_, **__: pytest.fail("asked again"))
     again = compare(small_llama, tmp_path / "table", **{**asked, "recipes": "int4:g64:rtn"}, **options, batch_size=3)
     assert again.rows == found.rows
     assert all('"batch_size": 8' in path.read_text() for path in (tmp_path / "table" / "rows").iterdir())
-    head, body = cells([*found.rows, whole.rows[1]], tasks(found.rows))  # one row has no tasks
+    head, body = cells([*found.rows, whole.rows[1]], sections(found.rows)[TASKS])  # one row has no tasks
     assert len(body) == 2 and "calibration" not in head
     assert not any(set(column) == {"–"} for column in zip(*body, strict=True))
 

@@ -239,14 +239,9 @@ def test_other_dtypes_and_zero_points_of_another_program_give_notices(copy: Any)
 @pytest.mark.parametrize(
     "files",
     [
-        {"../model/config.json": "0"},
-        {"/etc/passwd": "0"},
+        *({name: "0"} for name in ("../model/config.json", "/etc/passwd", "", ".", "a\nb", "no-such-file")),
         {"model-00001-of-00001.safetensors": 5},
         {"model-00001-of-00001.safetensors": None},
-        {"": "0"},
-        {".": "0"},
-        {"a\nb": "0"},
-        {"no-such-file": "0"},
         {},
         [],
         "model.safetensors",
@@ -262,16 +257,6 @@ def test_a_hostile_list_of_files_is_not_followed(files: Any, copy: Any) -> None:
     assert found is None or not found.ok
     if found is not None:
         assert not any("passwd" in name or ".." in name for name in found.files)
-
-
-def test_a_report_that_is_a_link_or_a_pipe_is_not_opened(copy: Any, tmp_path: Path) -> None:
-    import os
-
-    folder = copy("marlin")
-    (folder / REPORT).unlink()
-    os.mkfifo(folder / REPORT)
-    with pytest.raises(CheckpointError, match="regular"):
-        verify(folder)
 
 
 def test_writing_verify_json_keeps_the_checkpoint_valid(copy: Any) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from quantkit.errors import CheckpointError
 from quantkit.text.conversations import BrokenRecord, Conversation, Without, names_unread, read_conversation, render
-from quantkit.text.tokenizer import token_ids
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer
 
 WHERE = "a.jsonl: line 3"
@@ -208,13 +207,6 @@ def test_arguments_of_a_record_reach_the_template(as_text: bool, tokenizer: Any)
 def test_arguments_that_are_none_are_refused(more: Any, says: str) -> None:
     with pytest.raises(BrokenRecord, match=says):
         read_conversation(TALK, "messages", WHERE, {"messages": TALK, **more})
-
-
-def test_the_template_writes_special_tokens_once(tokenizer: Any) -> None:
-    written = render(tokenizer, Conversation(tuple(TALK), WHERE))
-    tokens = token_ids(tokenizer, written, special=False)
-    assert tokens.tolist() == tokenizer.apply_chat_template(TALK, return_dict=False)
-    assert tokens.tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_a_template_that_reads_parts_alone_is_given_parts(tokenizer: Any) -> None:

@@ -98,13 +98,6 @@ def test_sequences_beyond_the_samples_change_none_and_are_as_many_as_there_are(
     assert len(found.more) == (2 if lengths == "own" else 126 // 16 - 2)
 
 
-@pytest.mark.parametrize("lengths", ["own", "fixed"])
-def test_too_little_text_is_refused_with_both_numbers(lengths: Any, tmp_path: Path, tokenizer: Any) -> None:
-    source = paragraphs(tmp_path, [30, 1, 30])
-    with pytest.raises(CheckpointError, match=r"(?s)holds (2|61) .*(9|288).*--samples (2|1),"):
-        draw_calibration(source, tokenizer, samples=9, max_length=32, seed=0, lengths=lengths)
-
-
 def test_invalid_numbers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     source = paragraphs(tmp_path, [30])
     for samples, max_length in ((0, 32), (1, 1)):
