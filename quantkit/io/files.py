@@ -204,23 +204,14 @@ def _lacks_inodes(folder: Path) -> bool:
     return found.f_files > 0 and found.f_favail == 0
 
 
-def create(path: Path) -> BinaryIO:
-    """Open a new file, or an emptied one, for writing and reading, never through a link; raises
-    OSError.
+def create(path: Path, *, emptied: bool = True) -> BinaryIO:
+    """Open a file for writing and reading, new, emptied or as it is; never through a link.
+
+    It raises OSError.
     """
     fault("open", path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if emptied else 0)
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
-
-
-def open_for_update(path: Path) -> BinaryIO:
-    """Open a file for reading and writing, or make an empty one, never through a link; raises
-    OSError.
-    """
-    fault("open", path)
-    return os.fdopen(
-        os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0
-    )
 
 
 def write(file: BinaryIO, data: memoryview, path: Path) -> None:

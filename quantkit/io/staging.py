@@ -203,7 +203,7 @@ def claimed(folder: Path) -> Iterator[bool]:
     """Lock a folder against other processes. Returns False if another process holds the lock."""
     with ExitStack() as stack:
         with files.guarded(folder / LOCK):
-            file = stack.enter_context(files.open_for_update(folder / LOCK))
+            file = stack.enter_context(files.create(folder / LOCK, emptied=False))
         yield _lock(file, folder, stack, lambda notice: None)
 
 
@@ -223,7 +223,7 @@ def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator
                 with files.guarded(
                     partial / LOCK
                 ):  # before the folder is removed, which would free an inode
-                    lock = stack.enter_context(files.open_for_update(partial / LOCK))
+                    lock = stack.enter_context(files.create(partial / LOCK, emptied=False))
             except BaseException:
                 with suppress(OSError):
                     files.fault("unlink", partial)
@@ -335,7 +335,7 @@ def append_journal(path: Path, line: dict[str, Any]) -> None:
     """
     text = json.dumps(line)
     data = f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "line": {text}}}\n'.encode()
-    with files.guarded(path, needed=len(data)), files.open_for_update(path) as file:
+    with files.guarded(path, needed=len(data)), files.create(path, emptied=False) as file:
         content = file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):

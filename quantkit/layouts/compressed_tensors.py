@@ -174,7 +174,14 @@ class CompressedTensors(Layout):
     def check_tensors(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
         if scheme.format.is_float:
             return super().check_tensors(tensors, scheme)
-        n, k = self._true_shape(tensors, scheme)
+        shape = {name: tensor for name, tensor in tensors.items() if name == "weight_shape"}
+        match(shape, {"weight_shape": (torch.int64, (2,))})
+        n, k = shape["weight_shape"].tolist()
+        try:
+            self.check(scheme, n, k)
+        except LayoutError as error:  # its way out is for a weight that is not packed yet
+            rule = f"{error.rule}: 'weight_shape' says [{n}, {k}], it is damaged"
+            raise LayoutError(f"{rule}, fetch it again") from error
         stated = {"weight_g_idx": (torch.int32, (k,))} if "weight_g_idx" in tensors else {}
         match(tensors, self.stored(scheme, n, k) | stated)
         check_static(tensors, "weight_g_idx", scheme, k)
@@ -220,17 +227,6 @@ class CompressedTensors(Layout):
         and FP8 values that quantkit did not write: the record cannot hold them.
         """
         return schemes_of(config, INTEGER)
-
-    def _true_shape(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
-        shapes = {name: tensor for name, tensor in tensors.items() if name == "weight_shape"}
-        match(shapes, {"weight_shape": (torch.int64, (2,))})
-        n, k = tensors["weight_shape"].tolist()
-        try:
-            self.check(scheme, n, k)
-        except LayoutError as error:  # its way out is for a weight that is not packed yet
-            rule = f"{error.rule}: 'weight_shape' says [{n}, {k}], it is damaged"
-            raise LayoutError(f"{rule}, fetch it again") from error
-        return n, k
 
 
 def schemes_of(config: CompressedTensorsConfig, packed: str) -> Schemes:

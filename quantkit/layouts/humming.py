@@ -114,16 +114,18 @@ class Humming(Layout):
         pattern. A name without dots, such as the head's, stays plain, because wrapper models put a
         prefix before it.
         """
-        usual = {"has_zero_point": False, **_settings(schemes.default)}
+        usual = _settings(schemes.default)
 
         def changes(scheme: Scheme) -> dict[str, Any]:
-            own = {"has_zero_point": False, **_settings(scheme)}
+            own = _settings(scheme)
             return {
                 key: value for key, value in own.items() if key == "b_dtype" or value != usual[key]
             }
 
         return HummingConfig(
-            **_settings(schemes.default),
+            b_dtype=usual["b_dtype"],
+            weight_scale_group_size=usual["weight_scale_group_size"],
+            has_zero_point=usual["has_zero_point"] or UNSET,
             ignore=[f"re:^{re.escape(e)}$" if _is_exact(e) else e for e in schemes.ignore],
             dynamic=write_dynamic(schemes.overrides, changes) or UNSET,
         )
@@ -137,16 +139,18 @@ class Humming(Layout):
         default = _scheme(config)
 
         def changed(changes: Mapping[str, Any]) -> Scheme:
-            usual = {"has_zero_point": False, **_settings(default)}
-            return _scheme(read(HummingConfig, {**usual, **self.entries(changes)}))
+            return _scheme(read(HummingConfig, {**_settings(default), **self.entries(changes)}))
 
         overrides, dense = read_dynamic(config.dynamic, changed)
         return Schemes(default, overrides, (*map(_ignored, config.ignore or ()), *dense))
 
 
 def _settings(scheme: Scheme) -> dict[str, Any]:
-    entries = {"b_dtype": _NAMES[scheme.format], "weight_scale_group_size": scheme.group_size or 0}
-    return entries if scheme.symmetric else {**entries, "has_zero_point": True}
+    return {
+        "has_zero_point": not scheme.symmetric,
+        "b_dtype": _NAMES[scheme.format],
+        "weight_scale_group_size": scheme.group_size or 0,
+    }
 
 
 def _scheme(config: HummingConfig) -> Scheme:

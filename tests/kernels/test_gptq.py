@@ -15,8 +15,7 @@ from quantkit.algorithms.sweep import Pattern, round_block
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.scheme import Scheme
 from quantkit.kernels.gptq import SEARCHED, Columns, runs_on, search_errors
-from tests.kernels import descents
-from tests.kernels.tuned import TUNED, same_tuning
+from tests.kernels import gptq_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -93,37 +92,37 @@ def test_sparse_masks(fmt: Format | None, chosen: bool, shape: tuple[int, int]) 
     check(fmt, n, b, pattern=Pattern(mask, r, ahead) if chosen else Pattern(mask))
 
 
-@pytest.mark.parametrize("case", descents.CASES, ids=str)
+@pytest.mark.parametrize("case", gptq_steps.CASES, ids=str)
 def test_descent_moves_codes_as_in_torch(case: tuple[str, int, int, str]) -> None:
     assert runs_on(torch.device("cuda", 0))
     name, n, b, kind = case
-    given = descents.problem(name, n, b, kind)
-    expected = descents.solved(name, given.on("cpu"))
-    first, second = (descents.solved(name, given.on("cuda")) for _ in range(2))
+    given = gptq_steps.problem(name, n, b, kind)
+    expected = gptq_steps.solved(name, given.on("cpu"))
+    first, second = (gptq_steps.solved(name, given.on("cuda")) for _ in range(2))
     assert torch.equal(first.v, second.v) and torch.equal(first.e, second.e), "two launches differ"
-    descents.same_rows(expected, first.on("cpu"))
+    gptq_steps.same_rows(expected, first.on("cpu"))
     stayed = first.v.cpu() == given.v
     assert torch.equal(first.e.cpu()[stayed], given.e[stayed])
 
 
 def test_descent_writes_nothing_outside_of_its_block() -> None:
     """The block lies inside larger tensors of NaN, and all around it stays NaN."""
-    given = descents.problem("int4", 97, 61, "signed").on("cuda")
+    given = gptq_steps.problem("int4", 97, 61, "signed").on("cuda")
     larger = [torch.full((61 + 6, 97), torch.nan, device="cuda") for _ in range(3)]
     for outside, inner in zip(larger, given[:3], strict=True):
         outside[3:-3] = inner
     slope, e, v = (outside[3:-3] for outside in larger)
-    descents.solved("int4", given._replace(slope=slope, e=e, v=v))
-    expected = descents.solved("int4", descents.problem("int4", 97, 61, "signed").on("cuda"))
+    gptq_steps.solved("int4", given._replace(slope=slope, e=e, v=v))
+    expected = gptq_steps.solved("int4", gptq_steps.problem("int4", 97, 61, "signed").on("cuda"))
     assert torch.equal(v, expected.v) and torch.equal(e, expected.e)
     for outside in larger:
         assert outside[:3].isnan().all() and outside[-3:].isnan().all()
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("label", TUNED)
+@pytest.mark.parametrize("label", gptq_steps.TUNED)
 def test_tuning_takes_the_steps_of_torch(label: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    same_tuning(label, stored, "cuda", monkeypatch)
+    gptq_steps.same_tuning(label, stored, "cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("label", ["int4:g32", "int4:g64:asym", "int4:g32:24", "fp6:channel", "fp5:channel"])

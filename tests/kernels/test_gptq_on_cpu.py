@@ -13,8 +13,7 @@ import torch
 
 from quantkit.kernels import driver, gptq as kernels, loader
 from tests.kernels import emulation
-from tests.kernels.descents import CASES, problem, same_rows, solved
-from tests.kernels.tuned import TUNED, same_tuning
+from tests.kernels.gptq_steps import CASES, TUNED, problem, same_rows, same_tuning, solved
 
 
 @pytest.fixture(autouse=True)
