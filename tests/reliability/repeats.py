@@ -45,7 +45,7 @@ ROUNDED = {
 #: These may depend on the number of threads, by the model's forward alone (docs/reliability.md 1.4).
 CALIBRATED = {
     "gptq": ("quantize", "{model}", "--calib", "{text}", *map(str, samples.SHORT)),
-    "thin": ("prune", "{model}", "--calib", "{text}", "--samples", "4", "--max-length", "64"),
+    "thin": ("prune", "{model}", "--calib", "{text}", *map(str, samples.FEW)),
 }
 
 
@@ -90,53 +90,49 @@ def outcome(folder: Path) -> tuple[dict[str, str], Any]:
 
 def attack_surroundings(found: Run) -> None:
     model, text = samples.model(found.folder / "model", blocks=1), samples.text(found.folder / "text.txt")
-    first: dict[str, Any] = {}
-    by_threads: dict[tuple[str, str], Any] = {}
+    known: dict[tuple[str, str], Any] = {}
     number, counts = 0, "14" if found.column == "pr" else "124"
     while found.cases < found.least or number < len(counts):
         rng = found.random("R1", number)
         place = found.folder / f"{number}"
         place.mkdir()
         around, threads = surroundings(rng), counts[number] if number < len(counts) else rng.choice(counts)
-        moved = reordered(model, place / "model", rng)
-        work = lines(place, model=moved, text=text)
+        work = lines(place, model=reordered(model, place / "model", rng), text=text)
         done = process(list(work.values()), threads, place / "here", rng.choice(("022", "077", "002")), **around)
         for name in work:
             with found.case(f"process {number}: {name} with {threads} threads under {around}"):
                 assert done.returncode == 0 and not any((place / "here").iterdir()), done.stderr
                 made = outcome(place / name)
-                known: Any = first if name in ROUNDED else by_threads
-                key: Any = name if name in ROUNDED else (name, threads)
-                assert known.setdefault(key, made) == made
+                assert known.setdefault((name, "any" if name in ROUNDED else threads), made) == made
         if number:
             shutil.rmtree(place)
         number += 1
-    same = sum(by_threads["gptq", "1"][0] == by_threads["gptq", other][0] for other in counts[1:])
+    same = sum(known["gptq", "1"][0] == known["gptq", other][0] for other in counts[1:])
     found.facts = {"processes": number, "calibrated runs equal to that of one thread": f"{same} of {len(counts) - 1}"}
 
 
 def attack_sizes(found: Run) -> None:
     """Vary what divides the work: budgets of activations, sizes of files, workers and pieces of a conversion."""
-    folder = found.folder
-    model, text = samples.model(folder / "model", blocks=2), samples.text(folder / "text.txt")
-    samples.quantkit(folder, *samples.calibrated(model, text, folder / "whole"))
-    samples.quantkit(folder, "pack", folder / "whole", "--layout", "gptq", "-o", folder / "packed", "-q")
-    whole, packed = outcome(folder / "whole"), outcome(folder / "packed")
+    folder, words = found.folder, samples.text(found.folder / "text.txt")
+    model = samples.model(folder / "model", blocks=2)
+    samples.quantkit(folder, *samples.calibrated(model, words, folder / "whole"))
+    packing = ("pack", folder / "whole", "--layout", "gptq", "-q", "-o")
+    samples.quantkit(folder, *packing, folder / "packed")
     for i, rng in found.draws("R3"):
         out = folder / f"{i}"
         if i % 3 == 0:
             budget = rng.choice(("0", "1B", "1KB", "64KB", "100KB", "1GB"))
             with found.case(f"--act-budget {budget}"):
-                samples.quantkit(folder, *samples.calibrated(model, text, out, "--act-budget", budget))
-                assert outcome(out) == whole
+                samples.quantkit(folder, *samples.calibrated(model, words, out, "--act-budget", budget))
+                assert outcome(out) == outcome(folder / "whole")
         else:
             size, workers, block = rng.choice((2**20, 2**31)), rng.randint(1, 5), 2 ** rng.randint(8, 22)
             batch = 2 ** rng.randint(8, 24)
-            line = ("pack", folder / "whole", "--layout", "gptq", "-o", out, "-q", "--max-shard-size", size)
+            work = command(*packing, out, "--max-shard-size", size)
             with found.case(f"pack with {workers} workers, pieces of {block}, batches of {batch}, files of {size}"):
-                ended = run(divided(command(*line), workers, batch, block), folder)
+                ended = run(divided(work, workers, batch, block), folder)
                 assert ended.code == 0, ended.stderr
-                assert outcome(out) == packed
+                assert outcome(out) == outcome(folder / "packed")
         shutil.rmtree(out, ignore_errors=True)
 
 

@@ -49,22 +49,21 @@ def attack_with_signals(found: Run) -> None:
     folder, known = found.folder, Jobs(found.folder)
     for i, rng in found.draws("S1"):
         job = known[rng.choice(("calibrated", "calibrated", "rounded", "pruned", "pack"))]
-        how = rng.choice((*SIGNALS, "twice", "pipe", "eval"))
-        out = folder / f"out{i}"
+        how, out = rng.choice((*SIGNALS, "twice", "pipe", "eval")), folder / f"out{i}"
         with found.case(f"case {i}: {job.name}, {how}"):
+            if how == "eval":
+                interrupted_evaluation(folder, known.source, known.text, rng)
+                continue
             if how == "pipe":
                 ended = run(to_nobody(command(*job.line(out))), folder)
-                assert ended.code in (0, 75), f"exit {ended.code}: {ended.stderr}"
+                assert ended.code in (0, 75) and out.exists(), f"exit {ended.code}: {ended.stderr}"
                 assert "Traceback" not in ended.stderr, ended.stderr
-                same(job, out)
-            elif how == "eval":
-                interrupted_evaluation(folder, known.source, known.text, rng)
             else:
                 interrupted(folder, job.line(out), how, 1 + rng.randrange(job.operations - 1))
-                if out.exists():  # behind the last rename it is whole
-                    same(job, out)
-                else:
-                    continued(job, out, folder)
+            if out.exists():  # behind the last rename it is whole
+                same(job, out)
+            else:
+                continued(job, out, folder)
 
 
 def interrupted(folder: Path, line: tuple[object, ...], how: str, at: int) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from tests.reliability.campaign import Family, Run
 from tests.reliability.disk import may_mount
-from tests.reliability.samples import SHORT, digests, model, quantkit, text
+from tests.reliability.forks import Ended
+from tests.reliability.samples import SHORT, digests, model, one_line, quantkit, text
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A folder that nobody can make, not even root.
@@ -151,22 +152,20 @@ def in_each_place(surroundings: Surroundings, places: tuple[str, ...], place: Pl
     raise AssertionError(f"never ended in {left}")
 
 
-def judge(surroundings: Surroundings, ended: subprocess.CompletedProcess[str], place: Place) -> None:
+def judge(surroundings: Surroundings, ended: Ended, place: Place) -> None:
     """Ask for the usual bytes, or for one line and nothing written."""
-    said, out = ended.stderr, place.folder / "parent/out"
-    assert "Traceback" not in said and ended.returncode >= 0, f"{ended.returncode}: {said}"
+    out = place.folder / "parent/out"
     if surroundings.refusal is None:
-        assert ended.returncode == 0, f"{ended.returncode}: {said}"
+        assert ended.code == 0, f"{ended.code}: {ended.stderr}"
         assert digests(out) == place.expected[surroundings.words], "other bytes"
-        return
-    lines = said.strip().splitlines()
-    assert ended.returncode in (1, 2) and len(lines) == 1, f"{ended.returncode}: {said}"
-    assert lines[0].startswith("Error: ") and str(surroundings.refusal) in lines[0], lines[0]
-    if surroundings.stdout is None:  # else the output was complete before its line could not be printed
-        assert not list(out.parent.iterdir()), "something was written"
+    else:
+        assert ended.code in (1, 2), f"{ended.code}: {ended.stderr}"
+        one_line(ended, str(surroundings.refusal))
+        if surroundings.stdout is None:  # else the output was complete before its line could not be printed
+            assert not list(out.parent.iterdir()), "something was written"
 
 
-def started(surroundings: Surroundings, place: Place) -> subprocess.CompletedProcess[str]:
+def started(surroundings: Surroundings, place: Place) -> Ended:
     """Run the command line of a case in its surroundings, in a clean folder for its output."""
     parent, cache = place.folder / "parent", place.folder / "cache"
     for folder in (parent, cache):
@@ -188,22 +187,21 @@ def started(surroundings: Surroundings, place: Place) -> subprocess.CompletedPro
     here = place.folder / "here"
     here.mkdir(exist_ok=True)
     with read_only(given[surroundings.read_only] if surroundings.read_only else None):
-        return ran(surroundings, words, variables, here)
+        code, said = ran(surroundings, words, variables, here)
+    return Ended(code, "", said, 0.0, 0.0)
 
 
-def ran(
-    surroundings: Surroundings, words: Sequence[str], variables: Mapping[str, str], here: Path
-) -> subprocess.CompletedProcess[str]:
-    """Start the process and wait for it; a terminal takes both streams."""
+def ran(surroundings: Surroundings, words: Sequence[str], variables: Mapping[str, str], here: Path) -> tuple[int, str]:
+    """Start the process and wait for it; returns its code and what it says on stderr, or on a terminal."""
     command = [sys.executable, "-m", "quantkit", *words]
     if surroundings.empty:  # then the package must be found without a variable
         command[1:3] = ["-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from quantkit.cli import main; main()"]
-    start: Callable[..., subprocess.CompletedProcess[str]] = partial(
-        subprocess.run, command, cwd=here, env=variables, preexec_fn=prepared(surroundings, here), timeout=300
-    )
+    before = prepared(surroundings, here)
+    start = partial(subprocess.run, command, cwd=here, env=variables, preexec_fn=before, timeout=300)
     if surroundings.columns is None:
         with open(surroundings.stdout or os.devnull, "w") as stdout:
-            return start(stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
+            ended = start(stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE)
+            return ended.returncode, ended.stderr.decode(errors="replace")
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, surroundings.columns, 0, 0))
     said: list[bytes] = []
@@ -213,7 +211,7 @@ def ran(
     os.close(end)
     reader.join()
     os.close(terminal)
-    return subprocess.CompletedProcess(command, ended.returncode, "", b"".join(said).decode(errors="replace"))
+    return ended.returncode, b"".join(said).decode(errors="replace")
 
 
 def read_all(terminal: int, said: list[bytes]) -> None:
@@ -241,21 +239,25 @@ def prepared(surroundings: Surroundings, here: Path) -> Callable[[], None]:
 @contextmanager
 def read_only(folder: Path | None) -> Iterator[None]:
     """Make a folder read-only for a while: by a mount if this is root, whom permissions do not bind."""
+
+    def mount(*words: str) -> None:
+        subprocess.run(words, capture_output=True, check=True)
+
     if folder is None:
         yield
-        return
-    if os.geteuid() == 0:
-        for options in (["--bind", str(folder), str(folder)], ["-o", "remount,bind,ro", str(folder)]):
-            subprocess.run(["mount", *options], capture_output=True, check=True)
-    else:
+    elif os.geteuid():
         folder.chmod(0o555)
-    try:
-        yield
-    finally:
-        if os.geteuid() == 0:
-            subprocess.run(["umount", str(folder)], capture_output=True, check=True)
-        else:
+        try:
+            yield
+        finally:
             folder.chmod(0o755)
+    else:
+        mount("mount", "--bind", str(folder), str(folder))
+        try:
+            mount("mount", "-o", "remount,bind,ro", str(folder))
+            yield
+        finally:
+            mount("umount", str(folder))
 
 
 FAMILIES: list[Family] = [
