@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.byte_tokenizer import byte_tokenizer
+
 SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257}
 GATED = {**SMALL, "intermediate_size": 256, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
@@ -114,17 +116,3 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float16, *
     model.to(dtype).save_pretrained(folder, max_shard_size="300KB")
     byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-def byte_tokenizer() -> Any:
-    """Return a tokenizer with one token a byte and `<|endoftext|>` (id 256); it adds no BOS."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: i for i, piece in enumerate([*alphabet, "<|endoftext|>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from benchmarks.byte_tokenizer import byte_tokenizer
 from benchmarks.census import drafts
-from tests.tiny_models import byte_tokenizer
 
 HIDDEN, INTERMEDIATE, EXPERT, VOCABULARY, POSITIONS = 128, 256, 128, 384, 512
 #: columns that share a scale
