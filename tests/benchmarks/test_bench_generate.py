@@ -8,13 +8,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import bench_generate as generate, decode_graphs, timing
@@ -22,60 +23,56 @@ from benchmarks.bench_generate import Pace, format_paces
 from benchmarks.bench_kernels import SCHEMES
 from benchmarks.random_model import DENSE, Outline, Sizes, Variant, Workload, build, variants
 from benchmarks.timing import Device
-from quantkit.kernels import missing
 from quantkit.models.modules import find_blocks
 from tests.benchmarks.samples import FAMILIES, LLAMA, QUIET, built, tiny
 
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4e12, rate=740e12)
 
 
+IDS = torch.randint(257, (3, 11), generator=torch.Generator().manual_seed(1))
+
+
+def written(turn: Any, prompt: Callable[[], None] | None = None, step: Callable[[], None] | None = None) -> Tensor:
+    """Return the six tokens that calls, or the graphs of them, write behind IDS; the cache is rewound, not new."""
+    turn.rewind(0)
+    (prompt or turn.prompt)()
+    found = [turn.token.clone()]
+    turn.rewind(IDS.shape[1])
+    for _ in range(5):
+        (step or turn.step)()
+        found.append(turn.token.clone())
+    return torch.cat(found, 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_and_steps_write_what_the_plain_model_writes(family: str) -> None:
-    length = 11
     model = Outline(family, Path(family), FAMILIES[family])
     made, plain = (built(model, Variant(DENSE, {})) for _ in range(2))
-    wanted = ids = torch.randint(257, (3, length), generator=torch.Generator().manual_seed(1))
+    wanted = IDS
     with torch.inference_mode():
         for _ in range(6):
             wanted = torch.cat([wanted, plain(wanted, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        turn = decode_graphs.decode_calls(made, ids, 6)
-        for _ in range(2):  # the cache is rewound, not new
-            turn.rewind(0)
-            turn.prompt()
-            found = [turn.token.clone()]
-            turn.rewind(length)
-            for _ in range(5):
-                turn.step()
-                found.append(turn.token.clone())
-            assert torch.equal(torch.cat(found, 1), wanted[:, length:])
+        turn = decode_graphs.decode_calls(made, IDS, 6)
+        for _ in range(2):
+            assert torch.equal(written(turn), wanted[:, IDS.shape[1] :])
 
 
 def test_fused_blocks_write_the_same_and_are_compiled_once_for_all() -> None:
     """If the compiled code depended on the number of a block, a model of 80 blocks would be compiled 80 times."""
     made = built(tiny(num_hidden_layers=7), Variant(DENSE, {}))
-    ids = torch.randint(257, (3, 11), generator=torch.Generator().manual_seed(1))
     graphs: list[torch.fx.GraphModule] = []
 
     def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    def written() -> torch.Tensor:
-        turn = decode_graphs.decode_calls(made, ids, 6)
-        found = []
-        for tokens, calls in ((0, [turn.prompt]), (11, [turn.step] * 4)):
-            turn.rewind(tokens)
-            for each in calls:
-                each()
-                found.append(turn.token.clone())
-        return torch.cat(found, 1)
-
     with torch.inference_mode():
-        wanted = written()
+        wanted = written(decode_graphs.decode_calls(made, IDS, 6))
         with decode_graphs.fused(made, find_blocks(made), counted):
-            assert torch.equal(written(), wanted)
+            assert torch.equal(written(decode_graphs.decode_calls(made, IDS, 6)), wanted)
         count = len(graphs)
-        assert torch.equal(written(), wanted) and len(graphs) == count, "what was compiled is left behind"
+        again = written(decode_graphs.decode_calls(made, IDS, 6))
+        assert torch.equal(again, wanted) and len(graphs) == count, "what was compiled is left behind"
     assert 1 <= count < 7
 
 
@@ -181,14 +178,6 @@ def test_models_that_cannot_be_measured_end_with_one_line(monkeypatch: pytest.Mo
             generate.main()
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    reason = missing("marlin", torch.device("cuda")) if torch.cuda.is_available() else "torch sees no CUDA GPU"
-    if reason is not None:
-        pytest.skip(reason)
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_all_layouts_are_timed_on_a_gpu(
@@ -219,21 +208,9 @@ def test_graphs_write_what_calls_write(layout: str, gpu: torch.device) -> None:
     model = tiny(hidden_size=512, intermediate_size=1024)
     found = Variant(DENSE, {}) if layout == DENSE else variants(model, [layout], [], [])[1]
     made, _ = build(model, found, torch.float16, gpu, QUIET)
-    ids = torch.randint(257, (3, 11), device=gpu, generator=torch.Generator(gpu).manual_seed(1))
-
-    def written(prompt: Any, step: Any, turn: Any) -> torch.Tensor:
-        turn.rewind(0)
-        prompt()
-        tokens = [turn.token.clone()]
-        turn.rewind(11)
-        for _ in range(5):
-            step()
-            tokens.append(turn.token.clone())
-        return torch.cat(tokens, 1)
-
     with torch.inference_mode():
-        turn = decode_graphs.decode_calls(made, ids, 6)
-        wanted = written(turn.prompt, turn.step, turn)
+        turn = decode_graphs.decode_calls(made, IDS.to(gpu), 6)
+        wanted = written(turn)
         prompt = generate.graph_of(turn.prompt, lambda: turn.rewind(0))
         step = generate.graph_of(turn.step, lambda: turn.rewind(11))
-        assert torch.equal(written(prompt.replay, step.replay, turn), wanted)
+        assert torch.equal(written(turn, prompt.replay, step.replay), wanted)

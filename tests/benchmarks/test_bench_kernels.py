@@ -19,7 +19,7 @@ from benchmarks.bench_kernels import MODELS, SCHEMES, Layer, layers, row_of
 from benchmarks.timing import Device
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, RecipeError
-from quantkit.kernels import missing, proof
+from quantkit.kernels import proof
 from quantkit.kernels.launcher import Launcher
 from quantkit.layouts import LAYOUTS
 from quantkit.names import KERNELS
@@ -143,17 +143,10 @@ def test_shapes_and_files_are_checked_before_anything_is_timed(monkeypatch: pyte
         assert "torch sees no CUDA GPU" in ended(monkeypatch, "--json")
 
 
-@pytest.fixture
-def gpu() -> None:
-    reason = missing("marlin", torch.device("cuda")) if torch.cuda.is_available() else "torch sees no CUDA GPU"
-    if reason is not None:
-        pytest.skip(reason)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_all_layouts_are_timed_on_a_gpu(
-    dtype: str, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dtype: str, gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--shape", "512x1024", "--m", 1, "--m", 33, "--dtype", dtype, "--csv", tmp_path / "k.csv")
     monkeypatch.setattr(sys, "argv", ["bench_kernels", *map(str, options), "--json", "-q"])
@@ -171,7 +164,7 @@ def test_all_layouts_are_timed_on_a_gpu(
 
 
 @pytest.mark.gpu
-def test_a_wrong_product_is_not_timed(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_product_is_not_timed(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Launcher.matmul
 
     def matmul(self: Launcher, *args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
