@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,15 +62,13 @@ def test_a_program_passes_by_its_tests_and_has_no_network(isolated: None) -> Non
 
 @pytest.mark.parametrize("chats", [True, False])
 def test_a_model_is_asked_through_its_template_and_goes_on_after_a_stop(
-    chats: bool, isolated: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, asked = tmp_path / "model", []
-    model.mkdir()
-    for path in MODEL.iterdir():
-        (model / path.name).hardlink_to(path)
+    model, asked = shutil.copytree(MODEL, tmp_path / "model"), []
     if chats:
         (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
     own = programs.write
+    monkeypatch.setattr(programs, "judged", lambda made, seconds: [False] * len(made))
     monkeypatch.setattr(programs, "write", lambda *a, **o: asked.append((a[2], o["stops"])) or own(*a, **o))
     data = lines(tmp_path / "data.jsonl", *[HUMANEVAL] * 3)
     line = ["", str(model), "--data", str(data), "-o", str(tmp_path / "out"), "--device", "cpu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -13,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from quantkit.cli.process import STOP, Stopped, catch_signals
+from quantkit.io.staging import JOURNAL
 from quantkit.pipeline import convert
 from quantkit.progress import Progress
 from tests.command_line import ROOT, RTN, call
-from tests.faults import faults, memory_path
-
-tmp_path = memory_path
+from tests.faults import faults
+from tests.reliability.forks import command, run
 
 
 @pytest.mark.usefixtures("handlers")
@@ -42,31 +43,31 @@ def test_a_comparison_that_is_stopped_before_its_first_row_promises_no_kept_part
     assert "run the same command again" in result.stderr and "kept" not in result.stderr
 
 
+def test_a_signal_inside_exec_has_the_right_exit_code(small_llama: Path, tmp_path: Path) -> None:
+    """An import that makes a named tuple goes through `exec`, which would end with another code."""
+    out, lines = tmp_path / "out", itertools.count(1)
+
+    def fault(operation: str, path: Path) -> None:
+        if operation == "fsync" and path.name == JOURNAL and next(lines) == 3:
+            exec("os.kill(os.getpid(), signal.SIGINT)")
+
+    def work() -> int | None:
+        with faults(fault):
+            return command("quantize", small_llama, "-o", out, *RTN, "-q")()
+
+    ended = run(work, tmp_path)
+    assert ended.code == 130 and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert ended.stderr.startswith("Interrupted: ") and "--resume" in ended.stderr
+    assert not out.exists() and len(list(tmp_path.glob("out.partial-*"))) == 1
+
+
 #: Prints the exit code of one fork a signal, and then ends well. One process, so that the imports are done once.
-#: The first fork interrupts itself when the third line goes into the journal. It goes through `exec`, as it does where
-#: it meets an import that makes a named tuple: `python -m` would end with another code then.
-#: tests/promises/test_stopped.py sends the other signals half-way.
+#: tests/promises/test_stopped.py sends signals half-way.
 EARLY_AND_LATE = """
-import os, signal, sys
+import os, signal
 import click
 import quantkit.cli.commands
 from quantkit.cli import main
-from quantkit.io import files
-from quantkit.io.staging import JOURNAL
-
-lines = 0
-
-def fault(operation, path):
-    global lines
-    lines += operation == "fsync" and path.name == JOURNAL
-    if lines == 3:
-        exec("os.kill(os.getpid(), signal.SIGINT)")
-
-child = os.fork()
-if child == 0:
-    files.FAULT = fault
-    main(sys.argv[1:])
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 make = click.Group.make_context
 
@@ -78,7 +79,7 @@ click.Group.make_context = make_context
 for number in (signal.SIGINT, signal.SIGTERM):
     child = os.fork()
     if child == 0:
-        main(["convert", "--list"])
+        main(["--version"])
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 click.Group.make_context = make
 
@@ -88,24 +89,19 @@ class Late:  # deleted as the interpreter ends
             kill(pid, number)
 
 late = Late()
-main(["convert", "--list"])
+main(["--version"])
 """
 
 
-def test_a_signal_inside_exec_before_a_command_or_behind_its_end_has_the_right_exit_code(
-    small_llama: Path, tmp_path: Path
-) -> None:
+def test_a_signal_before_a_command_or_behind_its_end_has_the_right_exit_code(tmp_path: Path) -> None:
     (tmp_path / "signalled.py").write_text(EARLY_AND_LATE)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "signalled", "quantize", str(small_llama), "-o", str(out), *RTN, "-q"]
+    command = [sys.executable, "-m", "signalled"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("130\n130\n75\n") and "lossless" in done.stdout, done.stderr
-    inside, *others = filter(None, done.stderr.split("\n"))
-    assert inside.startswith("Interrupted: ") and "--resume" in inside
-    assert [line.split(":")[0] for line in others] == ["Interrupted", "Stopped"]
+    assert done.returncode == 0 and done.stdout.startswith("130\n75\n") and "quantkit" in done.stdout, done.stderr
+    said = [*filter(None, done.stderr.split("\n"))]
+    assert [line.split(":")[0] for line in said] == ["Interrupted", "Stopped"]
     assert done.stderr.count("nothing was written") == 2
-    assert not out.exists() and len(list(tmp_path.glob("out.partial-*"))) == 1
 
 
 @pytest.mark.usefixtures("handlers")
