@@ -1,28 +1,13 @@
-"""Inject a kill or a full disk at any disk operation, and give a folder in memory, where fsync is free."""
+"""Inject a kill or a full disk at any disk operation."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from quantkit.io import files
-
-
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder in memory if it has enough space, because tests of every operation need thousands of fsyncs."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < 2**29:  # containers often have 64 MiB
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield Path(folder)
 
 
 class Killed(BaseException):

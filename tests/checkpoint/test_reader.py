@@ -22,10 +22,7 @@ from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX
 from quantkit.text.tokenizer import load_tokenizer
 from tests.checkpoint.samples import ONE, TWO, dense_folder
-from tests.faults import memory_path
 from tests.tiny_models import write_model
-
-tmp_path = memory_path
 
 
 def change_index(folder: Path, **changes: Any) -> None:

@@ -24,10 +24,8 @@ from quantkit.io.safetensors_files import RESERVED, damaged_tensors, read_header
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
 from tests.checkpoint.samples import ONE, TWO, Q, copy_all, dense_folder, keys_that_differ, packed_folder, record
-from tests.faults import memory_path, state
+from tests.faults import state
 from tests.tiny_models import write_model
-
-tmp_path = memory_path
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

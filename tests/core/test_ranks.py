@@ -16,9 +16,6 @@ from quantkit.core import ranks as ranks_module
 from quantkit.core.ranks import ALONE, LOST, ROWS, Ranks, ranks
 from quantkit.errors import NumericError, QuantkitError
 from tests import ranks as processes
-from tests.faults import memory_path
-
-tmp_path = memory_path
 
 
 def joined(work: Callable[[Ranks], None], count: int, folder: Path) -> None:

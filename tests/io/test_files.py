@@ -15,10 +15,8 @@ from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.files import PIECE, hash_of, hash_of_file, write_atomic
 from quantkit.io.staging import JOURNAL, append_journal, read_journal
-from tests.faults import Killed, count, failing, faults, killer, memory_path
+from tests.faults import Killed, count, failing, faults, killer
 from tests.folders import sha256
-
-tmp_path = memory_path
 
 PACKAGE = Path(files.__file__).parents[1]
 

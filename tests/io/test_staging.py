@@ -19,10 +19,8 @@ from quantkit.io import files
 from quantkit.io.files import write_atomic
 from quantkit.io.staging import JOURNAL, append_journal, is_complete, publish, read_journal, staging
 from tests.command_line import call
-from tests.faults import Killed, count, failing, faults, killer, memory_path, state
+from tests.faults import Killed, count, failing, faults, killer, state
 from tests.reliability import power
-
-tmp_path = memory_path
 
 
 def small_run(out: Path, *, resume: bool = False, overwrite: bool = False, blocks: int = 3) -> None:

@@ -31,11 +31,9 @@ from quantkit.layouts.recast import (
 )
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call, refused
-from tests.faults import memory_path
 from tests.layouts.samples import record, write_folder
 from tests.tiny_models import FAMILIES, write_model
 
-tmp_path = memory_path
 FOUND = {(c.source, c.target): c for c in conversions()}
 INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
 

@@ -20,11 +20,9 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.command_line import call
-from tests.faults import memory_path
 from tests.folders import TEXT, gptq, tensors
 from tests.tiny_models import write_model
 
-tmp_path = memory_path
 RTN = {"scheme": {"format": "int4"}, "method": "rtn"}
 
 

@@ -21,12 +21,10 @@ from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import repack
 from tests.command_line import call, refused
-from tests.faults import memory_path
 from tests.folders import tensors
 from tests.layouts.samples import record, write_folder
 from tests.tiny_models import write_model
 
-tmp_path = memory_path
 INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
 
 # ------------------------------------------------------------------------------------------------ padding

@@ -20,10 +20,9 @@ from quantkit.errors import QuantkitError
 from quantkit.inference.generate import generate
 from quantkit.inference.packed_linear import PackedLinear
 from tests.command_line import call
-from tests.faults import memory_path, state
+from tests.faults import state
 from tests.tiny_models import write_model
 
-tmp_path = memory_path
 INT4: dict[str, Any] = {"method": "rtn", "clip": "none", "group_size": 64}
 STORED: dict[str, dict[str, Any]] = {
     "quick": INT4,

@@ -25,11 +25,10 @@ from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.html import page
 from quantkit.reporting.summary import summary
 from tests.command_line import call, refused
-from tests.faults import Killed, faults, memory_path
+from tests.faults import Killed, faults
 from tests.folders import gptq, hashes
 from tests.tiny_models import write_model
 
-tmp_path = memory_path
 SHORT = ("--samples", 8, "--max-length", 64)
 ALLOWED = "int4:g64,int5:g64"
 ASKED = FitOptions(target_bits=4.4, allowed=ALLOWED)

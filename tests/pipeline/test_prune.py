@@ -23,11 +23,9 @@ from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting.summary import summary
 from tests.algorithms.inputs import is_24
 from tests.command_line import call, refused
-from tests.faults import Killed, count, faults, killer, memory_path
+from tests.faults import Killed, count, faults, killer
 from tests.folders import hashes, tensors
 from tests.tiny_models import write_model
-
-tmp_path = memory_path
 
 RULES = ("magnitude", "wanda", "sparsegpt")
 TEXT = ("--samples", 8, "--max-length", 128)

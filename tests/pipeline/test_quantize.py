@@ -25,11 +25,9 @@ from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
-from tests.faults import Killed, faults, memory_path
+from tests.faults import Killed, faults
 from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model
-
-tmp_path = memory_path
 
 
 @pytest.fixture(scope="module")

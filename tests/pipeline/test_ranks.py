@@ -30,13 +30,10 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.planning.needs import Memory
 from tests import ranks
 from tests.command_line import ROOT, call
-from tests.faults import memory_path
 from tests.folders import hashes
 from tests.reliability import forks
 from tests.reliability.forks import Ended
 from tests.tiny_models import write_model
-
-tmp_path = memory_path
 
 TEXT = ("--samples", 8, "--max-length", 128, "-q")
 PLAIN = ("--set", "clip=none")  # a third of the time; one case of the other bytes below has the search

@@ -21,10 +21,9 @@ from quantkit.pipeline.convert import pack
 from quantkit.planning.plan import plan_pack
 from quantkit.progress import Progress
 from tests.command_line import call
-from tests.faults import faults, memory_path
+from tests.faults import faults
 from tests.properties.conversions import damage, nothing_is_left
 
-tmp_path = memory_path
 __all__ = ["nothing_is_left"]
 
 

@@ -23,11 +23,9 @@ from quantkit.layouts.recast import broken_rule
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.command_line import RTN, call, refused
-from tests.faults import memory_path
 from tests.folders import tensors
 from tests.tiny_models import write_model
 
-tmp_path = memory_path
 GPTQ = ("--samples", 4, "--max-length", 64, "--set", "clip=none")
 
 

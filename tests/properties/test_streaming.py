@@ -22,12 +22,11 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
 from tests.command_line import call
-from tests.faults import faults, memory_path
+from tests.faults import faults
 from tests.properties.conversions import damage, nothing_is_left
 from tests.reliability.forks import run
 from tests.reporting.samples import write_report
 
-tmp_path = memory_path
 __all__ = ["nothing_is_left"]
 
 

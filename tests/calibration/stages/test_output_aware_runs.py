@@ -21,11 +21,10 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.calibration.runs import changed
 from tests.command_line import call, refused
-from tests.faults import Killed, faults, memory_path
+from tests.faults import Killed, faults
 from tests.folders import hashes
 from tests.tiny_models import write_model
 
-tmp_path = memory_path
 SHORT = ("--samples", 9, "--max-length", 64)
 AWARE = (*SHORT, "--set", "output_aware=true", "--set", "tune=2")
 #: Changes that make a model small, so that a run takes a second.
