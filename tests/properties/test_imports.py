@@ -44,7 +44,7 @@ IMPORTERS = {
     "click": {"cli"},
     "filelock": {"io.staging"},
     "greenlet": {"calibration.run"},
-    "typing_extensions": {"api", "pipeline", "planning.survey"},
+    "typing_extensions": {"api", "evaluation.verify", "pipeline", "planning.survey"},
 }
 #: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.
 LATE = {
