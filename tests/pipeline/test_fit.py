@@ -241,14 +241,6 @@ def test_a_kill_before_the_loss_increases_are_known_loses_no_finished_block(
     assert made[0] == first
 
 
-def test_another_target_does_not_go_on_with_the_work_of_this_one(small: Path, calib: Path, tmp_path: Path) -> None:
-    run = ("quantize", small, "-o", tmp_path / "out", "--calib", calib, *SHORT, "--allowed", ALLOWED)
-    with faults(stop_at("rename", "/mixed")), pytest.raises(Killed):
-        call(*run, "--target-bits", 4.4)
-    other = call(*run, "--target-bits", 4.3, "--resume", "-q", code=1).stderr
-    assert "was begun with other settings (target): give the former ones, or use --overwrite" in other
-
-
 def test_the_experts_of_a_layer_and_joined_linears_have_one_scheme_on_disk(
     calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from quantkit.reporting.summary import summary
 from tests.algorithms.inputs import is_24
 from tests.command_line import call, refused
 from tests.faults import Killed, count, faults, killer
-from tests.folders import hashes, tensors
+from tests.folders import hashes
 from tests.tiny_models import write_model
 
 RULES = ("magnitude", "wanda", "sparsegpt")
@@ -110,19 +110,6 @@ def test_rules_rank_on_a_whole_model_and_quantization_preserves_the_mask(
             check(codes != 8)
             assert folder == "joint" or bool((codes[dense[f"{module}.weight"] == 0] == 8).all())
         assert quantkit.verify(tmp_path / folder).ok
-
-
-def test_sparse_codes_survive_packing(small_llama: Path, calib: Path, tmp_path: Path) -> None:
-    wanda = ("--method", "rtn", "--set", "prune=wanda", "--calib", calib, *TEXT)
-    call("quantize", small_llama, "-o", tmp_path / "ct", "--prune", "2:4", *wanda, "-q")
-    assert report.load(tmp_path / "ct")["scheme"] == "int4:g128:24"
-    call("pack", tmp_path / "ct", "--layout", "marlin", "-o", tmp_path / "marlin", "-q")
-    call("pack", tmp_path / "marlin", "--layout", "compressed-tensors", "-o", tmp_path / "back", "-q")
-    assert tensors(tmp_path / "back") == tensors(tmp_path / "ct")
-    src = Checkpoint(tmp_path / "marlin")
-    for module in src.modules():
-        assert src.scheme(module).label == "int4:g128:24"
-        check(src.quantized(module).codes != 8)
 
 
 def test_finished_blocks_are_read_back_where_their_activations_are_lost(

@@ -204,15 +204,6 @@ def test_the_ways_out_of_several_rules_help_together(tmp_path: Path) -> None:
     assert not plan_quantize(src, linears, helped).verdict.misfits
 
 
-def test_group_size_that_does_not_divide_one_of_the_weights(tmp_path: Path) -> None:
-    linears = {"model.layers.0.mlp.up_proj": (512, 256), "model.layers.0.mlp.down_proj": (256, 512 + 64)}
-    src = sparse(tmp_path / "m", linears)
-    planned = plan_quantize(src, linears, recipe())
-    assert [misfit.module for misfit in planned.verdict.misfits] == ["model.layers.0.mlp.down_proj"]
-    assert "--group-size 64" in planned.verdict.ways_out[0]
-    assert not plan_quantize(src, linears, recipe(group_size=64)).verdict.misfits
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
 def test_weights_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     linears = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.0.mlp.down_proj": (128, 64)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -168,18 +168,12 @@ def test_the_default_skip_may_match_nothing_and_a_skip_may_name_what_stays_dense
 
 
 def test_an_output_that_is_being_written_is_refused_by_both(small_llama: Path, tmp_path: Path) -> None:
-    with folders_in_use(tmp_path / "out"):
+    with folders.staging(tmp_path / "out"):
         lines = {
             call(command, small_llama, "-o", tmp_path / "out", *RTN, "-q", code=1).stderr
             for command in ("plan", "quantize")
         }
     assert len(lines) == 1 and f"is being written by process {os.getpid()}" in lines.pop()
-
-
-@contextmanager
-def folders_in_use(out: Path) -> Iterator[None]:
-    with folders.staging(out):
-        yield
 
 
 def test_the_disk_must_hold_snapshots_of_the_activations_too(
@@ -245,7 +239,3 @@ def test_a_run_on_a_gpu_that_is_not_here_is_refused_by_both(small_llama: Path, t
         for command in ("plan", "quantize")
     }
     assert len(lines) == 1 and "use --device cpu" in lines.pop()
-
-
-def test_a_gpu_without_a_program_is_wrong_usage(small_llama: Path) -> None:
-    assert "add --target" in call("plan", small_llama, *RTN, "--gpu", "h100", code=2).stderr
