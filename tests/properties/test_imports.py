@@ -22,7 +22,7 @@ IMPORTERS = {
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "serving.engine_config"},
-    "msgspec": {"keys", "checkpoint.report", "algorithms.options", "layouts", "recipes"},
+    "msgspec": {"keys", "checkpoint.report", "algorithms.options", "kernels.loader", "layouts", "recipes"},
     "yaml": {"recipes.files", "recipes.recipe", "io.model_folder"},
     "lm_eval": {"evaluation.tasks", "evaluation.task_list"},
     "compressed_tensors": {"inference.load"},
