@@ -382,20 +382,19 @@ def solve_uncalibrated(
     is not finite or overflows.
     """
     started = time.perf_counter()
-    value: QuantizedTensor | Tensor
     with about(linear):
         if isinstance(goal, Scheme):
             wide = widened(weight, _solved_width(goal, weight.shape[1], recipe))
             signed = recipe.solving(goal).signed
-            value, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
-            method, why = "rtn", "reason"
+            tensor, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
+            facts |= {"method": "rtn", "tokens": 0}
+            item, why = _stored_item(linear, weight, tensor, facts, recipe), "reason"
         else:
             check_weight(weight)
             value = weight.masked_fill(~fixed_mask(weight, "magnitude", None), 0)
-            facts = _counts_of_pruned(value)
-            method, why = "magnitude", "by_magnitude"
-        facts |= {"method": method, "tokens": 0}
-        item = _stored_item(linear, weight, value, facts, recipe)
+            facts = {"method": "magnitude", **_counts_of_pruned(value)}
+            facts |= {"relative_error": relative_error(weight, value), "tokens": 0}
+            item, why = Item(f"{linear}.weight", value, facts), "by_magnitude"
     reasons = {} if reason is None else {why: reason}
     seconds = time.perf_counter() - started
     return item._replace(facts={**(item.facts or {}), **reasons, "seconds": seconds})
