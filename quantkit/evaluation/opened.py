@@ -21,6 +21,7 @@ from quantkit.io.staging import append_journal, read_journal
 from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
+from quantkit.text.prompts import continued
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -39,8 +40,10 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer; CheckpointError if it has none."""
-        return load_tokenizer(self.src.path)
+        """The checkpoint's tokenizer, for prompts that are continued; CheckpointError if it
+        has none.
+        """
+        return continued(load_tokenizer(self.src.path))
 
     def load(self, progress: Progress) -> PreTrainedModel:
         """Load the model as evaluations do."""

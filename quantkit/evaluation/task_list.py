@@ -167,7 +167,13 @@ def _load(
     ) as error:  # lm-eval, the hub's client and a task's own code have no common base class
         if local is None and is_unreachable(error):
             raise CheckpointError(
-                UNREACHABLE, Words("give a folder with", Option("data", Words("DIR"))), subject=name
+                UNREACHABLE,
+                Words(
+                    "give a folder with",
+                    Option("data", Words("DIR")),
+                    ", which benchmarks/task_data.py fills",
+                ),
+                subject=name,
             ) from error
         subject = name if data is None else data / name
         raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,9 @@ from quantkit.keys import built
 from quantkit.models.meta_model import config_of, positions_of, require_text
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions, WriteOptions
-from quantkit.text.tokenizer import check_tokens, load_tokenizer, token_ids
+from quantkit.text.conversations import has_chat_template
+from quantkit.text.prompts import continuation, continued, ends_of, message_tokens, prompt_tokens
+from quantkit.text.tokenizer import check_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,13 +103,18 @@ def generate(
     asked, load = built(options, WriteOptions, LoadOptions)
     chosen, trusted = sampling(asked), load.trust_remote_code
     src = Checkpoint(resolve(str(checkpoint), load.revision), trusted)
-    require_text(src, config_of(src, trusted), trusted)
+    config = config_of(src, trusted)
+    require_text(src, config, trusted)
+    reads = bool(config.is_encoder_decoder)
     tokenizer = load_tokenizer(src.path)
-    ids = (
-        _message_tokens(tokenizer, prompt, src.path)
-        if asked.chat
-        else _prompt_tokens(tokenizer, prompt)
-    )
+    if asked.chat:
+        ids = message_tokens(tokenizer, prompt, src.path)
+    else:
+        ids = prompt_tokens(tokenizer if reads else continued(tokenizer), prompt)
+    if not asked.chat and has_chat_template(tokenizer):
+        (progress or Progress(quiet=True)).note(
+            Words("the model has a chat template: add", Option("chat", True), "for an answer")
+        )
     model = load_for_evaluation(
         src, device=load.device, trust_remote_code=trusted, check=load.check, progress=progress
     )
@@ -197,7 +204,12 @@ def _write(
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
     batch: Any = ids[None].to(model.device)
     options = {**chosen, "use_cache": True, "max_new_tokens": max_new_tokens}
-    streamer = None if listener is None else _streamer(tokenizer, listener)
+    before, ends = [] if has_encoder else ids.tolist(), ends_of(model.generation_config)
+
+    def text(new: Sequence[int]) -> str:
+        return continuation(tokenizer, before, new, ends)
+
+    streamer = None if listener is None else _streamer(text, listener)
     if has_encoder and listener is not None:
         listener("\n")
     start = time.perf_counter()
@@ -205,14 +217,13 @@ def _write(
         output: Any = model.generate(  # type: ignore[operator]
             batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
         )
-    new = output[
-        0, 1 if has_encoder else len(ids) :
-    ].tolist()  # the decoder begins with a token of its own
-    text = str(tokenizer.decode(new, skip_special_tokens=True))
-    return Generated(prompt, text, len(new), time.perf_counter() - start, describe_weights(model))
+    seconds = time.perf_counter() - start
+    # The decoder of an encoder-decoder begins with a token of its own.
+    new = output[0, 1 if has_encoder else len(ids) :].tolist()
+    return Generated(prompt, text(new), len(new), seconds, describe_weights(model))
 
 
-def _streamer(tokenizer: PreTrainedTokenizerBase, listener: Listener) -> Any:
+def _streamer(text: Callable[[Sequence[int]], str], listener: Listener) -> Any:
     """Make a streamer that hands on each piece of text as soon as later tokens cannot change it.
 
     transformers' own waits for the end of a word, and forgets at each new line which tokens came
@@ -231,51 +242,13 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, listener: Listener) -> Any:
                 self.is_prompt = False
                 return
             self.tokens += value.flatten().tolist()
-            text = self.text()
-            if not text.endswith(INCOMPLETE) and text.startswith(self.shown) and text != self.shown:
-                listener(text[len(self.shown) :])
-                self.shown = text
+            found = text(self.tokens)
+            is_whole = found.startswith(self.shown) and not found.endswith(INCOMPLETE)
+            if is_whole and found != self.shown:
+                listener(found[len(self.shown) :])
+                self.shown = found
 
         def end(self) -> None:
-            listener(self.text()[len(self.shown) :])
-
-        def text(self) -> str:
-            return str(tokenizer.decode(self.tokens, skip_special_tokens=True))
+            listener(text(self.tokens)[len(self.shown) :])
 
     return Streamer()
-
-
-def _prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
-    """Tokenize a prompt to int64 `[t]`, which is the BOS token if there is no other."""
-    ids = (
-        token_ids(tokenizer, prompt, special=True)
-        if prompt
-        else torch.tensor([], dtype=torch.int64)
-    )
-    if len(ids):
-        return ids
-    if tokenizer.bos_token_id is None:
-        raise RecipeError(
-            "the prompt has no tokens, and the tokenizer no BOS token to begin with",
-            "give a prompt",
-        )
-    return torch.tensor([tokenizer.bos_token_id])
-
-
-def _message_tokens(tokenizer: PreTrainedTokenizerBase, message: str, path: Path) -> Tensor:
-    """Tokenize a message of a user, and the template's beginning of an answer, to int64 `[t]`."""
-    instead = Words("use quantkit generate without", Option("chat", True))
-    if not tokenizer.chat_template:
-        raise RecipeError("the model has no chat template", instead, subject=path)
-    messages = [{"role": "user", "content": message}]
-    try:
-        text = str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        )
-    except (
-        Exception
-    ) as error:  # a template is a program of the model's author and may raise anything
-        raise RecipeError(
-            f"the model's chat template refuses the message ({reason(error)})", instead
-        ) from error
-    return token_ids(tokenizer, text, special=False)

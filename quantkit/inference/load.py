@@ -21,7 +21,12 @@ from quantkit.errors import CheckpointError, Command, QuantkitError, Setting, Wo
 from quantkit.inference.swap_linears import require_kernels
 from quantkit.layouts.compressed_tensors import METHOD
 from quantkit.models.devices import compute_dtype, device_of
-from quantkit.models.meta_model import auto_class, config_of, unbuildable
+from quantkit.models.meta_model import (
+    auto_class,
+    config_of,
+    generation_config_of,
+    unbuildable,
+)
 from quantkit.models.modules import computed
 from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
@@ -154,6 +159,7 @@ def _from_pretrained(
     decodes_without_kernels: bool,
 ) -> PreTrainedModel:
     config = config_of(src, trust_remote_code)
+    texts = generation_config_of(src, trust_remote_code)
     if src.stated is not None:
         from quantkit.inference import transformers_plugin
 
@@ -178,6 +184,7 @@ def _from_pretrained(
         raise
     except Exception as error:  # a config is free to be wrong in any way
         raise unbuildable(src, error) from error
+    model.generation_config = texts
     if hasattr(model.config, "transformers_weights"):
         del model.config.transformers_weights
     missing = {

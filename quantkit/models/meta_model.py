@@ -16,13 +16,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
-from quantkit.io.json_files import decode_floats
+from quantkit.io.json_files import decode_floats, load_json
 from quantkit.models.families import AUTO_CLASSES, family_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
     from transformers.configuration_utils import PretrainedConfig
 
+#: The tokens that begin, end and fill texts, as configs name them.
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 #: Whether a thread builds a model whose parameters are on the meta device.
 _THREAD = threading.local()
 
@@ -67,6 +69,32 @@ def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def generation_config_of(src: Checkpoint, trust_remote_code: bool) -> GenerationConfig:
+    """Return how a model begins, ends and restricts its texts, whether it is dense or packed.
+
+    generation_config.json states it, or config.json if there is no such file. Special tokens that
+    the file leaves out are those of config.json. CheckpointError for a file that cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    of_model = GenerationConfig.from_model_config(config_of(src, trust_remote_code))
+    of_model.update(**GenerationConfig.from_model_config({**src.config}).to_diff_dict())
+    path = src.path / "generation_config.json"
+    if not path.is_file():
+        return of_model
+    try:
+        found = GenerationConfig.from_dict(decode_floats(load_json(path)))
+        for name in SPECIAL:
+            if getattr(found, name, None) is None:
+                setattr(found, name, getattr(of_model, name, None))
+            torch.tensor(getattr(found, name) or 0, dtype=torch.int64)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot be read ({reason(error)})", "mend it", "remove it", subject=path
+        ) from error
+    return found
 
 
 def auto_class(src: Checkpoint, config: PretrainedConfig, trust_remote_code: bool) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.devices import device_of
-from quantkit.models.meta_model import float32_states, skeleton
+from quantkit.models.meta_model import float32_states, generation_config_of, skeleton
 from quantkit.models.modules import computed, get_tensor, path_of, put_tensor
 from quantkit.models.outline import LanguageModel, Outline
 from quantkit.models.outside import require_complete
@@ -178,6 +178,7 @@ def load_dense_model(
     """
     model = Outline(src, skeleton(src, dtype, trust_remote_code), as_matrices=True)
     module, (stored, merged, *_) = model.module, model.states
+    module.generation_config = generation_config_of(src, trust_remote_code)
     missing = model.states.missing(module)
     for state in missing:
         if (table := computed(module, state)) is not None:

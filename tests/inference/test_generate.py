@@ -13,6 +13,7 @@ from quantkit.cli.demo import MODEL
 from quantkit.errors import RecipeError
 from quantkit.inference.generate import generate, writing
 from quantkit.models.weights import load_dense_model
+from quantkit.progress import Progress
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import Folders
 
@@ -95,3 +96,11 @@ def test_a_template_that_refuses_a_message_is_one_error(templated: Path) -> None
 def test_a_model_without_template_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(RecipeError, match="has no chat template: use quantkit generate without --chat"):
         generate(tiny_llama, "one", chat=True, device="cpu")
+
+
+def test_a_chat_model_that_is_not_asked_as_one_is_hinted_at(
+    templated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for chat in (True, False):
+        generate(templated, "one", chat=chat, max_new_tokens=1, device="cpu", progress=Progress())
+        assert ("add --chat" in capsys.readouterr().err) != chat
