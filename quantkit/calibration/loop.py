@@ -49,7 +49,7 @@ from quantkit.text.tokenizer import check_tokens
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
 #: Rounded tensors are committed to the journal in steps of about this many source bytes.
-COMMIT_BYTES = 2 * 2**30
+COMMIT_BYTES = 2**28
 
 
 def streamed(

@@ -16,7 +16,13 @@ from typing import NoReturn
 
 import click
 
-from quantkit.cli.process import catch_signals, exits, ignore_signals, silence_others
+from quantkit.cli.process import (
+    catch_signals,
+    exits,
+    ignore_signals,
+    limit_grace,
+    silence_others,
+)
 from quantkit.errors import is_out_of_memory
 
 #: Variables that libraries read at their import or first use. A value set by the user is not
@@ -47,6 +53,7 @@ def main(args: Sequence[str] | None = None) -> None:
         )  # a file name need not be text in the user's locale
     silence_others()
     catch_signals()
+    limit_grace()
     atexit.register(ignore_signals)
     try:
         with exits():

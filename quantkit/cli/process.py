@@ -7,14 +7,16 @@ An exception that is not listed here is a bug and shows its traceback.
 from __future__ import annotations
 
 import errno
-import glob
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from glob import escape
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -44,6 +46,11 @@ ENVIRONMENTAL = {
 }
 #: The handlers' request to the loops of the running command.
 STOP = Stop()
+#: Seconds that a command has to end in order after a signal.
+GRACE = 2.0
+#: The command that runs, and its last words.
+_CONTEXTS: list[click.Context] = []
+_LAST_WORDS: list[str] = []
 
 
 class Interrupted(KeyboardInterrupt):
@@ -65,6 +72,31 @@ def catch_signals() -> None:
             signal.signal(number, _handler(code))
 
 
+def limit_grace() -> None:
+    """End the process `GRACE` seconds after a signal, even within a long operation, where Python
+    runs no handler.
+
+    The disk holds a resumable state at any moment.
+    """
+    _LAST_WORDS.clear()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    if hasattr(os, "register_at_fork"):  # a signal to a child is none to this process
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    threading.Thread(target=_end_after_grace, args=[read], daemon=True).start()
+
+
+def _end_after_grace(read: int) -> None:
+    code = None
+    while code is None:
+        code = {int(number): code for number, code in SIGNALS.items()}.get(os.read(read, 1)[0])
+    time.sleep(GRACE)
+    if not _LAST_WORDS:
+        _say_last(code)
+    os._exit(code)
+
+
 def ignore_signals() -> None:
     """Let the interpreter end in peace: the command is done, and its exit code says how."""
     for number in SIGNALS:
@@ -81,7 +113,7 @@ def _handler(code: int) -> Callable[[int, FrameType | None], None]:
             )  # the disk holds a resumable state at any moment
         if STOP.is_in_loop() and sys.stderr.isatty():
             os.write(
-                sys.stderr.fileno(), b"\nstopping after this step; once more to stop at once\n"
+                sys.stderr.fileno(), b"\nstopping within seconds; once more to stop at once\n"
             )
         STOP.request(reason)
 
@@ -91,14 +123,13 @@ def _handler(code: int) -> Callable[[int, FrameType | None], None]:
 @contextmanager
 def exits() -> Iterator[None]:
     """Leave with the right exit code and one line on stderr for every error that is no bug."""
+    _CONTEXTS[:] = filter(None, [click.get_current_context(silent=True)])
     try:
         yield
     except QuantkitError as error:
         leave(error.exit_code, "Error: " + error.typed.replace("\n", "\n       "))
-    except Stopped:
-        leave(STOPPED, f"Stopped: {_what_remains()}")
-    except KeyboardInterrupt:
-        leave(INTERRUPTED, f"Interrupted: {_what_remains()}")
+    except KeyboardInterrupt as error:
+        leave(_say_last(STOPPED if isinstance(error, Stopped) else INTERRUPTED))
     except BrokenPipeError:
         leave(STOPPED)
     except Exception as error:  # memory may end anywhere, and libraries may then raise anything
@@ -149,15 +180,25 @@ def _discard(descriptor: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
+def _say_last(code: int) -> int:
+    """Say on stderr that a signal ended the command, and how to continue; return the exit code."""
+    _LAST_WORDS.append(f"{'Stopped' if code == STOPPED else 'Interrupted'}: {_what_remains()}")
+    with suppress(BrokenPipeError):
+        click.echo(_LAST_WORDS[-1], err=True)
+    return code
+
+
 def _what_remains() -> str:
-    context = click.get_current_context(silent=True)
-    out = context.params.get("out") if context else None
-    if context and out and glob.glob(f"{glob.escape(str(Path(out).absolute()))}.partial-*"):
-        if "resume" in context.params:
+    params = _CONTEXTS[-1].params if _CONTEXTS else {}
+    out, journal = params.get("out"), params.get("journal")
+    if out and "resume" in params:
+        from quantkit.io.staging import is_resumable
+
+        if is_resumable(Path(out)):
             return "the finished part is kept, the same command with --resume continues"
+    elif out and [*Path(out).absolute().parent.glob(f"{escape(Path(out).name)}.partial-*")]:
         return "something is left beside the output, the same command with --overwrite discards it"
-    journal = context.params.get("journal") if context else None
-    if context and out and "recipes" in context.params:
+    if out and "recipes" in params:
         journal = next(Path(out).glob("rows/*"), None)
     if journal and Path(journal).exists():
         return "the finished part is kept, the same command continues"

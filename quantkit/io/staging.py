@@ -119,6 +119,11 @@ def is_complete(partial: Path) -> bool:
     return (partial / "config.json").exists() and not (partial / JOURNAL).exists()
 
 
+def is_resumable(out: Path) -> bool:
+    """Say whether an interrupted run left committed work beside `out`."""
+    return _worth_keeping(_beside(out, "partial"))
+
+
 def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
     """Turn a finished partial folder into `out`, durably; with `overwrite` in the place of the
     folder there.

@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quantkit.algorithms import hessian
 from quantkit.cli.process import STOP, Stopped, catch_signals
 from quantkit.io.staging import JOURNAL
 from quantkit.pipeline import convert
@@ -102,6 +105,34 @@ def test_a_signal_before_a_command_or_behind_its_end_has_the_right_exit_code(tmp
     said = [*filter(None, done.stderr.split("\n"))]
     assert [line.split(":")[0] for line in said] == ["Interrupted", "Stopped"]
     assert done.stderr.count("nothing was written") == 2
+
+
+def test_a_signal_within_a_long_step_ends_a_command_soon_and_keeps_the_finished_blocks(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factorization of a wide weight takes a minute, and Python runs no handler meanwhile."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    shutil.copy(ROOT / "LICENSE", text)
+    words = ("quantize", small_llama, "-o", out, "--calib", text, "--samples", 4, "--max-length", 32, "-q")
+    factorize, calls = hessian.factorize, itertools.count(1)
+
+    def slow(*args: Any, **options: Any) -> hessian.Factor:
+        if next(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)  # goes on after the handler
+        return factorize(*args, **options)
+
+    monkeypatch.setattr("quantkit.calibration.stages.solve.factorize", slow)
+    for at, kept in ((1, False), (6, True)):
+        ended = run(command(*words), tmp_path)
+        assert ended.code == 75 and ended.seconds < 10, ended
+        assert ended.stderr.splitlines() == [
+            "Stopped: the finished part is kept, the same command with --resume continues"
+            if kept
+            else "Stopped: nothing was written, run the same command again"
+        ]
+    at = 0
+    assert call(*words, "--resume").exit_code == 0
 
 
 @pytest.mark.usefixtures("handlers")
