@@ -112,9 +112,7 @@ def _handler(code: int) -> Callable[[int, FrameType | None], None]:
                 other, lambda *_: os._exit(code)
             )  # the disk holds a resumable state at any moment
         if STOP.is_in_loop() and sys.stderr.isatty():
-            os.write(
-                sys.stderr.fileno(), b"\nstopping within seconds; once more to stop at once\n"
-            )
+            os.write(sys.stderr.fileno(), b"\nstopping within seconds; once more to stop at once\n")
         STOP.request(reason)
 
     return handle

@@ -66,6 +66,9 @@ REACH = 1.5
 #: The most held-out sequences that judge, the most on which loss increases are measured, and the
 #: most tokens of each.
 HELD_OUT, LONGEST = 16, 512
+#: Nats of KL divergence for each expected squared error of the weights, as measured:
+#: docs/algorithms.md 17.
+DIVERGENCE = 8.0
 #: The most bytes that the search adds to the report: of any model, and of each group.
 ADDED, ADDED_BY_GROUP = 32 * 2**10, 256
 #: How often the programme is solved again, because config and recipe take more bytes than was
@@ -465,7 +468,33 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
         raise refused[0]
     if not spaces:
         raise _too_small(asked, min(smallest), recipe)
-    return replace(search, spaces=spaces)
+    search = replace(search, spaces=spaces)
+    return replace(search, notices=[*notices, *_expected_loss(search)])
+
+
+def _expected_loss(search: _Search) -> list[str]:
+    """Warn of a target that leaves fewer than four bits a weight, with the expected divergence."""
+    expected = partial(expected_increase, search.job.recipe)
+    found = []
+    for space in search.spaces:
+        choice = space.choose(expected, search.budget(space, space.overhead))
+        if choice is not None:
+            loss = space.increase(choice, expected) / space.weights
+            found.append((loss, space.bits(space.size(choice))))
+    loss, bits = min(found, default=(0.0, 4.0))
+    if bits >= 4:
+        return []
+    rows = search.curve(expected, mixes=False)
+    wider = next((row for row in rows if row["bits"] >= 4 and not row["fits"]), None)
+    by_size = search.asked.target_size is not None
+    ways = ["more bits lose less"]
+    if wider is not None:
+        key = "bytes" if by_size else "bits"
+        way = Option("target_size" if by_size else "target_bits", wider[key])
+        less = DIVERGENCE * wider["harm"] / search.spaces[0].weights
+        ways = [way, f"fits {wider['scheme']}, with about {less:.2f} nats"]
+    rule = f"the target leaves {bits:.2f} bits a weight: expect a KL divergence of about"
+    return [Words(f"{rule} {DIVERGENCE * loss:.2f} nats from the unquantized model:", *ways)]
 
 
 def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:

@@ -41,6 +41,8 @@ EVENTS = {
 }
 #: Tokens for each input channel of a linear without which a step is skipped; the fact counts both.
 NEEDED = {"descent_skipped": 16, "few_routed": 1}
+#: The totals that explain a size, and the linear outside the blocks that can be packed.
+SIZES, HEAD = ("source_bytes", "bytes", "dense_bits"), "lm_head"
 _COUNTED = re.compile(r"(\d+) tokens for (\d+) input channels")
 
 
@@ -92,6 +94,42 @@ def dense(totals: Mapping[str, Any]) -> str:
     ]
     tied = ["the head is tied to it"] if totals.get("tied_head") else []
     return f"{format_bytes(size)} of it, in {bits} bits: {', '.join([*named, *tied])}"
+
+
+def explained_size(report: Mapping[str, Any]) -> list[str]:
+    """Explain an output that is larger than its source, and one of which dense tensors outside the
+    blocks take over a quarter.
+    """
+    totals = report.get("totals", {})
+    before, after, bits = (errors.number(totals.get(key)) for key in SIZES)
+    if not before or not after:
+        return []
+    found = []
+    if after > 1.01 * before:
+        low_bit = (report.get("source") or {}).get("weights")
+        why, way = "scales are stored beside the codes", "use fewer bits"
+        if low_bit:
+            why = f"whose weights have few bits already ({low_bit})"
+            way = "quantize the original model, or keep the source where only its size counts"
+        elif "same_values" in report:
+            why, way = "which holds the same values", "convert only for a reader that needs it"
+        ratio = f"{after / before:.2f} times as large as its source"
+        found.append(f"the output is {ratio}, {why}: {way}")
+    outside = {
+        str(name): size
+        for name, size in (totals.get("dense_largest") or {}).items()
+        if ".N." not in str(name) and isinstance(size, int)
+    }
+    part = sum(outside.values())
+    if bits and part > after / 4:
+        ways: list[Any] = ["in a larger model they are a smaller part"]
+        if HEAD in outside:
+            ways = ["a recipe with skip: [] packs the head, for readers other than vLLM"]
+        if bits > 16:
+            ways = ["store them in half the space with", Setting("dense_dtype", "bfloat16")]
+        what = f"{' and '.join(outside)} take {100 * part / after:.0f} % of the output, in"
+        found.append(Words(f"{what} {bits:.0f} bits, and no layout packs embeddings:", *ways))
+    return found
 
 
 def share(report: Mapping[str, Any]) -> str:

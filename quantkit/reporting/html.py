@@ -63,7 +63,7 @@ def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = Non
         worst=_worst(layers),
         ranked_by="outputs" if errors.leading_error(layers) is errors.output_error else "weights",
         costs=_costs(report),
-        notices=[*facts.events(report), *_unopened(report)],
+        notices=[*facts.explained_size(report), *facts.events(report), *_unopened(report)],
         calibration=list(_calibration(report)),
         versions=_versions(report),
         recipe=escape(json.dumps(recipe, indent=1))
@@ -111,11 +111,10 @@ def _tiles(report: Mapping[str, Any], layers: Sequence[Layer]) -> Iterator[tuple
     if (width := number(totals.get("bits_per_weight"))) is not None:
         yield "Bits per weight", f"{width:.3f}", "of quantized weights, with scales"
     if before and after:
-        yield (
-            "Size",
-            format_bytes(after),
-            f"{before / after:.2f} times smaller than {format_bytes(before)}",
-        )
+        ratio = f"{before / after:.2f} times smaller than"
+        if after >= before:
+            ratio = f"{after / before:.2f} times as large as"
+        yield "Size", format_bytes(after), f"{ratio} {format_bytes(before)}"
     if (share := number(totals.get("share"))) is not None:
         done = "pruned" if report.get("command") == "prune" else "quantized"
         yield f"Decoder {done}", f"{100 * share:.2f} %", f"of its weights, in {len(layers)} linears"

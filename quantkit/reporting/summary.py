@@ -42,7 +42,7 @@ def summary(report: Mapping[str, Any]) -> str:
             "memory",
             ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items()),
         ),
-        *(("note", line) for line in facts.events(report)),
+        *(("note", line) for line in [*facts.explained_size(report), *facts.events(report)]),
     ]
     return "\n".join(f"{label:<13} {printable(text)}" for label, text in rows if text)
 

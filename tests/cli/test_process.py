@@ -123,7 +123,8 @@ def test_a_signal_within_a_long_step_ends_a_command_soon_and_keeps_the_finished_
         return factorize(*args, **options)
 
     monkeypatch.setattr("quantkit.calibration.stages.solve.factorize", slow)
-    for at, kept in ((1, False), (6, True)):
+    for number, kept in ((1, False), (6, True)):
+        at = number
         ended = run(command(*words), tmp_path)
         assert ended.code == 75 and ended.seconds < 10, ended
         assert ended.stderr.splitlines() == [

@@ -91,6 +91,16 @@ def test_a_folder_is_never_larger_than_asked(shared: Path, tmp_path: Path, monke
     assert all(row["fits"] == (row["bytes"] <= target) for row in found["curve"])
 
 
+@pytest.mark.parametrize(("bits", "warns"), [(3.3, True), (4.6, False)])
+def test_few_bits_are_announced_with_their_loss_before_work(
+    bits: float, warns: bool, small: Path, calib: Path, tmp_path: Path
+) -> None:
+    options = ("--target-bits", bits, "--allowed", "int2:g64,int3:g64,int4:g64,int5:g64", "--calib", calib, *SHORT)
+    found = call("plan", small, *options).stdout
+    assert ("expect a KL divergence of about" in " ".join(found.split())) is warns
+    assert ("--target-bits 4.258 fits int4:g64, with about 0.06 nats" in " ".join(found.split())) is warns
+
+
 def test_the_recipe_of_a_folder_makes_the_same_bytes_without_a_search(
     small: Path, whole: Path, calib: Path, tmp_path: Path
 ) -> None:
