@@ -199,6 +199,7 @@ def test_every_division_is_in_order_and_within_its_bounds(monkeypatch: pytest.Mo
         assert all(total <= 8 or len(group) == 1 for total, group in zip(totals, found, strict=True))
         small = [i for i, total in enumerate(totals) if total < 4]
         assert all(totals[i] + totals[i + 1] > 8 for i in small[:-1] if i + 1 < len(totals))
+        assert len(totals) < 2 or totals[-1] >= 4 or totals[-2] + totals[-1] > 8
         assert groups(totals, most=8) == [range(i, i + 1) for i in range(len(totals))]
 
 

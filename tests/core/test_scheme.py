@@ -39,8 +39,10 @@ def test_groups_must_divide_the_columns() -> None:
     for k in (64, 129, 200):
         with pytest.raises(LayoutError, match=f"128 does not divide k = {k}"):
             Scheme(INT4, 128).groups(k)
-    with pytest.raises(RecipeError):
-        Scheme(INT4, -128)
+    assert Scheme(INT4, 1).groups(7) == 7
+    for size in (0, -128):
+        with pytest.raises(RecipeError):
+            Scheme(INT4, size)
     with pytest.raises(RecipeError, match="symmetric only"):
         Scheme(FP6, symmetric=False)
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from quantkit.errors import CheckpointError
 from quantkit.io.json_files import load_json
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes
-from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, Opening, open_folder
+from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, Opening, describe, open_folder
 from tests.command_line import RTN, call, refused
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model
@@ -40,6 +41,14 @@ def int4(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("int4") / "int4"
     quantkit.quantize(small_llama, out, method="rtn")
     return out
+
+
+def test_packing_changes_no_count_of_parameters(int4: Path, small_llama: Path) -> None:
+    dense, packed = Checkpoint(small_llama), describe(Checkpoint(int4))
+    assert (
+        packed["parameters"] == describe(dense)["parameters"] == sum(prod(dense.shape(name)) for name in dense.names())
+    )
+    assert 0 < packed["quantized_weights"] < packed["parameters"]
 
 
 def opened(folder: Path, source: Path, **changes: Any) -> Opening:

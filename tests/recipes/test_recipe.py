@@ -11,7 +11,7 @@ import yaml
 from quantkit.core.formats import FORMATS, INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
-from quantkit.recipes.files import load, merge
+from quantkit.recipes.files import load, load_named_or_scheme, merge
 from quantkit.recipes.recipe import Recipe, from_mapping, matches
 
 
@@ -104,6 +104,19 @@ def test_a_search_without_calibration_uses_mse() -> None:
     assert from_mapping({"method": "rtn", "metric": "diag"}).calibrated
     fp6 = from_mapping({"scheme": {"format": "fp6"}, "method": "rtn"})
     assert (fp6.clip, fp6.calibrated) == ("none", False)
+
+
+@pytest.mark.parametrize(("method", "rule"), [("gptq", "sparsegpt"), ("rtn", "magnitude")])
+def test_the_masks_of_a_sparse_scheme_go_by_its_method(method: str, rule: str) -> None:
+    assert from_mapping({"method": method, "scheme": {"format": "int4", "sparsity": "2:4"}}).prune == rule
+    assert from_mapping({"method": method}).prune is None
+
+
+@pytest.mark.parametrize("named", ["int9:g64:gptq", "int4:g64:gptk", "int4-bets"])
+def test_a_scheme_with_an_unknown_half_is_no_recipe(named: str) -> None:
+    assert from_mapping(load_named_or_scheme("int4:g64:gptq")) == from_mapping({"scheme": {"group_size": 64}})
+    with pytest.raises(RecipeError, match=f"unknown recipe '{named}'"):
+        load_named_or_scheme(named)
 
 
 def test_an_unquoted_off_is_off_and_not_false() -> None:

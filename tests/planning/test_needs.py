@@ -1,0 +1,46 @@
+"""A part of a run's memory or disk that is left out of its sum ends the run in its middle."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from quantkit.algorithms.rtn import ROUNDING_BYTES
+from quantkit.calibration.budget import GRADIENTS
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.planning.needs import Memory, disk_peak, streamed_memory
+from quantkit.planning.output import Files
+from quantkit.recipes.recipe import from_mapping
+
+#: Hidden states of two documents of ten tokens take 40 bytes, the sum of a block's gradients 7.
+MEMORY, LENGTHS, BLOCKS = Memory({}, token_bytes=2, sum_bytes=7), (10, 10), 3
+LARGE = Files({"model.safetensors": 1000}, report_bytes=100, before_last=600, joined=50)
+SMALL = Files({"model.safetensors": 10}, report_bytes=0, before_last=0, joined=0)
+
+
+@pytest.mark.parametrize(
+    ("files", "output_aware", "budget", "parts"),
+    [
+        (LARGE, False, None, (1150, 2 * 40, 0)),  # all files, one twice while it is joined, and two snapshots
+        (LARGE, False, 10, (1150, 3 * 40, 0)),  # hidden states beyond the budget are a file too
+        (LARGE, True, None, (1150, 2 * 40, BLOCKS * 7)),  # the sums of gradients stay to the end
+        (SMALL, True, None, (0, 0, BLOCKS * 40)),  # the gradients of all blocks, before the first is solved
+    ],
+)
+def test_the_disk_holds_what_lies_there_at_once(
+    files: Files, output_aware: bool, budget: int | None, parts: tuple[int, int, int]
+) -> None:
+    recipe = from_mapping({"output_aware": True, "tune": 200} if output_aware else {})
+    found = disk_peak(files, MEMORY, recipe, LENGTHS, BLOCKS, budget)
+    assert (found.get("output", 0), sum(found.values()) - found.get("output", 0) - found.get(GRADIENTS, 0)) == parts[:2]
+    assert found.get(GRADIENTS, 0) == parts[2]
+
+
+def test_rounding_needs_its_largest_linear_or_a_copy_of_its_largest_tensor(small_llama: Path) -> None:
+    src = Checkpoint(small_llama)
+    copied = 2 * max(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names())
+    for n, k in ((1, 1), (4096, 4096)):
+        largest = streamed_memory(src, [(n, k), (1, 1)]).ram["largest weight"]
+        assert largest == max(copied, ROUNDING_BYTES * n * k)
