@@ -6,7 +6,8 @@ A folder is untrusted input: headers and indexes are checked before they are use
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ _DENSE = (*FLOATS, torch.float64, torch.int64, torch.bool)
 _PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 
+#: Parts that wrappers of a model add to the names of its tensors: anywhere, and before all names.
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_(fsdp|checkpoint)_wrapped_module|_forward_module)\.")
+_OUTER = re.compile(r"^((module|base_model\.model)\.)+")
+
+
 class Checkpoint(StoredTensors):
     """Open a folder of safetensors shards with config.json, dense or packed, and read one tensor at
     a time.
@@ -45,10 +51,12 @@ class Checkpoint(StoredTensors):
     `path` is the real folder; for a GGUF file it is temporary, and `home` is the file. `stated` is
     its `quantization_config`; `layout` and `schemes` are its meaning, None for a dense model.
     `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a
-    model counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list
-    ignored entries. `config` takes the place of config.json in a folder that has none yet. With
-    `dequantize`, INT4 weights of compressed-tensors that quantkit did not write are dequantized
-    too. CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
+    model counts as dense. `wrapped` is the first stored name with a part of a wrapper, such as
+    torch.compile, or None: names are given without such parts. `source_bytes` are the bytes of all
+    tensors in the files. `notices` list ignored entries. `config` takes the place of config.json in
+    a folder that has none yet. With `dequantize`, INT4 weights of compressed-tensors that quantkit
+    did not write are dequantized too. CheckpointError for a folder that is incomplete, damaged,
+    hostile or contradictory.
     """
 
     def __init__(
@@ -91,7 +99,8 @@ class Checkpoint(StoredTensors):
         shards, weight_map = (
             ([], None) if source else model_folder.shards(path, listing, self.notices)
         )
-        super().__init__(path, shards, weight_map, beside)
+        super().__init__(path, shards, weight_map, beside, self.notices)
+        self.wrapped = self._unwrap()
         model_folder.require_inside(path, listing)
         self.home, self.source_bytes = path, sum(map(self.nbytes, self.names()))
         if source is not None:
@@ -108,6 +117,9 @@ class Checkpoint(StoredTensors):
             self.low_bit = source.form
             self.notices.append(f"source weights are {source.form}, {self._dequantized()}")
         elif self.stated is not None:
+            # An index of the model before it was quantized lacks the parts of packed weights.
+            owners = {name.rpartition(".")[0] for name in (*self.names(), *self.absent)}
+            self.admit([name for name in self.unlisted if name.rpartition(".")[0] in owners])
             self._read_quantization(self.stated, where, dequantize)
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, dict[str, str]] = {}
@@ -272,6 +284,26 @@ class Checkpoint(StoredTensors):
                 return dtype
         floats = [name for name in self.names() if self.dtype(name) in FLOATS]
         return self.dtype(max(floats, key=self.nbytes)) if floats else torch.float32
+
+    def leave_out(self, names: Sequence[str], why: str) -> None:
+        """Present the source without some of its tensors, with a notice."""
+        self.derive({}, names)
+        self.notices.append(f"{names[0]} is left out: {why} ({len(names)} in all)")
+
+    def _unwrap(self) -> str | None:
+        """Remove what wrappers of the model added to names. Returns the first such stored name."""
+        plain = {name: _WRAPPERS.sub("", name) for name in self.names()}
+        if all(map(_OUTER.match, plain.values())):
+            plain = {stored: _OUTER.sub("", name) for stored, name in plain.items()}
+        changed = [stored for stored, name in plain.items() if stored != name]
+        if not changed or len(set(plain.values())) < len(plain):
+            return None
+        self._where = {plain[stored]: place for stored, place in self._where.items()}
+        self.notices.append(
+            f"{changed[0]} is read as {plain[changed[0]]}: a wrapper of the model, such as "
+            f"torch.compile, DDP, FSDP or PEFT, made it longer ({len(changed)} in all)"
+        )
+        return changed[0]
 
     def _read_quantization(self, stated: dict[str, Any], where: str, dequantize: bool) -> None:
         """Read the layout and the schemes, or present the weights of a low-bit source under their

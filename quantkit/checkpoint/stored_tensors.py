@@ -6,7 +6,7 @@ A tensor can also be computed from others, and takes their place (`derived`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
 from quantkit.io import files
-from quantkit.io.json_files import AGAIN, shown
+from quantkit.io.json_files import shown
 from quantkit.io.model_folder import inside
 from quantkit.io.safetensors_files import TensorInfo, read_header
 
@@ -68,9 +68,11 @@ class _Place(NamedTuple):
 class StoredTensors:
     """Read the tensors of the weight files `shards` in the folder `path`, a real path.
 
-    `weight_map` is the index, tensor -> file. `beside` are other files that must not change. An
+    `weight_map` is the index, tensor -> file, and decides which copy is read. `absent` are names in
+    it that no file holds; `unlisted` are stored tensors that it lacks, which `admit` adds.
+    `notices` get a line for each difference. `beside` are other files that must not change. An
     output stores dense floats as `written_dtype`, except the tensors `never_cast`; None: unchanged.
-    CheckpointError for a damaged header, or an index that says something else than the files.
+    CheckpointError for a damaged header, or copies of a tensor that the index has in another file.
     """
 
     written_dtype: torch.dtype | None = None
@@ -82,26 +84,34 @@ class StoredTensors:
         shards: Sequence[str],
         weight_map: Mapping[str, str] | None,
         beside: Sequence[StoredFile] = (),
+        notices: list[str] | None = None,
     ) -> None:
         self.path = path
-        self._shards: list[StoredFile] = []
+        self._shards = [file_in(path, name) for name in shards]
         self._beside = tuple(beside)
         self._supplied: dict[str, Path] = {}
+        headers = {shard: read_header(shard.path)[0] for shard in self._shards}
+        holders: dict[str, list[str]] = {}
+        for shard, header in headers.items():
+            for name in header:
+                holders.setdefault(name, []).append(shard.name)
+        index = weight_map or {}
+        if holders.keys().isdisjoint(index):  # no index, or that of another model
+            index = {name: held[0] for name, held in holders.items()}
+        chosen = _by_index(path, holders, index, [] if notices is None else notices)
+        self.absent = [name for name in index if name not in holders]
         self._where: dict[str, _Place] = {}
-        for shard_name in shards:
-            self._shards.append(shard := file_in(path, shard_name))
-            for name, info in read_header(shard.path)[0].items():
-                if weight_map is not None and weight_map.get(name) != shard_name:
-                    raise CheckpointError(
-                        f"{name} is in {shard_name}, the index does not say so", AGAIN, subject=path
-                    )
+        self.unlisted: dict[str, _Place] = {}
+        for shard, header in headers.items():
+            for name, info in header.items():
                 read = partial(_read, path, shard, info)
-                self._where[name] = _Place(info.shape, info.dtype, read, (shard, info))
-        absent = [name for name in weight_map or {} if name not in self._where]
-        if absent:
-            raise CheckpointError(
-                f"the index lists {shown(absent[0])}, its shard has not", AGAIN, subject=path
-            )
+                if chosen.get(name, shard.name) == shard.name:
+                    where = self._where if name in chosen else self.unlisted
+                    where[name] = _Place(info.shape, info.dtype, read, (shard, info))
+
+    def admit(self, names: Iterable[str]) -> None:
+        """Read these `unlisted` tensors too."""
+        self._where |= {name: self.unlisted.pop(name) for name in names}
 
     def supply(self, file: StoredFile, tensors: Mapping[str, Derived]) -> None:
         """Add tensors that are computed from a weight file of another format."""
@@ -228,6 +238,43 @@ class StoredTensors:
                 f"has no tensor {shown(name)}: quantkit inspect lists them", subject=self.path
             )
         return self._where[name]
+
+
+def _by_index(
+    folder: Path,
+    holders: Mapping[str, Sequence[str]],
+    index: Mapping[str, str],
+    notices: list[str],
+) -> dict[str, str]:
+    """Choose the file of each tensor that an index lists; `notices` say how index and files differ.
+
+    `holders` are the files that hold each tensor.
+    """
+    chosen: dict[str, str] = {}
+    differences: dict[str, list[str]] = {}
+    for name in {**index, **holders}:
+        listed, held = index.get(name), holders.get(name, ())
+        if listed is None:
+            what = "is not in the index: left out unless the model needs it"
+        elif not held:
+            what = "is in the index and in no weight file"
+        elif listed not in held and len(held) > 1:
+            raise CheckpointError(
+                f"{name} is in {' and '.join(held)}, and the index says {listed}",
+                "name the right one in the index",
+                subject=folder,
+            )
+        else:
+            chosen[name] = listed if listed in held else held[0]
+            if [listed] == held:
+                continue
+            what = "is in several files: the copy that the index names is read"
+            if listed not in held:
+                what = "is not in the file that the index names: it is read from another"
+        differences.setdefault(what, []).append(name)
+    for what, names in differences.items():
+        notices.append(f"{shown(names[0])} {what} ({len(names)} in all)")
+    return chosen
 
 
 def file_in(folder: Path, name: str) -> StoredFile:

@@ -102,6 +102,13 @@ def _load(
             "load it by transformers",
             subject=src.path,
         )
+    if src.wrapped is not None:
+        raise CheckpointError(
+            f"transformers does not open {src.wrapped}, the name of a tensor in a wrapper",
+            Words("use", Command("quantize")),
+            "save the model inside the wrapper",
+            subject=src.path,
+        )
     place = device_of(device)
     if device != "auto" and device_map is None and src.layout is not None:
         require_kernels(place)

@@ -213,12 +213,18 @@ def drop_auto_map(config: dict[str, Any]) -> list[str]:
     ]
 
 
+#: transformers' own implementations of attention and experts, which a config may name.
+OWN_IMPLEMENTATIONS = re.compile(
+    r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d)|(batched|grouped)_mm|deepgemm|sonicmoe"
+)
+
+
 def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = False) -> None:
     """Refuse a config whose keys, at any depth, make transformers load code (RELIABILITY 1.6).
 
     These are `auto_map` and `trust_remote_code`, unless the user trusts the model's code, and
-    always what names an attention or expert implementation (a kernel from elsewhere); true, false
-    and null in the latter name nothing.
+    always the name of an attention or expert implementation that is not transformers' own. True,
+    false and null name nothing; an object has a name for each part of the model.
     """
     for key, value in entries(config, path):
         if key in ("auto_map", "trust_remote_code") and not trust_remote_code:
@@ -231,10 +237,15 @@ def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = F
         implementation = key.lstrip("_").startswith(
             ("attn_implementation", "experts_implementation")
         )
-        if implementation and not (value is None or isinstance(value, bool)):
-            raise CheckpointError(
-                f"{shown(key)} can make a library load foreign code", "remove the key", subject=path
-            )
+        for named in value.values() if isinstance(value, dict) else (value,):
+            own = isinstance(named, str) and OWN_IMPLEMENTATIONS.fullmatch(named)
+            if implementation and not (own or named is None or isinstance(named, bool)):
+                raise CheckpointError(
+                    f"{shown(key)} is {shown(named)}, which can make a library load foreign code",
+                    "name one of transformers' own, such as sdpa",
+                    "remove the key",
+                    subject=path,
+                )
     for key, value in entries(config, path):
         if key == "model_type" and not (value is None or isinstance(value, str)):
             raise CheckpointError(

@@ -170,6 +170,8 @@ def require_inside(folder: Path, listing: Iterable[str]) -> None:
         real = inside(folder, name) if path.is_symlink() or TEMPLATES in path.parts else path
         if _is_opened(name) and not (real.is_file() or real.is_dir()):
             raise CheckpointError(f"{shown(name)} is no regular file", "remove it", subject=folder)
+        if _is_opened(name) and real.is_file():
+            files.open_regular(real).close()  # which refuses a Git LFS pointer
 
 
 def opened(folder: Path) -> list[str]:
@@ -198,9 +200,9 @@ def shards(
     """List the weight files of a model folder in order, and the index's tensor -> file, None
     without an index.
 
-    `listing` has the folder's file names, sorted; `notices` name files left out. CheckpointError
-    unless there is exactly one reading of the folder: one index, or one file of weights
-    (RELIABILITY 2).
+    `listing` has the folder's file names, sorted; `notices` name files left out. transformers reads
+    the index of its own name, or a single file of weights beside an index without its shards.
+    CheckpointError unless there is exactly one reading of the folder (RELIABILITY 2).
     """
     found = [
         n
@@ -209,6 +211,9 @@ def shards(
     ]
     indexes = [n for n in listing if n.endswith(".safetensors.index.json")]
     pickles = [n for n in listing if n.endswith(PICKLES)]
+    if INDEX in indexes and len(indexes) > 1:
+        notices.append(f"ignored: {', '.join(name for name in indexes if name != INDEX)}")
+        indexes = [INDEX]
     if len(indexes) > 1:
         raise CheckpointError(
             f"has several indexes ({', '.join(indexes)})", "keep the right one", subject=folder
@@ -223,12 +228,16 @@ def shards(
         weight_map = _weight_map(folder, indexes[0])
         names = sorted(set(weight_map.values()))
         if SINGLE in found and names != [SINGLE]:
-            raise CheckpointError(
-                f"has both {SINGLE} and {indexes[0]}",
-                "remove the one that is out of date",
-                subject=folder,
-            )
-    elif SINGLE in found:
+            if not set(names).isdisjoint(found):
+                raise CheckpointError(
+                    f"has both {SINGLE}, which transformers reads, and the files of {indexes[0]}, "
+                    "which others read",
+                    "remove the one that is out of date",
+                    subject=folder,
+                )
+            notices.append(f"ignored: {indexes[0]}, whose files are not there")
+            weight_map = None
+    if weight_map is None and SINGLE in found:
         names = [SINGLE]
     if weight_map is None and (
         len(names) > 1 or re.search(r"-of-0*([2-9]|[1-9]\d+)\.safetensors$", names[0])
@@ -278,7 +287,8 @@ def companions(
         with files.guarded(real):
             found = real.stat()
         whole = any(fnmatch(lower, pattern) for pattern in TOKENIZERS) or found.st_size <= SMALL
-        (names if stat.S_ISREG(found.st_mode) and whole else left_out).append(name)
+        whole = whole and stat.S_ISREG(found.st_mode) and not files.is_pointer(real)
+        (names if whole else left_out).append(name)
     for name in templates:
         inside(folder, name)
     shown_names = (name.encode(errors="backslashreplace").decode() for name in left_out)

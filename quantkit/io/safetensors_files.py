@@ -112,6 +112,13 @@ def _tensor_info(name: str, entry: Any, first: int, path: Path) -> TensorInfo:
         damaged(path, f"does not say dtype, shape and data_offsets of {shown(name)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
+        if dtype == "U32":
+            raise CheckpointError(
+                f"{shown(name)} has dtype 'U32', as MLX packs weights in few bits",
+                "use the model from which it was made",
+                "dequantize it by mlx_lm.convert --dequantize",
+                subject=path,
+            )
         raise CheckpointError(
             f"{shown(name)} has dtype {shown(dtype)}: quantkit reads {', '.join(DTYPES)}, convert "
             "it first",

@@ -68,6 +68,8 @@ def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    # An implementation may need a package that is not here: transformers chooses one for the model.
+    config._attn_implementation = config._experts_implementation = None
     return config
 
 

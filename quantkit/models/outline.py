@@ -73,10 +73,16 @@ class Outline:
 
     def __init__(self, src: Checkpoint, module: PreTrainedModel, *, as_matrices: bool) -> None:
         self.src, self.module, self.names = src, module, StateNames(module)
+        if src.unlisted:
+            lacking = set(self.names.match(src).missing(module))
+            src.admit([n for n in src.unlisted if not lacking.isdisjoint(self.names.place(n)[0])])
         self.sliced = unfuse_experts(self.names, src, slices=as_matrices)
         self.states = self.names.match(src)
         self.held = follow_storage(self.names, src, self.states.merged)
         if self.held:
+            self.states = self.names.match(src)
+        if zeros := [name for name in self.states.strays if self._is_zero_bias(name)]:
+            src.leave_out(zeros, "it is zero, and the model has no such bias")
             self.states = self.names.match(src)
         self._require_shapes()
         if as_matrices:
@@ -135,6 +141,12 @@ class Outline:
                 outside.remove(bias)
                 stored[f"{path}.bias"] = bias
                 self._require_shape(f"{path}.bias", bias)
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return True for zeros, as early GPTQ tools write, where a linear has no bias."""
+        state, is_bias = self.names.state_of(name), name.endswith(".bias")
+        is_linear_bias = is_bias and f"{state.removesuffix('.bias')}.weight" in self.names.states
+        return is_linear_bias and not bool(self.src.get(name).any())
 
     @cached_property
     def outside(self) -> Outside:

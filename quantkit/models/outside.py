@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
+from quantkit.io.json_files import AGAIN
 from quantkit.models.experts import UnfusedExperts
 from quantkit.models.families import (
     COMPUTED,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 #: `id2label` of a model without labels of its own, as transformers wrote it until version 5.
 DEFAULT_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
+#: Names of PEFT's tensors and of the weights that they change.
+_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save|lora_\w+)\.")
 #: The most further names in an error.
 SHOWN = 3
 _WITHOUT = "save the model without them, by transformers' from_pretrained and save_pretrained"
@@ -141,11 +144,22 @@ def require_complete(
     module = states.module
     kind = type(module).__name__
     if missing:
+        asked = [name for name in src.absent if not set(states.place(name)[0]).isdisjoint(missing)]
+        if asked:
+            what = "is in the index, and its file does not hold it"
+            raise CheckpointError(_shown(asked, what), AGAIN, subject=src.path)
         rule = (
             f"{_shown(missing, 'is missing from the checkpoint')}: the folder is not a complete "
             f"{kind}"
         )
-        raise CheckpointError(rule, *_for_missing(module, src, missing), subject=src.path)
+        ways = _for_missing(module, src, missing)
+        if inner := next((name for name in outside if name.endswith(f".{missing[0]}")), None):
+            rule = f"{inner}, as stored, is {missing[0]} in {kind}"
+            ways = ["save the model inside its wrapper"]
+        if adapter := next(filter(_ADAPTER.search, outside), None):
+            rule = f"{adapter} belongs to an adapter of PEFT that is not merged into the weights"
+            ways = ["save what model.merge_and_unload() returns"]
+        raise CheckpointError(rule, *ways, subject=src.path)
     if stray := undeclared(states, src, outside):
         rule = (
             f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares "

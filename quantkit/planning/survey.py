@@ -52,7 +52,7 @@ from quantkit.recipes.identity import difference, identity
 from quantkit.recipes.options import Calib, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe, goals_of, require_effect, skip_pattern, without_paths
 from quantkit.text.sequences import Calibration, draw_calibration
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
 
 
 class Job(NamedTuple):
@@ -345,6 +345,7 @@ def require_runnable(
             f"{count} processes were started, and this recipe uses no activations",
             "start one, without torchrun or accelerate launch",
         )
+    require_readable_tokenizer(job.src.path)
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
     if made.output.schemes is not None:

@@ -401,6 +401,8 @@ def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) ->
     try:
         module = skeleton(src, src.dtype_of_model, trust_remote_code)
     except CheckpointError:
+        if src.absent:  # nobody knows whether the model needs it
+            raise
         return Outside.of(src, drafts_by_name(src))
     outline = Outline(src, module, as_matrices=False)
     swap(outline)

@@ -19,7 +19,7 @@ from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import Derived
 from quantkit.errors import CheckpointError
-from quantkit.io.model_folder import INDEX
+from quantkit.io.model_folder import INDEX, companions
 from quantkit.text.tokenizer import load_tokenizer
 from tests.checkpoint.samples import ONE, TWO, dense_folder
 from tests.tiny_models import write_model
@@ -127,12 +127,13 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shard links to a device": (instead(lambda path: path.symlink_to("/dev/zero")), "link out"),
     "shard links to itself": (instead(lambda path: path.symlink_to(path.name)), "cannot be opened"),
     "shard is a pickle": (instead(lambda path: torch.save(TWO, path)), "header"),
-    "tensor listed, absent": (lambda m: change_index(m, **{"d.weight": second(m).name}), "'d.weight'"),
-    "tensor present, unlisted": (lambda m: change_index(m, **{"b.bias": None}), "b.bias"),
-    "tensor in two shards": (lambda m: save_file({**TWO, "b.bias": ONE["b.bias"]}, second(m)), "b.bias is in x-00002"),
-    "tensor in another shard": (
-        lambda m: change_index(m, **{"c.weight": "x-00001-of-00002.safetensors"}),
-        "index lists 'c.weight'",
+    "tensor in two shards, and the index names a third": (
+        lambda m: (
+            save_file({**TWO, "b.bias": ONE["b.bias"]}, second(m)),
+            save_file({"d.weight": torch.ones(1)}, m / "x-3.safetensors"),
+            change_index(m, **{"b.bias": "x-3.safetensors", "d.weight": "x-3.safetensors"}),
+        ),
+        "b.bias is in x-00001-of-00002.safetensors and x-00002",
     ),
     "index names a pickle": (lambda m: change_index(m, **{"c.weight": "pytorch_model.bin"}), "only .safetensors"),
     "index names a number": (lambda m: change_index(m, **{"c.weight": 7}), "only .safetensors"),
@@ -143,7 +144,13 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index has a key twice": (states(INDEX, '{"weight_map": {"a": "x", "a": "y"}}'), "twice"),
     "index missing": (lambda m: (m / INDEX).unlink(), INDEX),
     "one of two shards": (lambda m: ((m / INDEX).unlink(), second(m).unlink()), INDEX),
-    "two indexes": (lambda m: shutil.copy(m / INDEX, m / "other.safetensors.index.json"), "several indexes"),
+    "two indexes": (
+        lambda m: (
+            shutil.copy(m / INDEX, m / "other.safetensors.index.json"),
+            (m / INDEX).rename(m / "one.safetensors.index.json"),
+        ),
+        "several indexes",
+    ),
     "index and single file": (lambda m: save_file({**ONE, **TWO}, m / "model.safetensors"), "out of date"),
     "no config": (lambda m: (m / "config.json").unlink(), "config.json is missing"),
     "config links out": (out("config.json"), "link out"),
@@ -171,6 +178,96 @@ def test_hostile_and_broken_folders_are_refused(tmp_path: Path, case: str) -> No
     with only_opens_inside(folder) as outside:
         assert words in refusal(folder)
     assert outside == []
+
+
+FIRST = "x-00001-of-00002.safetensors"
+#: Case -> what is done to a folder of two shards, what the notice says, and the names that are read.
+DISAGREEING: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
+    "unlisted": (
+        lambda m: change_index(m, **{"b.bias": None}),
+        "'b.bias' is not in the index",
+        ["a.weight", "c.weight"],
+    ),
+    "another copy in the last file": (
+        lambda m: save_file({**TWO, "b.bias": torch.zeros(3)}, second(m)),
+        "'b.bias' is in several files",
+        ["a.weight", "b.bias", "c.weight"],
+    ),
+    "in another file": (
+        lambda m: change_index(m, **{"b.bias": "x-00002-of-00002.safetensors"}),
+        "'b.bias' is not in the file that the index names",
+        ["a.weight", "b.bias", "c.weight"],
+    ),
+    "in no file": (
+        lambda m: change_index(m, **{"lm_head.weight": FIRST}),
+        "'lm_head.weight' is in the index and in no weight file",
+        ["a.weight", "b.bias", "c.weight"],
+    ),
+    "another model's index": (
+        states(INDEX, json.dumps({"weight_map": {"h.a.weight": FIRST, "h.c.weight": "x-00002-of-00002.safetensors"}})),
+        "",
+        ["a.weight", "b.bias", "c.weight"],
+    ),
+    "an index of other files": (
+        lambda m: shutil.copy(m / INDEX, m / "consolidated.safetensors.index.json"),
+        "ignored: consolidated.safetensors.index.json",
+        ["a.weight", "b.bias", "c.weight"],
+    ),
+    "an index without its files": (
+        lambda m: ((m / FIRST).unlink(), second(m).unlink(), save_file({**ONE, **TWO}, m / "model.safetensors")),
+        "ignored: model.safetensors.index.json, whose files are not there",
+        ["a.weight", "b.bias", "c.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DISAGREEING)
+def test_the_index_decides_and_a_notice_names_the_difference(tmp_path: Path, case: str) -> None:
+    folder = dense_folder(tmp_path / "m")
+    change, notice, names = DISAGREEING[case]
+    change(folder)
+    src = Checkpoint(folder)
+    assert sorted(src.names()) == names
+    assert all(torch.equal(src.get(name), {**ONE, **TWO}[name]) for name in names)
+    assert [line.startswith(notice) for line in src.notices] == [True] * bool(notice)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "_orig_mod.module.{}".format,
+        "module.{}".format,
+        "base_model.model.{}".format,
+        lambda name: name.replace(".", "._fsdp_wrapped_module._checkpoint_wrapped_module."),
+    ],
+)
+def test_names_are_read_without_the_parts_of_a_wrapper(tmp_path: Path, wrap: Callable[[str], str]) -> None:
+    folder = dense_folder(tmp_path / "m", index=False)
+    save_file({wrap(name): tensor for name, tensor in {**ONE, **TWO}.items()}, folder / "model.safetensors")
+    src = Checkpoint(folder)
+    assert sorted(src.names()) == ["a.weight", "b.bias", "c.weight"] and src.wrapped is not None
+    assert [line.startswith(f"{src.wrapped} is read as ") for line in src.notices] == [True]
+    save_file({"model.a": TWO["c.weight"], "module.b": ONE["b.bias"]}, folder / "model.safetensors")
+    assert sorted(Checkpoint(folder).names()) == ["model.a", "module.b"]  # not all names begin so
+    with pytest.raises(CheckpointError, match=r"MLX.*mlx_lm"):
+        header = json.dumps({"a.weight": {"dtype": "U32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        Checkpoint(folder)
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 17098273\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.model", "merges.txt", INDEX, "x-00001-of-00002.safetensors"]
+)
+def test_a_git_lfs_pointer_is_named_whatever_file_it_stands_for(tmp_path: Path, name: str) -> None:
+    folder = dense_folder(tmp_path / "m")
+    (folder / "sample.png").write_text(POINTER)
+    assert "sample.png" in companions(folder)[1]  # no model needs it
+    (folder / name).write_text(POINTER)
+    said = refusal(folder)
+    assert f"{name}: is a Git LFS pointer" in said and "git lfs pull" in said
 
 
 def test_what_is_ignored_is_told(tmp_path: Path) -> None:

@@ -138,5 +138,31 @@ def test_code_for_a_family_that_transformers_knows_is_left_out_and_other_code_is
         check_config(config, Path("config.json"))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_implementations_by_transformers_own_names_pass_and_others_do_not(depth: int) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def config(key: str, value: Any) -> dict[str, Any]:
+        return {"vision_config": {key: value}} if depth else {key: value}
+
+    for name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
+        check_config(config("_attn_implementation", name), Path("config.json"))
+    for name in ALL_EXPERTS_FUNCTIONS.valid_keys():
+        check_config(config("experts_implementation", name), Path("config.json"))
+    check_config(config("attn_implementation", {"": "sdpa", "text_config": "eager"}), Path("config.json"))
+    for value in (
+        "kernels-community/flash-attn3",
+        "sdpa/x",
+        "my_attention",
+        7,
+        ["sdpa"],
+        {"text_config": "a/b"},
+        {"": {}},
+    ):
+        with pytest.raises(CheckpointError, match="foreign code"):
+            check_config(config("attn_implementation", value), Path("config.json"))
+
+
 def test_harmless_config_keys_pass() -> None:
     check_config({"_attn_implementation_autoset": True, "attn_implementation": None, "attn": "x"}, Path("config.json"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
@@ -15,6 +17,7 @@ from quantkit.errors import CheckpointError
 from quantkit.models.experts import CALLS
 from quantkit.models.families import EXPERT_CLASSES, FAMILIES, family_of
 from quantkit.models.outline import LanguageModel
+from quantkit.models.weights import load_dense_model
 from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import from_mapping, goal_of
 from tests.tiny_models import FAMILIES as TINY, write_model
@@ -131,3 +134,65 @@ def test_each_entry_of_the_families_names_what_is_there() -> None:
     assert FAMILIES.keys() <= set(CONFIG_MAPPING.keys())
     assert {form.call for form in EXPERT_CLASSES.values()} <= CALLS.keys()
     assert family_of("llama") == family_of("no_such_family")
+
+
+def sharded(folder: Path, change: dict[str, torch.Tensor], forget: str | None = None, ask: str | None = None) -> Path:
+    """Write a tiny Llama whose one file has an index, with more tensors, and an entry less or more in the index."""
+    path = families.write("llama", folder) / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file(tensors, path, metadata={"format": "pt"})
+    names = [*(name for name in tensors if name not in (forget, *change)), *([ask] if ask else [])]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_an_index_that_lacks_a_tensor_of_the_model_is_completed_and_other_leftovers_stay_out(tmp_path: Path) -> None:
+    old = {"model.layers.7.mlp.up_proj.weight": torch.ones(4, 4)}
+    src = Checkpoint(sharded(tmp_path / "m", old, forget="model.norm.weight", ask="model.rotary_emb.inv_freq"))
+    assert "model.norm.weight" not in src.names()
+    LanguageModel(src, torch.float32).require_complete()
+    assert "model.norm.weight" in src.names() and not old.keys() & set(src.names())
+    assert len(load_dense_model(Checkpoint(tmp_path / "m")).state_dict()) >= len(src.names())
+
+
+def test_an_entry_of_the_index_that_the_model_needs_is_the_cause(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", {})
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is in the index, and its file does not hold it"):
+        LanguageModel(Checkpoint(folder), torch.float32).require_complete()
+
+
+def rewritten(folder: Path, name: Callable[[str], str], more: dict[str, torch.Tensor]) -> Checkpoint:
+    """Write a tiny Llama under other names, with more tensors."""
+    path = families.write("llama", folder) / "model.safetensors"
+    tensors = {name(stored): tensor for stored, tensor in load_file(path).items()}
+    save_file(tensors | more, path, metadata={"format": "pt"})
+    return Checkpoint(folder)
+
+
+def test_names_inside_another_model_and_unmerged_adapters_are_named_as_the_cause(tmp_path: Path) -> None:
+    student = rewritten(tmp_path / "student", "student.{}".format, {})
+    with pytest.raises(CheckpointError, match=r"student\.model\.\S+, as stored, is model\.\S+ in \w+: save"):
+        LanguageModel(student, torch.float32).require_complete()
+    linear = "base_model.model.model.layers.0.mlp.up_proj"
+    peft = rewritten(
+        tmp_path / "peft",
+        lambda name: f"base_model.model.{name}".replace("up_proj.", "up_proj.base_layer."),
+        {f"{linear}.lora_A.default.weight": torch.ones(2, 128)},
+    )
+    with pytest.raises(CheckpointError, match=r"adapter of PEFT that is not merged.*merge_and_unload"):
+        LanguageModel(peft, torch.float32).require_complete()
+
+
+def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tmp_path: Path) -> None:
+    biases = {"model.layers.0.mlp.up_proj.bias": torch.zeros(256), "model.layers.1.mlp.up_proj.bias": torch.zeros(256)}
+    src = rewritten(tmp_path / "zero", str, biases)
+    model = LanguageModel(src, torch.float32)
+    model.require_complete()
+    assert not biases.keys() & set(src.names()) and any("left out: it is zero" in line for line in src.notices)
+    biases["model.layers.1.mlp.up_proj.bias"][3] = 1e-5
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.bias is not part of the model"):
+        LanguageModel(rewritten(tmp_path / "one", str, biases), torch.float32).require_complete()

@@ -118,7 +118,7 @@ ERRORS = (
     f"quantize nan {RTN} -o out",
     f"quantize nan {CALIB} {TO}",
     f"quantize outside {RTN} -o out",
-    f"quantize no-index-entry {RTN} -o out",
+    f"quantize pointer {RTN} -o out",
     f"quantize bad-json {RTN} -o out",
     f"quantize other-shape {RTN} -o out",
     f"quantize unknown-type {CALIB} {TO}",
@@ -250,6 +250,7 @@ def spoil(work: Work) -> None:
         ("model", "lost", Path.unlink),
         ("model", "garbled", garble),
         ("model", "nan", poison),
+        ("model", "pointer", leave_pointer),
         ("model", "unscaled", lose_scales),
         ("wide-scales", "wide-scales", widen),
         ("int4", "cut-int4", cut),
@@ -262,7 +263,6 @@ def spoil(work: Work) -> None:
         damage(sorted((work / name).glob("*.safetensors"))[-1])
     for name, file, change in (
         ("outside", "model.safetensors.index.json", lead_outside),
-        ("no-index-entry", "model.safetensors.index.json", forget),
         ("other-shape", "config.json", lambda c: c.update(hidden_size=64)),
         ("other-method", "config.json", lambda c: c.update(quantization_config={"quant_method": "torchao"})),
         ("unknown-type", "config.json", lambda c: c.update(model_type="abacus", architectures=["Abacus"])),
@@ -330,10 +330,8 @@ def lead_outside(index: dict[str, object]) -> None:
     weights["model.norm.weight"] = "../model/model-00002-of-00002.safetensors"
 
 
-def forget(index: dict[str, object]) -> None:
-    weights = index["weight_map"]
-    assert isinstance(weights, dict)
-    del weights["model.norm.weight"]
+def leave_pointer(path: Path) -> None:
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4460000\n")
 
 
 def errors(work: Work) -> dict[str, str]:

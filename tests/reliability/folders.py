@@ -226,8 +226,8 @@ CODE = "import os\nos.system('touch pwned')\nclass Model: pass\nclass Tokenizer:
 #: Names of a shard that are refused, a blank between two.
 NAMES = rf"../x.safetensors a/../../x.safetensors /etc/passwd //host/x.safetensors C:\x.safetensors ~ . {FIRST}/"
 LONG, COMPOSED = "x" * 4097 + ".safetensors", "e\u0301.safetensors"
-#: The cases of RELIABILITY 2, with whether a folder is refused.
-FOLDERS: dict[str, tuple[Change, bool]] = {
+#: The cases of RELIABILITY 2, with whether a folder is refused (None: by some commands).
+FOLDERS: dict[str, tuple[Change, bool | None]] = {
     **{
         f"a shard named {name[:20]!r}": (renamed(name), True)
         for name in (*NAMES.split(), "", f"{FIRST}\0", f"{FIRST}\n", FIRST.upper(), LONG, COMPOSED)
@@ -243,10 +243,10 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
     "a shard that nobody may read": (lambda model: (model / FIRST).chmod(0), os.geteuid() != 0),  # root may
     "a missing shard": (removed(FIRST), True),
     "a shard that is not listed": (copied("more.safetensors"), False),
-    "a tensor that is listed and absent": (in_none, True),
-    "a tensor that is not listed": (unlisted, True),
-    "a tensor in two shards": (in_both(0), True),
-    "a tensor in two shards, unequal": (in_both(1), True),
+    "a tensor that is listed and absent": (in_none, None),
+    "a tensor that is not listed": (unlisted, False),
+    "a tensor in two shards": (in_both(0), False),
+    "a tensor in two shards, unequal": (in_both(1), False),
     "a weight_map that is a list": (entered(INDEX, weight_map=[]), True),
     "a weight_map of numbers": (entered(INDEX, weight_map={"a": 5}), True),
     "a weight_map of null": (entered(INDEX, weight_map=None), True),

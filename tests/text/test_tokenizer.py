@@ -1,0 +1,57 @@
+"""Tokenizers that cannot be read: the file, or the package that is missing, is named before anything is published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantkit
+from quantkit.errors import CheckpointError
+from quantkit.text import tokenizer
+from quantkit.text.tokenizer import load_tokenizer
+from tests.tiny_models import write_model
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("tokenizer.json", cut),
+        ("tokenizer.json", lambda path: path.write_text("<html>401</html>")),
+        ("tokenizer.json", lambda path: path.write_text("{}")),
+        ("tokenizer_config.json", cut),
+    ],
+)
+def test_rounding_publishes_no_tokenizer_that_nobody_can_read(
+    tmp_path: Path, name: str, damage: Callable[[Path], Any]
+) -> None:
+    folder = write_model("llama", tmp_path / "m")
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: no file of a tokenizer .*download it again"):
+        quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=f"{name}: no file of a tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("tokenizer.model", "sentencepiece"), ("tekken.json", "mistral-common")],
+)
+def test_a_package_that_a_tokenizer_needs_is_named(
+    tmp_path: Path, name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
+    folder = write_model("llama", tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    (folder / name).write_text("[]")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    with pytest.raises(CheckpointError, match=f"needs the Python package {package}.*pip install {package}$"):
+        load_tokenizer(folder)
