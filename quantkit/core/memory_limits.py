@@ -74,6 +74,16 @@ def free_memory(proc: Path = Path("/proc"), *, swap: bool = False) -> int | None
         return None
 
 
+def unused_memory(*, swap: bool = False) -> float:
+    """Return the bytes that this process may still take under every limit, with `swap` in swap too;
+    infinity where no limit is known.
+    """
+    own = _own_pages(Path("/proc")).resident
+    found = [limit.bytes - own for limit in memory_limits()]
+    free = None if swap else free_memory()
+    return min(found if free is None else [*found, free], default=float("inf"))
+
+
 def release_heap() -> None:
     """Return free memory of the C heap to the system, where glibc has it: else the next stage's
     peak is on top.

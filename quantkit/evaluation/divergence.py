@@ -128,7 +128,8 @@ def evaluate(
     ours = open_checkpoint(checkpoint, replace(load, revision=None))
     theirs = open_checkpoint(against, load)
     text, what = theirs.text(asked.data)
-    model, reference = ours.load(progress), theirs.load(progress)
+    reference = theirs.load(progress)  # first, so that weights decoded once leave memory for it
+    model = ours.load(progress)
     shared: Any = {"data": what, "progress": progress, **asked.protocol}
     found = kld(model, reference, theirs.tokenizer, text, **shared)
     return replace(found, weights=describe_weights(model))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Command, QuantkitError, Setting, Words, reason
-from quantkit.inference.swap_linears import require_kernels
+from quantkit.inference.swap_linears import require_kernels, require_memory
 from quantkit.layouts.compressed_tensors import METHOD
-from quantkit.models.devices import compute_dtype, device_of
+from quantkit.models.devices import compute_dtype, device_of, free_bytes
 from quantkit.models.meta_model import (
     auto_class,
     config_of,
@@ -51,8 +52,9 @@ def load(
 
     It reads every layout, whoever wrote the folder; a dense folder loads as transformers loads it.
     On a GPU, a weight without a kernel is repacked losslessly for one that has a kernel. If its
-    values forbid that, it is decoded at each call, and a warning says so. On a CPU, weights keep
-    their layout and are decoded one at a time.
+    values forbid that, it is decoded at each call, and a warning says so. On a CPU, weights are
+    decoded once, beside their packed tensors, and a note says so. Weights that the free memory does
+    not hold are decoded at each call, with a warning.
 
     `device` "auto" takes a GPU even if it cannot run kernels; "cuda" refuses such a GPU.
     `device_map` is the option of transformers and overrides `device`. `dtype` defaults to float32
@@ -63,7 +65,7 @@ def load(
 
     CheckpointError for a file that was changed. Before any weight is read, a QuantkitError is
     raised for an unknown layout or version, FP8 and MXFP4 sources, missing or unexpected tensors,
-    or a GPU that is too old or too small.
+    a GPU that is too old, or a device that is too small.
 
     Example:
 
@@ -85,7 +87,10 @@ def load(
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     with checked(src, check):
-        return _load(src, device, device_map, dtype, trust_remote_code)
+        model = _load(src, device, device_map, dtype, trust_remote_code)
+    if notice := getattr(getattr(model, "hf_quantizer", None), "decoded_once", None):
+        Progress().note(notice)
+    return model
 
 
 def _load(
@@ -115,6 +120,8 @@ def _load(
     if dtype is None:
         gpu = torch.cuda.is_available() and (device_map is not None or place.type == "cuda")
         dtype = compute_dtype(src.dtype_of_model, torch.device("cuda" if gpu else "cpu"))
+    if src.layout is None and device_map is None:
+        _require_memory(src, place, dtype)
     return _from_pretrained(
         src, device_map or {"": place}, dtype, trust_remote_code, device == "auto"
     )
@@ -137,13 +144,22 @@ def load_for_evaluation(
     with checked(src, check):
         if src.layout is None:
             (progress or Progress(quiet=True)).note(*src.notices)
+            _require_memory(src, device_of(device), torch.float32)
             return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             model = _load(src, device, None, None, trust_remote_code)
     quantizer: Any = model.hf_quantizer
     (progress or Progress(quiet=True)).note(*quantizer.notices)
+    if quantizer.decoded_once is not None:
+        (progress or Progress(quiet=True)).detail(quantizer.decoded_once)
     return model
+
+
+def _require_memory(src: Checkpoint, place: torch.device, dtype: torch.dtype) -> None:
+    """Raise CheckpointError if a device has too little free memory for a dense model in a dtype."""
+    needed = sum(prod(src.shape(name)) for name in src.names()) * dtype.itemsize
+    require_memory({place: needed}, free_bytes, src.path)
 
 
 def _with_its_scales(src: Checkpoint, trust_remote_code: bool) -> Checkpoint:

@@ -25,7 +25,13 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
-from quantkit.inference.products import decoded_product, has_kernel, linear_product, pack_for_kernel
+from quantkit.inference.products import (
+    decoded_product,
+    dense_product,
+    has_kernel,
+    linear_product,
+    pack_for_kernel,
+)
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
@@ -72,8 +78,11 @@ class PackedWeight(nn.Module):
     bias.
 
     `n` and `k` are the stored sizes, padding included. Casts such as `.half()` change only the
-    bias. The weight has no gradient.
+    bias. The weight has no gradient. `decoded` is None, or the weight without padding, which
+    multiplies activations of its dtype. It is no state; proofs read the packed tensors.
     """
+
+    decoded: Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +104,7 @@ class PackedWeight(nn.Module):
         for suffix in self.suffixes:
             delattr(self, suffix)
         self.layout, self.scheme, (self.n, self.k) = layout, scheme, stored_size
-        self.suffixes, self.out = tuple(tensors), out
+        self.suffixes, self.out, self.decoded = tuple(tensors), out, None
         if has_kernel(layout, scheme, stored_size, tensors):
             self.handle = linear_product(layout, scheme, stored_size, self.suffixes, out).handle
         else:
@@ -109,11 +118,14 @@ class PackedWeight(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply activations `[..., k]` with the weight: `[..., out]`, bias included."""
-        parameters = self._parameters
-        tensors = [parameters[suffix] for suffix in self.suffixes]
+        parameters, decoded, handle = self._parameters, self.decoded, self.handle
+        if decoded is not None and decoded.dtype == x.dtype:
+            tensors, handle = [decoded], dense_product(self.out).handle
+        else:
+            tensors = [parameters[suffix] for suffix in self.suffixes]
         bias = parameters["bias"]
         others = [] if bias is None else [bias.to(x.dtype)]
-        product: Tensor = torch.ops.quantkit.multiply(x, tensors, others, self.handle, self.out)
+        product: Tensor = torch.ops.quantkit.multiply(x, tensors, others, handle, self.out)
         return product
 
     def get_parameter(self, target: str) -> nn.Parameter:
@@ -224,6 +236,12 @@ class PackedLinear(PackedWeight):
             )
         return self.record().dequantize(self.dense_dtype)[:, : self.in_features]
 
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """Decode the weight to a dtype once, for all products with activations of that dtype."""
+        with torch.inference_mode(False):
+            weight = self.record().dequantize(dtype)
+            self.decoded = weight[:, : self.in_features].contiguous()
+
     @property
     def device(self) -> torch.device:
         """The device of the packed tensors."""
@@ -277,14 +295,21 @@ class PackedLinear(PackedWeight):
         return f"{sizes}, bias={biased}, {self.layout}, {self.scheme.label}{padded}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        before = self.device
+        before, decoded, self.decoded = self.device, self.decoded, None
         super()._apply(fn, recurse)
+        if decoded is not None and self.device.type == "cpu":
+            self.keep_decoded(fn(decoded[:0]).dtype)
         if before.type == "cpu":
             if (why := self.prepare_kernel()) is not None:
                 _warn_decoded(why)
             elif self.fused is not None:
                 self.fused.fuse_on_gpu()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **more: Any) -> None:
+        super()._load_from_state_dict(*args, **more)
+        if self.decoded is not None:
+            self.keep_decoded(self.decoded.dtype)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -13,7 +13,8 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
+from math import prod
+from threading import Lock, local
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -95,6 +96,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: functional.relu(x).square(),
 }
 UNGATED = "_no_mul"
+#: Codes that a CPU decodes at a time, and the memory of each thread for a decoded weight, by dtype.
+CODES, _THREAD = 2**20, local()
 
 
 @dataclass(eq=False)
@@ -116,8 +119,36 @@ class DecodedProduct:
         LayoutError for tensors that hold no weight.
         """
         parts = dict(zip(self.names, tensors, strict=True))
-        weight = LAYOUTS[self.layout].unpack(parts, self.scheme).dequantize(x.dtype)
+        given = LAYOUTS[self.layout].unpacking(parts, self.scheme)
+        if x.device.type == "cpu":
+            weight = _kept_buffer(given.shape, x.dtype)
+            for some, part in given.records(CODES):
+                weight[some] = part.dequantize(x.dtype)
+        else:
+            weight = given.record().dequantize(x.dtype)
         return functional.linear(x, weight[: self.out, : x.shape[-1]].contiguous(), bias)
+
+
+def _kept_buffer(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return a thread's memory for a decoded weight `[n, k]`, which the next weight overwrites."""
+    size, held = prod(shape), _THREAD.__dict__
+    if dtype not in held or held[dtype].numel() < size:
+        with torch.inference_mode(False):
+            held[dtype] = torch.empty(size, dtype=dtype)
+    found: Tensor = held[dtype][:size]
+    return found.view(shape)
+
+
+@dataclass(eq=False)
+class DenseProduct:
+    """A kind of product with a weight that was decoded before, of `out` rows without padding."""
+
+    out: int
+    handle: int = field(default=-1, init=False)
+
+    def decode(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+        """Multiply with the one tensor of the call, `[out, k]` in the dtype of `x`."""
+        return functional.linear(x, tensors[0], bias)
 
 
 @dataclass(eq=False)
@@ -207,9 +238,9 @@ class ExpertsProduct:
         return total.to(x.dtype)
 
 
-Product = TypeVar("Product", DecodedProduct, LinearProduct, ExpertsProduct)
+Product = TypeVar("Product", DecodedProduct, DenseProduct, LinearProduct, ExpertsProduct)
 #: Handle and `out` -> product.
-PRODUCTS: dict[tuple[int, int], DecodedProduct | ExpertsProduct] = {}
+PRODUCTS: dict[tuple[int, int], DecodedProduct | DenseProduct | ExpertsProduct] = {}
 _LOCK = Lock()
 
 
@@ -245,6 +276,12 @@ def decoded_product(
 ) -> DecodedProduct:
     """Register a kind of product that no kernel computes."""
     return _registered(DecodedProduct(layout, scheme, names, out))
+
+
+@functools.cache
+def dense_product(out: int) -> DenseProduct:
+    """Register products with weights of `out` rows that were decoded before."""
+    return _registered(DenseProduct(out))
 
 
 @functools.cache

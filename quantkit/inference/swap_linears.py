@@ -46,6 +46,8 @@ from quantkit.models.outside import undeclared
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: The share of the free memory that weights may take which are decoded once.
+KEPT = 0.75
 #: Packed layers of a model by the stored name of their module.
 Linears = dict[str, PackedLinear]
 
@@ -150,7 +152,7 @@ def require_kernels(device: torch.device) -> None:
 
 
 def require_memory(
-    needs: Mapping[torch.device, int], free: Callable[[torch.device], int], folder: Path
+    needs: Mapping[torch.device, int], free: Callable[[torch.device], float], folder: Path
 ) -> None:
     """Raise CheckpointError if `needs`, in bytes, exceeds the `free` bytes of a device."""
     for device, needed in needs.items():
@@ -158,25 +160,28 @@ def require_memory(
         if needed > available:
             raise CheckpointError(
                 f"its weights take {format_bytes(needed)} on {device}, which has "
-                f"{format_bytes(available)} free, "
-                f"{format_bytes(needed - available)} too little",
-                Words("use another GPU,", Option("device", "cpu"), ", or device_map='auto'"),
+                f"{format_bytes(int(available))} free, "
+                f"{format_bytes(int(needed - available))} too little",
+                "free some memory, or use another machine"
+                if device.type == "cpu"
+                else Words("use another GPU,", Option("device", "cpu"), ", or device_map='auto'"),
                 subject=folder,
             )
 
 
 def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torch.device, int]:
-    """Add up the bytes of weights on each GPU; `placed` maps each state name to its device."""
+    """Add up the bytes of weights on each device; `placed` maps each state name to its device, or
+    to "disk".
+    """
     total: Counter[torch.device] = Counter()
     for state, place in placed.items():
-        device = (
-            torch.device("cuda", place)
-            if type(place) is int
-            else torch.device(place if place != "disk" else "cpu")
-        )
-        if device.type == "cuda" and state not in model.all_tied_weights_keys:
-            tensor = model.get_parameter_or_buffer(state)
-            total[torch.device("cuda", device.index or 0)] += tensor.numel() * tensor.element_size()
+        if place == "disk" or state in model.all_tied_weights_keys:
+            continue
+        device = torch.device("cuda", place) if type(place) is int else torch.device(place)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", 0)
+        tensor = model.get_parameter_or_buffer(state)
+        total[device] += tensor.numel() * tensor.element_size()
     return dict(total)
 
 
@@ -211,6 +216,35 @@ def repack_for_kernels(linears: Linears) -> list[str]:
         Words(f"{names[0]}: decoded at each call, which is slow ({len(names)} such weights):", why)
         for why, names in decoded.items()
     ]
+
+
+def keep_decoded(linears: Linears, free: float) -> tuple[str | None, str | None]:
+    """Decode weights on a CPU once, as many as a share of the `free` bytes holds.
+
+    Returns a notice about them, and a notice about the others, which are decoded at each call.
+    """
+    total, kept, left = 0, Counter[str](), dict[str, int]()
+    for name, linear in linears.items():
+        nbytes = linear.out_features * linear.in_features * linear.dense_dtype.itemsize
+        if linear.device.type != "cpu":
+            continue
+        if total + nbytes > KEPT * free:
+            left[name] = nbytes
+            continue
+        with about(name):
+            linear.keep_decoded(linear.dense_dtype)
+        total += nbytes
+        kept[dtype_name(linear.dense_dtype)] += 1
+    once = (
+        f"{sum(kept.values())} weights are decoded once, to {' and '.join(kept)}: they take "
+        f"{format_bytes(total)} of memory"
+    )
+    again = (
+        f"{next(iter(left), '')}: decoded at each call, which is slow ({len(left)} such weights): "
+        f"decoded once they would take {format_bytes(sum(left.values()))}, and "
+        f"{format_bytes(int(free - total))} are free"
+    )
+    return once if kept else None, again if left else None
 
 
 def describe_weights(model: PreTrainedModel) -> str:

@@ -19,10 +19,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.memory_limits import unused_memory
 from quantkit.errors import CheckpointError
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.layouts import LAYOUTS, read_config
-from quantkit.models.devices import free_gpu_memory
+from quantkit.models.devices import free_bytes
 from quantkit.models.outline import Outline
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that
@@ -78,6 +79,7 @@ class QuantkitQuantizer(HfQuantizer):
     kernels after.
 
     `notices` name the weights that are decoded at each call, and why. They are warnings too.
+    `decoded_once` describes the weights that are decoded and kept, on a CPU.
     """
 
     requires_calibration = (
@@ -88,6 +90,7 @@ class QuantkitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.notices: list[str] = []
+        self.decoded_once: str | None = None
         self.linears: swap_linears.Linears = {}
 
     def _process_model_before_weight_loading(
@@ -114,10 +117,11 @@ class QuantkitQuantizer(HfQuantizer):
             needs = swap_linears.memory_needs(
                 model, expand_device_map(device_map, list(model.state_dict()))
             )
-            swap_linears.require_memory(needs, free_gpu_memory, src.path)
-            gpus = list(needs)
+            swap_linears.require_memory(needs, free_bytes, src.path)
+            gpus = [device for device in needs if device.type == "cuda"]
         elif device_map is not None:
             gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        self._has_gpu = bool(gpus)
         for device in () if self.quantization_config.decodes_without_kernels else gpus:
             swap_linears.require_kernels(device)
 
@@ -129,6 +133,9 @@ class QuantkitQuantizer(HfQuantizer):
         self.notices = swap_linears.repack_for_kernels(self.linears)
         fused_linear.fuse_linears(model)
         swap_linears.show_weights(model)
+        if not self._has_gpu:  # weights offloaded from one are multiplied there
+            self.decoded_once, slow = swap_linears.keep_decoded(self.linears, unused_memory())
+            self.notices += [slow] if slow else []
         for line in self.notices:
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 

@@ -8,7 +8,7 @@ failure is one line that names the tensor, and the rule.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, ClassVar, NamedTuple
 
@@ -82,6 +82,20 @@ class Unpacking(NamedTuple):
     def record(self) -> QuantizedTensor:
         """Unpack the record; raise LayoutError for codes that the scheme does not have."""
         return QuantizedTensor(self.scheme, self.codes(), self.scales, self.zeros)
+
+    def records(self, codes: int) -> Iterator[tuple[slice, QuantizedTensor]]:
+        """Unpack some rows at a time, about `codes` codes, into one buffer: it yields their numbers
+        and their record. LayoutError as `record`.
+        """
+        n, k = self.shape
+        step = TILE * -(-codes // (TILE * k))
+        buffer = torch.empty((min(n, step), k), dtype=torch.uint8, device=self.scales.device)
+        for first in range(0, n, step):
+            some = slice(first, min(n, first + step))
+            part = buffer[: some.stop - first]
+            self.fill(first, part)
+            zeros = None if self.zeros is None else self.zeros[some]
+            yield some, QuantizedTensor(self.scheme, part, self.scales[some], zeros)
 
 
 class Layout(ABC):

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from quantkit.core.memory_limits import unused_memory
 from quantkit.errors import Option, RecipeError, Words
 
 _MIB = 2**20
@@ -50,6 +51,11 @@ def free_gpu_memory(device: torch.device) -> int:
     """Count the bytes of a GPU that this process can allocate, torch's own cache included."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def free_bytes(device: torch.device) -> float:
+    """Count the bytes that this process can take on a GPU, or with swap on a CPU."""
+    return unused_memory(swap=True) if device.type == "cpu" else free_gpu_memory(device)
 
 
 def compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:

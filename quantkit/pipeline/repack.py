@@ -34,7 +34,6 @@ from quantkit.errors import (
     about,
 )
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
 from quantkit.planning.output import Row
 from quantkit.planning.plan import Plan
@@ -139,22 +138,11 @@ class Repacker:
             return None
         with suppress(QuantkitError):
             given = self._src.unpacking(row.module, tensors, notices)
-            (n, k), scales, zeros = given.shape, given.scales, given.zeros
-            made, digest = (
-                self._layout.packing(scheme, given.shape, scales, zeros),
-                Digest(scheme, given.shape),
-            )
-            step = TILE * -(-CODES // (TILE * k))
-            buffer = torch.empty((min(n, step), k), dtype=torch.uint8)
-            for first in range(0, n, step):
-                some = slice(first, min(n, first + step))
-                codes = buffer[: some.stop - first]
-                given.fill(first, codes)
-                QuantizedTensor(
-                    scheme, codes, scales[some], None if zeros is None else zeros[some]
-                )  # checks them
-                digest.update(codes)
-                made.add(first, codes)
+            scales, zeros, digest = given.scales, given.zeros, Digest(scheme, given.shape)
+            made = self._layout.packing(scheme, given.shape, scales, zeros)
+            for some, part in given.records(CODES):  # each record is checked
+                digest.update(part.codes)
+                made.add(some.start, part.codes)
             found = digest.finish(scales, zeros)
             if recorded in (None, found) and not bool((scales == 0).any()):
                 return Packed(scheme, given.shape, made.tensors, found)

@@ -16,6 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
+from quantkit.inference.generate import generate
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
@@ -182,3 +183,46 @@ def test_loading_on_a_cpu_gives_no_warning(folder: Folders) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         quantkit.load(folder("marlin", "int4:g128"), device="cpu")
+
+
+def test_weights_that_are_decoded_once_stay_packed_for_all_else(
+    folder: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder("quick", "int4:g64:asym")
+    model = quantkit.load(path, device="cpu")
+    assert capsys.readouterr().err.startswith("14 weights are decoded once, to float32")
+    layer, expected = layers(model)[0], decoded(path)
+    other, x = layers(model)[1], torch.eye(128)
+    assert layer.decoded is not None and not any("decoded" in name for name in model.state_dict())
+    before = layer(x)
+    layer.scales.data *= 2  # proofs read the packed tensors
+    assert torch.equal(layer.record().dequantize().T, 2 * before) and torch.equal(layer(x), before)
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(layer(x), 2 * before)
+    other.half()
+    assert other.decoded is not None and other.decoded.dtype == torch.float16
+    assert torch.equal(other(x.half()), other.record().dequantize(torch.float16).T)
+    assert torch.equal(logits(quantkit.load(path, device="cpu")), expected)
+
+
+def test_weights_beyond_the_free_memory_are_decoded_at_each_call(
+    folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder("humming", "fp6:channel")
+    monkeypatch.setattr("quantkit.inference.transformers_plugin.unused_memory", lambda: 400_000)
+    with pytest.warns(RuntimeWarning, match=r"decoded at each call, which is slow \(\d+ such weights\)"):
+        model = quantkit.load(path, device="cpu")
+    held = [layer.decoded.nbytes for layer in layers(model) if layer.decoded is not None]
+    assert 0 < len(held) < 14 and sum(held) <= 300_000
+    assert torch.equal(logits(model), decoded(path))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_model_that_the_memory_does_not_hold_is_refused_before_it_is_read(
+    is_packed: bool, folder: Folders, small_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder("marlin", "int4:g128") if is_packed else small_llama
+    monkeypatch.setattr("quantkit.models.devices.unused_memory", lambda swap: 100_000)
+    for load in (quantkit.load, lambda path, device: generate(path, "a", device=device)):
+        with pytest.raises(CheckpointError, match=r"take .* on cpu, which has 100\.0 kB free, .* too little"):
+            load(path, device="cpu")
