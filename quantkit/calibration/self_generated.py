@@ -37,7 +37,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.options import Calib
-from quantkit.text.conversations import Conversation, has_chat_template, render
+from quantkit.text.conversations import ChatTemplate, Conversation, has_chat_template
 from quantkit.text.sequences import Calibration
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
@@ -326,7 +326,8 @@ def turns_of(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Turn
     messages = tuple(
         {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)
     )
-    text = render(tokenizer, Conversation(messages, "a conversation for calibration"), arguments)
+    template = ChatTemplate(tokenizer, arguments or {})
+    text = template.write(Conversation(messages, "a conversation for calibration"))
     found = re.split("|".join(marks), text)
     if re.findall("|".join(marks), text) != marks:
         raise CheckpointError(

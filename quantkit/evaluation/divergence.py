@@ -149,7 +149,7 @@ def measurement(
     load = LoadOptions(revision=run.revision, **shared)
     opened = open_checkpoint(model, load, dequantize=True)
     text, what = opened.text(data, "eval")
-    length = len(token_ids(opened.tokenizer, text, special=False))
+    length = len(token_ids(opened.tokenizer, text, special=False, at_most=2))
     if length < 2:
         raise CheckpointError(
             Words(f"has {length} tokens, too few for", Option("eval")),

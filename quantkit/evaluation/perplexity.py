@@ -205,7 +205,8 @@ def cut(
         getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf
         for m in models
     )
-    ids = token_ids(tokenizer, text, special=False)
+    most = None if tokens is None else tokens + 1  # one more than is read: is the text longer?
+    ids = token_ids(tokenizer, text, special=False, at_most=most)
     read = ids[:tokens]
     if window is None:
         window = int(max(2, min(LONGEST_WINDOW, positions - bos, len(read))))

@@ -32,7 +32,15 @@ from quantkit.engines.readers import Folder, refusal
 from quantkit.engines.tables import TARGETS
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Setting, Words
 from quantkit.io import files
-from quantkit.io.staging import JOURNAL, append_journal, is_complete, publish, read_journal, staging
+from quantkit.io.staging import (
+    JOURNAL,
+    append_journal,
+    check_staging,
+    is_complete,
+    publish,
+    read_journal,
+    staging,
+)
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
@@ -53,6 +61,7 @@ from quantkit.planning.plan import Plan
 from quantkit.planning.survey import Job
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.goals import is_sparse
+from quantkit.recipes.identity import DATE, date_of
 from quantkit.recipes.options import FitOptions, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe
 from quantkit.text.sequences import Calibration
@@ -256,7 +265,9 @@ def quantize(
     smallest = search.some(lambda group, label: group.bytes[label])
     job = smallest.job._replace(plan=_with_sensitivities(smallest.job.plan, search))
     more = 2 * min(HELD_OUT, job.recipe.calibration.samples)
-    job = surveys.require_runnable(job, None, run, more=more)
+    before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
+    date = date_of(before) if before is not None and run.resume else None
+    job = surveys.require_runnable(job, None, run, more=more, date=date)
     notice = (run.progress or Progress(quiet=True)).note
     notice(*search.notices)
     with staging(
@@ -284,6 +295,7 @@ def _make(
         "text": text.facts.get("sha256"),
         "device": job.model.device_name,
         "source": [[path.name, path.stat().st_size] for path in job.src.files()],
+        DATE: text.facts.get(DATE),
     }
     lines = read_journal(journal)
     if not lines:

@@ -48,7 +48,7 @@ from quantkit.planning.serving import find_gpu, serving
 from quantkit.planning.verdict import model_remarks
 from quantkit.progress import Progress
 from quantkit.recipes.goals import Goal, changes, label
-from quantkit.recipes.identity import difference, identity
+from quantkit.recipes.identity import date_of, difference, identity
 from quantkit.recipes.options import Calib, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe, goals_of, require_effect, skip_pattern, without_paths
 from quantkit.text.sequences import Calibration, draw_calibration
@@ -322,11 +322,13 @@ def require_runnable(
     is_plan: bool = False,
     text: Calibration | None = None,
     more: int = 0,
+    date: str | None = None,
 ) -> Job:
     """Raise the first error that needs no computation; return the job with the calibration text.
 
     It writes nothing. Text that the model writes itself is only bounded in a plan. Without `text`
-    it is drawn, with up to `more` sequences that do not calibrate.
+    it is drawn, with up to `more` sequences that do not calibrate. Chat templates write `date`, or
+    that of the resumed run, or the present date.
     """
     recipe, made, count = job.recipe, job.plan, ranks().count
     made.verdict.require()
@@ -361,7 +363,8 @@ def require_runnable(
         return job  # only the last step is left
     if text is None and (recipe.calibrated or more):
         saved = None if resumed is None else resumed / WRITTEN
-        text = calibration_text(job, recipe.calibration, run, saved, is_plan, more)
+        date = date or (None if resumed is None else date_of(resumed))
+        text = calibration_text(job, recipe.calibration, run, saved, is_plan, more, date)
     job = job._replace(text=text or job.text)
     if recipe.calibrated:
         check_sequences(recipe, job.model, job.text.sequences)
@@ -391,6 +394,7 @@ def calibration_text(
     saved: Path | None = None,
     is_plan: bool = False,
     more: int = 0,
+    date: str | None = None,
 ) -> Calibration:
     """Draw the calibration sequences for a model by the tokenizer of its source, with notes for the
     user.
@@ -420,6 +424,7 @@ def calibration_text(
         skip_bad_records=calib.skip_bad_records,
         write=write,
         more=more,
+        date=date,
     )
     if run.progress is not None:  # else a plan lists them
         run.progress.note(*text.notices)

@@ -7,11 +7,13 @@ difference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from quantkit.errors import Command, Option, Setting, Words
+from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.kernels import gptq
 from quantkit.keys import Key, keys_of, shown
 from quantkit.models.devices import is_fast_in_bfloat16
@@ -24,6 +26,8 @@ THREADS = "OMP_NUM_THREADS"
 SOLVER = "solver"
 #: The dtype of products while a CPU tunes by gradient: bfloat16 where that is fast.
 PRODUCTS = "tuning_dtype"
+#: The date that chat templates write. A resumed run takes it from the journal.
+DATE = "date"
 #: The most source files that a message names.
 MOST_FILES = 3
 
@@ -51,11 +55,20 @@ def identity(report: Mapping[str, Any]) -> dict[str, Any]:
             same[PRODUCTS] = "bfloat16" if is_fast_in_bfloat16(torch.device("cpu")) else "float32"
     elif report["calibration"]:
         same[SOLVER] = "kernels" if gptq.runs_on(torch.device("cuda")) else "torch"
+    if DATE in report["calibration"]:
+        same[DATE] = report["calibration"][DATE]
     return {
         **same,
         "source": report["source"]["files"],
         "calibration": report["calibration"].get("sha256"),
     }
+
+
+def date_of(partial: Path) -> str | None:
+    """Return the date that chat templates write in an interrupted run; None if they write none."""
+    lines = read_journal(partial / JOURNAL)
+    found: str | None = lines[0].get(DATE) if lines else None
+    return found
 
 
 def difference(

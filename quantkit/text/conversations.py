@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
-from quantkit.errors import FILE, NAME, CheckpointError, Setting, Words, reason
+from quantkit.errors import FILE, NAME, CheckpointError, RecipeError, Setting, Words, reason
 
 #: The role of a message that calls a tool, until it is known whether the template reads
 #: `tool_calls`.
@@ -47,6 +49,17 @@ INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thi
 RESERVED = (
     *("conversation", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+)
+#: The function of templates that writes the present date; as an argument, the date that it writes.
+NOW = "strftime_now"
+#: In a template's place of that function: a macro of the parts of one date, as transformers hands
+#: only data to templates.
+DATE_PARTS, DIRECTIVE = "quantkit_date_parts", re.compile(r"(?<!\{)%-?[A-Za-z]")
+CLOCK = (
+    f"{{% macro {NOW}(format) %}}{{% set found = namespace(text=format) %}}"
+    f"{{% for part, text in {DATE_PARTS}.items() %}}"
+    "{% set found.text = found.text.replace(part, text) %}{% endfor %}"
+    "{{ found.text }}{% endmacro %}\n"
 )
 #: Names that the template need not read: the library does, or each message has them.
 _ALWAYS = ("role", "content", "chat_template", "continue_final_message", "sanitize_control_tokens")
@@ -135,30 +148,90 @@ def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def render(
-    tokenizer: Any, conversation: Conversation, arguments: Mapping[str, Any] | None = None
-) -> str:
-    """Write a conversation by the tokenizer's chat template, special tokens included.
+def present_date() -> str:
+    """Return the present moment as chat templates know it, in ISO form."""
+    return datetime.now().isoformat(timespec="seconds")
 
-    `arguments` are for the template. A record's own arguments take precedence. BrokenRecord for a
-    conversation that the template refuses. CheckpointError for a model without a template, and a
-    template that leaves the text out.
+
+@dataclass
+class ChatTemplate:
+    """A tokenizer's chat template, with `arguments` of it, and one `date` for all that it writes.
+
+    `date` is in ISO form, by default the present moment. `is_dated` tells whether the template has
+    asked for it. `merged` counts the conversations whose system message the template refused.
     """
-    where = conversation.where
-    if not has_chat_template(tokenizer):
-        raise CheckpointError(
-            "is a conversation, and the model has no chat template",
-            "put its chat_template.jinja into the model's folder",
-            Words(
-                "give text with", Setting("text_column", NAME), "or another", Setting("calib", FILE)
-            ),
-            subject=where,
+
+    tokenizer: Any
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    date: str = field(default_factory=present_date)
+    is_dated: bool = False
+    merged: int = 0
+
+    def write(self, conversation: Conversation) -> str:
+        """Write a conversation as text, special tokens included.
+
+        A record's own arguments take precedence. A system message that the template refuses goes
+        into the first turn of the user. BrokenRecord for a conversation that the template refuses.
+        CheckpointError for a model without a template, and a template that leaves the text out.
+        """
+        where = conversation.where
+        if not has_chat_template(self.tokenizer):
+            raise CheckpointError(
+                "is a conversation, and the model has no chat template",
+                "put its chat_template.jinja into the model's folder",
+                Words(
+                    "give text with",
+                    Setting("text_column", NAME),
+                    "or another",
+                    Setting("calib", FILE),
+                ),
+                subject=where,
+            )
+        try:
+            return self._written(conversation.messages, conversation)
+        except BrokenRecord:
+            first, *others = conversation.messages
+            if first["role"] not in ("system", "developer"):
+                raise
+            content = first["content"]
+            if others and others[0]["role"] == "user":
+                content = f"{content}\n\n{others.pop(0)['content']}"
+            with suppress(BrokenRecord):
+                text = self._written([{"role": "user", "content": content}, *others], conversation)
+                self.merged += 1
+                return text
+            raise
+
+    def _written(self, messages: Sequence[dict[str, Any]], conversation: Conversation) -> str:
+        """Write messages with the arguments of a conversation, and one date for all."""
+        given, where = {**self.arguments, **conversation.arguments}, conversation.where
+        if not _is_read(NOW, self.tokenizer, given):
+            return _rendered(self.tokenizer, messages, given, where)
+        asked = given.pop(NOW, None)
+        try:
+            moment = datetime.fromisoformat(self.date if asked is None else asked)
+        except (TypeError, ValueError) as error:
+            way = "write it as 2026-01-31"
+            raise RecipeError(f"{asked!r} is no date", way, subject=NOW) from error
+        template = self.tokenizer.get_chat_template(given.get("chat_template"), given.get("tools"))
+        given["chat_template"] = CLOCK + template
+        parts = {part: moment.strftime(part) for part in DIRECTIVE.findall(template)}
+        dated, undated = (
+            _rendered(self.tokenizer, messages, {**given, DATE_PARTS: each}, where)
+            for each in (parts, {})
         )
-    given = {**(arguments or {}), **conversation.arguments}
+        self.is_dated = self.is_dated or (asked is None and dated != undated)
+        return dated
+
+
+def _rendered(
+    tokenizer: Any, given_messages: Sequence[dict[str, Any]], given: Mapping[str, Any], where: str
+) -> str:
+    """Apply the chat template to messages in the form that it reads."""
     calls = _is_read("tool_calls", tokenizer, given)
-    called = [_with_call(message, calls) for message in conversation.messages]
-    # Servers give templates the arguments of a call as an object; a few templates read only JSON
-    # text.
+    called = [_with_call(message, calls) for message in given_messages]
+    # Servers give templates the arguments of a call as an object; a few templates read only
+    # JSON text.
     messages, in_text = (
         [_with_arguments(message, form) for message in called] for form in (_parsed, _as_text)
     )

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -23,11 +23,13 @@ from torch import Tensor
 from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
 from quantkit.keys import at_home
 from quantkit.text.conversations import (
+    NOW,
     BrokenRecord,
+    ChatTemplate,
     Conversation,
     has_chat_template,
     names_unread,
-    render,
+    present_date,
 )
 from quantkit.text.sources import PACKAGED, SELF, Documents, kind_of, load_documents, name_of_text
 from quantkit.text.tokenizer import token_ids
@@ -69,6 +71,7 @@ def draw_calibration(
     skip_bad_records: int = 0,
     write: Write | None = None,
     more: int = 0,
+    date: str | None = None,
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
 
@@ -77,7 +80,9 @@ def draw_calibration(
     `template_args` are arguments of the chat template for every conversation. Records without text
     are skipped, and at most `skip_bad_records` broken records of each source. `write` is called for
     the sequences of the source `self`, once all others are drawn. After the samples, up to `more`
-    sequences are drawn from the remaining documents. CheckpointError if a source holds too little.
+    sequences are drawn from the remaining documents. Chat templates that write the present date
+    write `date`, in ISO form, by default that of the call. CheckpointError if a source holds too
+    little.
     """
     if samples < 1 or max_length < 2:
         raise RecipeError(
@@ -103,6 +108,7 @@ def draw_calibration(
     further: list[Tensor] = []
     each: list[dict[str, Any]] = []
     plain: list[str] = []
+    template = ChatTemplate(tokenizer, template_args or {}, date or present_date())
     for source, share in sorted(shares.items(), key=lambda item: item[0] == SELF):
         name = name_of_text(source)
         if source == SELF and write is not None:
@@ -113,7 +119,7 @@ def draw_calibration(
             found = load_documents(
                 source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
             )
-            tokens = _Tokens(found, tokenizer, template_args or {}, share)
+            tokens = _Tokens(found, replace(template), share)
             drawn, facts = _draw(
                 tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share)
             )
@@ -121,6 +127,7 @@ def draw_calibration(
             further += drawn[counts[source] :]
             notices += [f"{name}: {line}" for line in _remarks(tokens)]
             plain += [] if found.conversations else [name]
+            template.is_dated |= tokens.template.is_dated
         each.append({"source": name, "share": float(share), **facts, **_digest(sequences)})
         every += sequences
     if plain == [PACKAGED] and len(each) == 1:
@@ -143,6 +150,14 @@ def draw_calibration(
         notices.append(
             Words(Setting("template_args"), "changes nothing: no source has conversations")
         )
+    if template.is_dated:
+        notices.append(
+            Words(
+                f"the model's chat template writes the date, {template.date[:10]} in this run: "
+                "another day calibrates on another text, unless you use",
+                Setting("template_args", f"{NOW}={template.date[:10]}"),
+            )
+        )
     facts = {
         "source": each[0]["source"]
         if len(each) == 1
@@ -157,6 +172,7 @@ def draw_calibration(
         },
         **_digest(every),
         "sources": each,
+        **({"date": template.date} if template.is_dated else {}),
     }
     return Calibration(every, facts, tuple(notices), further)
 
@@ -239,15 +255,13 @@ def _digest(sequences: Sequence[Tensor]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokenize the documents of one source, conversations by the chat template with these
-    arguments.
+    """Tokenize the documents of one source, conversations by the chat template.
 
     `share` is the part of all samples that the source has in a mixture.
     """
 
     found: Documents
-    tokenizer: Callable[..., Any]
-    arguments: Mapping[str, Any]
+    template: ChatTemplate
     share: Fraction
 
     def fewer(self, held: int) -> Words:
@@ -264,14 +278,14 @@ class _Tokens:
                 # A chat template writes the special tokens itself, BOS included.
                 talk = isinstance(document, Conversation)
                 text = (
-                    render(self.tokenizer, document, self.arguments)
+                    self.template.write(document)
                     if isinstance(document, Conversation)
                     else document
                 )
             except BrokenRecord as error:
                 self.found.left_out.skip(error)
                 continue
-            yield token_ids(self.tokenizer, text, special=not talk)
+            yield token_ids(self.template.tokenizer, text, special=not talk)
 
 
 def _remarks(tokens: _Tokens) -> Iterator[str]:
@@ -285,7 +299,13 @@ def _remarks(tokens: _Tokens) -> Iterator[str]:
     if dropped := Counter(kind for talk in talks for kind in talk.dropped):
         kinds = ", ".join(f"{count} {kind}" for kind, count in dropped.items())
         yield f"{dropped.total()} parts of messages are no text and were left out: {kinds}"
-    if unread := names_unread(tokens.tokenizer, talks, tokens.arguments) if talks else ():
+    if merged := tokens.template.merged:
+        yield (
+            f"the model's chat template refuses system messages: those of {merged} conversations "
+            "went into the user's first turn"
+        )
+    template = tokens.template
+    if unread := names_unread(template.tokenizer, talks, template.arguments) if talks else ():
         yield f"the model's chat template does not read {_listed(unread)}"
     if unread := tuple(dict.fromkeys(key for talk in talks for key in talk.unread)):
         yield f"keys of records that are not given to the chat template: {_listed(unread)}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,10 @@ from quantkit.io.json_files import AGAIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: Characters of a text that are tokenized at a time, and those beyond each end of a part that the
+#: next part has too.
+LONG, OVERLAP = 2**17 - 1, 2**10
 
 
 #: Files of tokenizers -> the package that reads them without a tokenizer.json.
@@ -82,12 +88,14 @@ def _missing_package(folder: Path) -> str | None:
     )
 
 
-def token_ids(tokenizer: Callable[..., Any], text: str, *, special: bool) -> Tensor:
+def token_ids(
+    tokenizer: Callable[..., Any], text: str, *, special: bool, at_most: int | None = None
+) -> Tensor:
     """Return the tokens of a text, int64 `[t]`, with or without the special tokens that the
     tokenizer adds.
 
-    RecipeError for bytes of a command line or a pipe that are not UTF-8: Python reads them as lone
-    surrogates.
+    The tokens after the first `at_most` are left out, and their text need not be read. RecipeError
+    for bytes of a command line or a pipe that are not UTF-8: Python reads them as lone surrogates.
     """
     try:
         text.encode()
@@ -95,8 +103,70 @@ def token_ids(tokenizer: Callable[..., Any], text: str, *, special: bool) -> Ten
         raise RecipeError(
             f"the text is not UTF-8 (character {error.start})", "convert it first"
         ) from error
-    tokens = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return torch.tensor(tokens, dtype=torch.int64)
+    around = _added(tokenizer, special) if len(text) > LONG else None
+    if around is None:
+        tokens = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return torch.tensor(tokens[:at_most], dtype=torch.int64)
+    found = array("q", around[0])
+    for part in _parts(tokenizer, text):
+        found.extend(part)
+        if at_most is not None and len(found) > at_most:
+            break
+    found.extend(around[1])
+    return torch.frombuffer(found, dtype=torch.int64)[:at_most]
+
+
+def _added(tokenizer: Callable[..., Any], special: bool) -> tuple[list[int], list[int]] | None:
+    """Return the special tokens before and after a text; None if a text must be tokenized whole,
+    because the tokenizer knows no places of tokens.
+    """
+    plain, ids = (token_ids(tokenizer, "a", special=each).tolist() for each in (False, special))
+    if plain and getattr(tokenizer, "is_fast", False):
+        for first in range(len(ids) - len(plain) + 1):
+            if ids[first : (last := first + len(plain))] == plain:
+                return ids[:first], ids[last:]
+    return None
+
+
+class _Part:
+    """The tokens of `text[begin:end]`, and the place of the first character of each in `text`."""
+
+    def __init__(self, tokenizer: Callable[..., Any], text: str, begin: int, end: int) -> None:
+        begin = max(0, begin)
+        found = tokenizer(text[begin:end], add_special_tokens=False, verbose=False)
+        self.ids: list[int] = found["input_ids"]
+        self._places = [begin + first for first, _ in found.encodings[0].offsets]
+
+    def find(self, place: int) -> int:
+        """Return the number of the first token at or after a place of the text."""
+        return bisect_left(self._places, place)
+
+    def near(self, place: int) -> list[tuple[int, int]]:
+        """List the tokens, with their places, that both parts at a seam must have."""
+        near = slice(self.find(place - OVERLAP // 2), self.find(place + OVERLAP // 2))
+        return [*zip(self._places[near], self.ids[near], strict=True)]
+
+
+def _parts(tokenizer: Callable[..., Any], text: str) -> Iterator[list[int]]:
+    """Yield the tokens of a long text by parts, the same as of the whole.
+
+    A tokenizer needs some 150 bytes for a character. Neighbouring parts overlap, and are joined
+    where both have the same tokens at the same places on both sides of the seam. If they have not,
+    as in a single word that is longer than a part, they are tokenized as one.
+    """
+    begin, seam, size = 0, LONG, LONG
+    part, first = _Part(tokenizer, text, 0, seam + OVERLAP), 0
+    while seam < len(text):
+        after = _Part(tokenizer, text, seam - OVERLAP, seam + LONG + OVERLAP)
+        if part.near(seam) == after.near(seam):
+            yield part.ids[first : part.find(seam)]
+            begin, first, part, size = seam, after.find(seam), after, LONG
+        else:
+            size *= 2
+            part = _Part(tokenizer, text, begin - OVERLAP, seam + size + OVERLAP)
+            first = part.find(begin) if begin else 0
+        seam += size
+    yield part.ids[first:]
 
 
 def adds_bos(tokenizer: Callable[..., Any]) -> bool:

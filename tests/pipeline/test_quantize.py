@@ -26,6 +26,7 @@ from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
+from quantkit.text import sequences
 from tests.faults import Killed, faults
 from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model
@@ -169,6 +170,25 @@ def test_resuming_with_another_recipe_names_each_value_and_the_options_that_brin
     )
     report = quantize(small_llama, out, recipe(), resume=True)
     assert sum(report["phases"].values()) == pytest.approx(report["totals"]["seconds"]), "the phases add up"
+
+
+def test_the_date_in_a_chat_template_is_that_of_the_beginning(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(small_llama, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}")
+    talks = ([{"role": "user", "content": f"{n}: {'some words ' * n}"}] for n in range(9))
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    recipe, out = from_mapping(gptq(str(tmp_path / "a.jsonl"))), tmp_path / "out"
+    monkeypatch.setattr(sequences, "present_date", lambda: "2026-12-31T23:59:58")
+    whole = quantize(model, tmp_path / "whole", recipe)
+    assert whole["calibration"]["date"] == "2026-12-31T23:59:58"
+    with faults(stopped_at_the_end), pytest.raises(Killed):
+        quantize(model, out, recipe)
+    monkeypatch.setattr(sequences, "present_date", lambda: "2027-01-01T06:00:00")
+    assert plan(model, recipe, out=out, resume=True).refusal is None
+    assert quantize(model, out, recipe, resume=True)["calibration"] == whole["calibration"]
+    assert tensors(out) == tensors(tmp_path / "whole")
 
 
 def test_resuming_with_other_versions_files_or_text_says_which(

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import CheckpointError
-from quantkit.text.conversations import BrokenRecord, Conversation, Without, names_unread, read_conversation, render
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.text.conversations import (
+    BrokenRecord,
+    ChatTemplate,
+    Conversation,
+    Without,
+    names_unread,
+    read_conversation,
+)
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer
 
 WHERE = "a.jsonl: line 3"
@@ -126,7 +133,7 @@ def test_the_result_of_a_tool_may_be_any_value(role: str, content: Any, text: st
 def test_a_thought_needs_no_content_and_reaches_the_template(key: str, content: Any, tokenizer: Any) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}[{{ m." + key + " }}]{% endfor %}"
     found = read_conversation([{"role": "assistant", key: "hm", **content}], "messages", WHERE)
-    assert isinstance(found, Conversation) and render(tokenizer, found) == "[hm]"
+    assert isinstance(found, Conversation) and ChatTemplate(tokenizer).write(found) == "[hm]"
 
 
 WITH_TOOLS = (
@@ -149,9 +156,9 @@ def test_a_call_reaches_the_template_as_it_reads_calls(role: str, form: str, tok
     found = read_conversation(messages, "conversations", WHERE)
     assert isinstance(found, Conversation)
     tokenizer.chat_template = WITH_TOOLS
-    assert render(tokenizer, found) == 'user:Hi?|assistant:f={"a": 1}|tool:7|'
+    assert ChatTemplate(tokenizer).write(found) == 'user:Hi?|assistant:f={"a": 1}|tool:7|'
     tokenizer.chat_template = CHAT_TEMPLATE
-    assert render(tokenizer, found) == f"<|endoftext|>user:Hi?\nassistant:{json.dumps(call)}\ntool:7\n"
+    assert ChatTemplate(tokenizer).write(found) == f"<|endoftext|>user:Hi?\nassistant:{json.dumps(call)}\ntool:7\n"
 
 
 CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -174,9 +181,11 @@ def test_arguments_of_a_call_are_not_encoded_twice(more: Any, tokenizer: Any) ->
     found = read_conversation([*TALK[1:2], {"role": "assistant", "content": None, **more}], "messages", WHERE)
     assert isinstance(found, Conversation)
     tokenizer.chat_template = WITH_TOOLS
-    assert render(tokenizer, found) == 'user:Hi?|assistant:f={"a": 1}|'
+    assert ChatTemplate(tokenizer).write(found) == 'user:Hi?|assistant:f={"a": 1}|'
     tokenizer.chat_template = WITH_TOOLS.replace("c.function.arguments | tojson", "'<' + c.function.arguments + '>'")
-    assert render(tokenizer, found) == 'user:Hi?|assistant:f=<{"a": 1}>|'  # a template that reads text alone
+    assert (
+        ChatTemplate(tokenizer).write(found) == 'user:Hi?|assistant:f=<{"a": 1}>|'
+    )  # a template that reads text alone
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -189,7 +198,7 @@ def test_arguments_of_a_record_reach_the_template(as_text: bool, tokenizer: Any)
     assert isinstance(found, Conversation) and found.unread == ("id", "documents")
     tokenizer.chat_template = WITH_TOOLS
     written = "1 tools brief system:Be kind.|user:Hi?|assistant:Hello.|"
-    assert render(tokenizer, found, {"mode": "long "}) == written  # a record goes before the option
+    assert ChatTemplate(tokenizer, {"mode": "long "}).write(found) == written  # a record goes before the option
     assert names_unread(tokenizer, [found], {"enable_thinking": False}) == ("enable_thinking",)
     tokenizer.chat_template = CHAT_TEMPLATE
     assert names_unread(tokenizer, [found], {}) == ("tools", "mode")
@@ -214,7 +223,7 @@ def test_a_template_that_reads_parts_alone_is_given_parts(tokenizer: Any) -> Non
         "{% for m in messages %}{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
         "{{ part['text'] }}{% endfor %}{% endfor %}"
     )
-    assert render(tokenizer, Conversation(tuple(TALK), WHERE)) == "Be brief.Hi?Hello."
+    assert ChatTemplate(tokenizer).write(Conversation(tuple(TALK), WHERE)) == "Be brief.Hi?Hello."
 
 
 @pytest.mark.parametrize(
@@ -229,5 +238,55 @@ def test_a_template_that_reads_parts_alone_is_given_parts(tokenizer: Any) -> Non
 def test_a_template_that_does_not_fit_is_one_line(template: str | None, says: str, tokenizer: Any) -> None:
     tokenizer.chat_template = template
     with pytest.raises(CheckpointError, match=says) as caught:
-        render(tokenizer, Conversation(tuple(TALK), WHERE))
+        ChatTemplate(tokenizer).write(Conversation(tuple(TALK), WHERE))
     assert str(caught.value).startswith(WHERE) and "\n" not in str(caught.value)
+
+
+DATED = "{% macro head() %}{{ strftime_now('%-d %b %Y') }}|{{ strftime_now(format='%H')|int + 1 }}{% endmacro %}"
+
+
+def test_one_date_is_written_and_a_date_that_is_asked_for_goes_before_it(tokenizer: Any) -> None:
+    talk = Conversation(tuple(TALK[1:]), WHERE)
+    tokenizer.chat_template = DATED + "{{ head() }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    template = ChatTemplate(tokenizer, date="2026-03-04T23:59:59")
+    assert (template.write(talk), template.is_dated) == ("4 Mar 2026|24 Hi? Hello.", True)
+    asked = ChatTemplate(tokenizer, {"strftime_now": "2025-01-31"})
+    assert (asked.write(talk), asked.is_dated) == ("31 Jan 2025|1 Hi? Hello.", False)
+    with pytest.raises(RecipeError, match="strftime_now: 'soon' is no date: write it as 2026-01-31"):
+        ChatTemplate(tokenizer, {"strftime_now": "soon"}).write(talk)
+
+
+def test_a_date_that_the_template_could_write_and_does_not_is_none(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    before = ChatTemplate(tokenizer).write(Conversation(tuple(TALK), WHERE))
+    tokenizer.chat_template = (
+        "{% if strftime_now is defined %}{% set d = strftime_now('%Y') %}{% endif %}\n" + CHAT_TEMPLATE
+    )
+    template = ChatTemplate(tokenizer)
+    assert (template.write(Conversation(tuple(TALK), WHERE)), template.is_dated) == (before, False)
+
+
+#: Gemma 2, and Mistral, which lets the two sides take turns.
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+TURNS = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('no turns') }}{% endif %}{% endfor %}"
+)
+LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("refusal", [NO_SYSTEM, TURNS])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_that_is_refused_goes_into_the_first_turn_of_the_user(
+    refusal: str, role: str, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = refusal.replace("'system'", f"'{role}'") + LINES
+    template = ChatTemplate(tokenizer)
+    talk = Conversation(({**TALK[0], "role": role}, *TALK[1:]), WHERE)
+    assert template.write(talk) == "user: Be brief.\n\nHi?\nassistant: Hello.\n" and template.merged == 1
+    assert template.write(Conversation(tuple(TALK[1:]), WHERE)) == "user: Hi?\nassistant: Hello.\n"
+    assert template.merged == 1
+    twice = Conversation((TALK[0], TALK[1], TALK[1]), WHERE)
+    if refusal == TURNS:
+        with pytest.raises(BrokenRecord, match=r"refuses it .*no turns"):
+            template.write(twice)

@@ -256,3 +256,27 @@ def test_the_packaged_text_says_that_it_calibrates_and_what_may_do_better(tokeni
     ]
     with pytest.raises(CheckpointError, match=r"packaged: holds .* usable documents, 9999 were asked for"):
         draw_calibration("packaged", tokenizer, samples=9999, max_length=64, seed=0)
+
+
+def test_a_date_in_the_text_is_in_the_facts_and_in_a_notice(tmp_path: Path, chatty: Any) -> None:
+    chatty.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    source = chats(tmp_path / "a.jsonl", [5, 9])
+    options = {"samples": 2, "max_length": 64, "seed": 0}
+    found = draw_calibration(source, chatty, **options, date="2026-02-03T00:00:01")
+    assert sorted(map(chatty.decode, found.sequences)) == ["03 Feb 2026 AAAAA", "03 Feb 2026 " + "B" * 9]
+    assert found.facts["date"] == "2026-02-03T00:00:01"
+    assert str(found.notices[-1]).endswith("unless you use --template-args strftime_now=2026-02-03")
+    same = draw_calibration(source, chatty, **options, template_args={"strftime_now": "2026-02-03"})
+    assert (same.facts["sha256"], same.notices) == (found.facts["sha256"], ()) and "date" not in same.facts
+
+
+def test_system_messages_that_the_template_refuses_are_in_a_notice(tmp_path: Path, chatty: Any) -> None:
+    chatty.chat_template = "{{ raise_exception('no') if messages[0].role == 'system' }}{{ messages[0].content }}"
+    talk = [{"role": "system", "content": "S"}, {"role": "user", "content": "one two three"}]
+    source = write(tmp_path / "a.jsonl", "\n".join([json.dumps({"messages": talk})] * 3))
+    found = draw_calibration(source, chatty, samples=3, max_length=64, seed=0)
+    assert {chatty.decode(s) for s in found.sequences} == {"S\n\none two three"}
+    assert found.notices == (
+        "a.jsonl: the model's chat template refuses system messages: those of 3 conversations went into the user's "
+        "first turn",
+    )
