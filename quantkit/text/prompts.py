@@ -5,7 +5,7 @@ for evaluations.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,24 +14,14 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
-from quantkit.text.conversations import Conversation, has_chat_template, render
-from quantkit.text.tokenizer import token_ids
+from quantkit.text.conversations import ChatTemplate, Conversation, has_chat_template
+from quantkit.text.tokenizer import affixes, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Tokens of a prompt that decide how the tokens after them are written.
 CONTEXT = 64
-
-
-def affixes(tokenizer: Callable[..., Any]) -> tuple[list[int], list[int]]:
-    """Find the tokens that a tokenizer puts in front of a text, such as BOS, and those behind it,
-    such as EOS.
-    """
-    plain, ids = (token_ids(tokenizer, "a", special=special).tolist() for special in (False, True))
-    starts = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
-    start = next(starts, len(ids))
-    return ids[:start], ids[start + len(plain) :]
 
 
 def continued(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -77,7 +67,7 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase, message: str, path: Path)
         raise RecipeError("the model has no chat template", instead, subject=path)
     talk = Conversation(({"role": "user", "content": message},), "the message")
     try:
-        text = render(tokenizer, talk, {"add_generation_prompt": True})
+        text = ChatTemplate(tokenizer, {"add_generation_prompt": True}).write(talk)
     except CheckpointError as error:
         raise RecipeError(
             f"the model's chat template refuses the message ({reason(error.__cause__ or error)})",

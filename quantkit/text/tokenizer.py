@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,29 +104,27 @@ def token_ids(
         raise RecipeError(
             f"the text is not UTF-8 (character {error.start})", "convert it first"
         ) from error
-    around = _added(tokenizer, special) if len(text) > LONG else None
-    if around is None:
+    if len(text) <= LONG or not getattr(tokenizer, "is_fast", False):
         tokens = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return torch.tensor(tokens[:at_most], dtype=torch.int64)
-    found = array("q", around[0])
+    front, end = affixes(tokenizer) if special else ([], [])
+    found = array("q", front)
     for part in _parts(tokenizer, text):
         found.extend(part)
         if at_most is not None and len(found) > at_most:
             break
-    found.extend(around[1])
-    return torch.frombuffer(found, dtype=torch.int64)[:at_most]
+    found.extend(end)
+    return torch.from_numpy(np.asarray(found, dtype=np.int64))[:at_most]
 
 
-def _added(tokenizer: Callable[..., Any], special: bool) -> tuple[list[int], list[int]] | None:
-    """Return the special tokens before and after a text; None if a text must be tokenized whole,
-    because the tokenizer knows no places of tokens.
+def affixes(tokenizer: Callable[..., Any]) -> tuple[list[int], list[int]]:
+    """Find the tokens that a tokenizer puts in front of a text, such as BOS, and those behind it,
+    such as EOS.
     """
-    plain, ids = (token_ids(tokenizer, "a", special=each).tolist() for each in (False, special))
-    if plain and getattr(tokenizer, "is_fast", False):
-        for first in range(len(ids) - len(plain) + 1):
-            if ids[first : (last := first + len(plain))] == plain:
-                return ids[:first], ids[last:]
-    return None
+    plain, ids = (token_ids(tokenizer, "a", special=special).tolist() for special in (False, True))
+    starts = (i for i in range(len(ids)) if plain and ids[i : i + len(plain)] == plain)
+    start = next(starts, len(ids))
+    return ids[:start], ids[start + len(plain) :]
 
 
 class _Part:
