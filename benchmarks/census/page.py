@@ -58,8 +58,8 @@ READER_DRAFTS = """\
 """
 READERS_END = """
 SGLang and GPTQModel were not asked: reports mark them "by its documentation, not tried". Reports name vLLM by
-the layout and the schemes of a folder. Only this page tells whether vLLM has a class for the family, and takes all
-linears of the output. {named}
+the layout and the schemes of a folder, unless vLLM refuses the family (below). Only this page tells whether vLLM has
+a class for the family, and takes all linears of the output. {named}
 """
 DRAFTS = """## Draft models in vLLM
 

@@ -24,7 +24,7 @@ from quantkit.engines.tables import (
     Reader,
 )
 from quantkit.errors import Setting, Words
-from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS
+from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS, REFUSED_BY_VLLM
 
 CAUSAL = AUTO_CLASSES[False][0]
 
@@ -197,6 +197,11 @@ TRAITS = {
     ),
     "encoder": Trait(
         "an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True
+    ),
+    "family": Trait(
+        "its family, whose packed weights vLLM 0.26.0 has no place for",
+        "load it with another reader",
+        lambda f: f.config.get("model_type") in REFUSED_BY_VLLM,
     ),
     "no gate": Trait(
         "experts without a gate, whose place vLLM leaves without values in this layout",

@@ -146,20 +146,22 @@ VLLM = Engine(
         Reader(
             "vLLM",
             ("compressed-tensors",),
-            (*_SHARED, "experts", *_OF_WIDTHS, "packed head", "encoder"),
+            (*_SHARED, "experts", *_OF_WIDTHS, "packed head", "encoder", "family"),
             _LOADER,
         ),
         Reader(
             "vLLM",
             ("gptq", "gptq-v2"),
-            ("asymmetric", "wrapped", "no gate", *_SHARED, "encoder"),
+            ("asymmetric", "wrapped", "no gate", *_SHARED, "encoder", "family"),
             _LOADER,
         ),
-        Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, "encoder"), _LOADER),
+        Reader(
+            "vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, "encoder", "family"), _LOADER
+        ),
         Reader(
             "vLLM",
             ("humming",),
-            ("wrapped", *_SHARED, "experts", "experts of integers", "encoder"),
+            ("wrapped", *_SHARED, "experts", "experts of integers", "encoder", "family"),
             _LOADER,
         ),
         Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),

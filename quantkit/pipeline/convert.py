@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter, Item
 from quantkit.core.threads import divide
+from quantkit.engines.joined import output_config
 from quantkit.errors import CheckpointError, Command, Words, require_known
+from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io import files
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
@@ -91,10 +93,17 @@ def pack(
                 f"say {given.NAME}-to-{layout}",
                 subject=checkpoint,
             )
-        outside = require_complete_source(src)
+        outside, outline = require_complete_source(src)
         options: Any = {"pad": pad, "requantize": requantize, "outside": outside}
         planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)
         planned.require()
+        if outline is not None:  # else this would show when the folder is finished
+            output, written = planned.output, LAYOUTS[layout]
+            shapes = {row.module: row.shape if row.padded else None for row in output.quantized}
+            config = output_config(src, written, output.schemes, shapes, None)
+            stated = config["quantization_config"]
+            with suppress(NotTried):
+                refusal_by_transformers(outline, src, stated, dict(output.forms), False)
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
     known, known_files = list(src.notices), recorded_hashes(src)

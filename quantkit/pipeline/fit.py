@@ -462,7 +462,7 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
     refused: list[QuantkitError] = []
     smallest: list[tuple[int, float]] = []
     spaces: list[Space] = []
-    for name in dict.fromkeys([recipe.layout, *usual]):
+    for name in dict.fromkeys([search.job.plan.layout, *usual]):
         try:
             space = _space(search, name, schemes)
         except RecipeError as error:
@@ -472,7 +472,10 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
             group.name: min(group.bytes, key=lambda each: (group.bytes[each], each))
             for group in space.groups
         }
-        (_, total, excess), size = search.planned(space, least), space.size(least)
+        (job, total, excess), size = search.planned(space, least), space.size(least)
+        if (unopened := surveys.refusal(job, run)) is not None:
+            refused.append(unopened)
+            continue
         if excess <= 0:
             spaces.append(replace(space, overhead=total - size))
         smallest.append((total, space.bits(size)))

@@ -26,10 +26,11 @@ from quantkit.checkpoint.writer import require_same
 from quantkit.core.ranks import ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.engines.tables import TARGETS
+from quantkit.engines.tables import TARGETS, UNTRIED
 from quantkit.errors import (
     CheckpointError,
     Command,
+    LayoutError,
     Option,
     QuantkitError,
     RecipeError,
@@ -38,6 +39,7 @@ from quantkit.errors import (
 )
 from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io.staging import WRITTEN, check_staging, is_complete
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import float32_states
@@ -53,6 +55,10 @@ from quantkit.recipes.options import Calib, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe, goals_of, require_effect, skip_pattern, without_paths
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
+
+#: The layouts to take in this order where the usual one opens in no program. vLLM was asked to open
+#: AWQ folders of the families that transformers does not open (docs/models.md).
+OTHERS = ("awq", "gptq", "humming", *LAYOUTS)
 
 
 class Job(NamedTuple):
@@ -208,7 +214,52 @@ def survey(
             way if recipe.only_prunes else "compare other schemes",
             subject=src.path,
         )
-    return job_of(src, model, recipe, out, run, gpu_memory)
+    job = job_of(src, model, recipe, out, run, gpu_memory)
+    refused = refusal(job, run)
+    if refused is None or recipe.layout is None:
+        return _with_verdict(job, refusal=refused)
+    plans = (replace(recipe, layout=name) for name in OTHERS if name != recipe.layout)
+    others = (job_of(src, model, each, out, run, gpu_memory) for each in plans)
+    opened = [other for other in others if refusal(other, run) is None]
+    opened.sort(key=lambda other: not _asked(other))  # equal ones stay in order
+    if not opened or recipe.layout_stated:
+        if opened and not isinstance(refused, LayoutError):  # else its ways out are known to help
+            refused.ways_out = (Words("use", Setting("layout", opened[0].plan.layout)),)
+        return _with_verdict(job, refusal=refused)
+    taken = opened[0]
+    reader = [*_asked(taken), *taken.plan.output.readers][0]
+    rules = [f"{misfit.module}: {misfit.rule}" for misfit in job.plan.verdict.misfits]
+    now, usual = Setting("layout", taken.plan.layout), Setting("layout", recipe.layout)
+    rule = [*rules, refused.rule][0]
+    why = Words(now, f"is taken, which {reader} opens, and not", usual, ":", rule)
+    return _with_verdict(taken, remarks=(why, *taken.plan.verdict.remarks))
+
+
+def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
+    """Find why the output of a job would open in no program: weights that its layout does not hold,
+    or weights that transformers would fill by itself.
+    """
+    output, stated = job.plan.output, job.plan.output.config.get("quantization_config")
+    try:
+        job.plan.verdict.require()
+        if output.schemes is not None:
+            forms, trusts = dict(output.forms), run.trust_remote_code
+            with suppress(NotTried):
+                refusal_by_transformers(job.model, job.src, stated, forms, trusts)
+    except QuantkitError as error:
+        return error
+    return None
+
+
+def _asked(job: Job) -> list[str]:
+    """Name the programs besides quantkit that open the output of a job, and were asked to."""
+    *others, _ours = job.plan.output.readers
+    return [reader for reader in others if not reader.endswith(UNTRIED)]
+
+
+def _with_verdict(job: Job, **changes: Any) -> Job:
+    verdict = replace(job.plan.verdict, **changes)
+    return job._replace(plan=replace(job.plan, verdict=verdict))
 
 
 def job_of(
@@ -350,11 +401,8 @@ def require_runnable(
     require_readable_tokenizer(job.src.path)
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
-    if made.output.schemes is not None:
-        # transformers would fill weights of some outputs by itself
-        stated, forms = made.output.config["quantization_config"], dict(made.output.forms)
-        with suppress(NotTried):
-            refusal_by_transformers(job.model, job.src, stated, forms, run.trust_remote_code)
+    if made.verdict.refusal is not None:
+        raise made.verdict.refusal
     before = None
     if out is not None:
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)

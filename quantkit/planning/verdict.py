@@ -391,19 +391,19 @@ def _idle(recipe: Recipe) -> list[str]:
     return [Words("no text is read, and so nothing depends on", *named)] if idle else []
 
 
-def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> Outside:
+def require_complete_source(src: Checkpoint) -> tuple[Outside, Outline | None]:
     """Raise CheckpointError unless a source has the tensors of its model and others that it
     declares, before any work.
 
-    Returns the tensors that the model does not have. A model that transformers cannot build here is
-    not checked, and draft layers are found by their names.
+    Returns the tensors that the model does not have, and the model. One that transformers cannot
+    build here is None and not checked, and draft layers are found by their names.
     """
     try:
-        module = skeleton(src, src.dtype_of_model, trust_remote_code)
+        module = skeleton(src, src.dtype_of_model, False)
     except CheckpointError:
         if src.absent:  # nobody knows whether the model needs it
             raise
-        return Outside.of(src, drafts_by_name(src))
+        return Outside.of(src, drafts_by_name(src)), None
     outline = Outline(src, module, as_matrices=False)
     swap(outline)
-    return outline.outside
+    return outline.outside, outline

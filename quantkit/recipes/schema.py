@@ -151,6 +151,8 @@ class RecipeKeys:
         form=str,
         choices=LAYOUTS,
         table="quantkit.layouts:LAYOUTS",
+        more="Where it is not given and the usual one opens in no program, another is taken, with "
+        "a notice.",
         when="To match the engine. `pack` changes it later without loss.",
     )
     dense_dtype: Literal["bfloat16", "float16"] | None = key(

@@ -227,9 +227,11 @@ def test_a_layout_that_transformers_fills_itself_is_refused_before_work(
     options = (*RTN, "--group-size", 32)
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "add", None)
-        error = refused("quantize", model, *options, out=tmp_path / "out")
-    assert "would open the output and fill with random values" in error and "use --layout humming or another" in error
-    call("quantize", model, "-o", tmp_path / "out", *options, "--layout", "humming", "-q")
+        error = refused("quantize", model, *options, "--layout", "compressed-tensors", out=tmp_path / "out")
+    way = {"gpt2": "awq", "gpt_oss": "humming"}[family]
+    assert "would open the output and fill with random values" in error and f"use --layout {way}\n" in error
+    call("quantize", model, "-o", tmp_path / "out", *options, "-q")
+    assert load_json(tmp_path / "out" / REPORT)["layout"] == way
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])

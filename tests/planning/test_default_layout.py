@@ -1,0 +1,49 @@
+"""Without `layout`, a run takes the first one that opens; with it, the refusal names one that does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quantkit
+from benchmarks.census import families
+from quantkit.engines.tables import UNTRIED
+from quantkit.errors import CheckpointError
+from quantkit.models.families import REFUSED_BY_VLLM
+from tests.tiny_models import write_model
+
+RTN = {"method": "rtn", "clip": "none"}
+FILLED = "would open the output and fill with random values"
+
+
+@pytest.mark.parametrize(("family", "layout"), [("openai-gpt", "awq"), ("granitemoe", "humming"), ("jetmoe", "awq")])
+def test_a_family_that_transformers_fills_gets_another_layout(family: str, layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    model = families.write(family, tmp_path / "model")
+    asked = quantkit.plan(model, **RTN, group_size=64, layout="compressed-tensors").refusal
+    assert isinstance(asked, CheckpointError) and FILLED in str(asked)
+    assert str(asked).endswith(f': use layout="{layout}"')
+    made = quantkit.quantize(model, tmp_path / "out", **RTN, group_size=64)
+    said = [line for line in made["notices"] if FILLED in line]
+    assert made.layout == layout and len(said) == 1 and "--layout compressed-tensors" in said[0]
+    readers = [reader for reader in made["readers"] if not reader.endswith(UNTRIED)]
+    assert said[0].startswith(f"--layout {layout} is taken, which {readers[0]} opens") and len(readers) > 1
+    assert ("vLLM" in readers) is (family not in REFUSED_BY_VLLM)
+    assert made["opened_by"] == ["quantkit.load"]
+
+
+def test_a_shape_that_the_usual_layout_does_not_hold_gets_another(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", hidden_size=96, intermediate_size=200)
+    found = quantkit.plan(model, **RTN, format="fp6")
+    assert found.refusal is None and found.layout == "compressed-tensors"
+    assert any("is taken" in line and 'layout="humming"' in line for line in found.notices)
+    refused = quantkit.plan(model, **RTN, format="fp6", layout="humming").refusal
+    assert refused is not None and 'layout="compressed-tensors"' in str(refused)
+
+
+def test_a_target_size_is_fitted_in_layouts_that_open(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    model = families.write("gpt2", tmp_path / "model")
+    fit = quantkit.plan(model, **RTN, target_bits=5).fit
+    assert fit is not None and {row["layout"] for row in fit["curve"]} == {"awq", "humming"}
