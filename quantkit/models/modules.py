@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,9 +336,12 @@ def lists_beside(module: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 def computed(module: nn.Module, state: str) -> Tensor | None:
     """Compute a state that a checkpoint may lack, such as sinusoidal positions; None if its module
-    cannot.
+    cannot, or is not there any more: unfused experts have other ones.
     """
-    compute = getattr(module.get_submodule(state.rpartition(".")[0]), COMPUTES, None)
+    owner: nn.Module | None = None
+    with suppress(AttributeError):
+        owner = module.get_submodule(state.rpartition(".")[0])
+    compute = getattr(owner, COMPUTES, None)
     return compute().detach() if compute is not None else None
 
 
