@@ -377,8 +377,8 @@ def eval_tasks(
     asked, with `shots` examples before them, by default as many as the task says. `chat_template`
     puts all into the model's template. `against` is a checkpoint that answers the same questions;
     both are never in memory together. `journal` is a file that keeps finished tasks, from which the
-    same call continues. Needs `quantkit[tasks]`. Raises a QuantkitError, before any weight is read,
-    for tasks, data or a model that cannot be evaluated.
+    same call continues. Needs the package lm-eval. Raises a QuantkitError, before any weight is
+    read, for tasks, data or a model that cannot be evaluated.
 
     Example:
 

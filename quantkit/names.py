@@ -36,8 +36,18 @@ ACTIVATIONS = ("float16", "bfloat16")
 
 #: File of an output that holds the outcome of `verify`.
 VERIFICATION = "verify.json"
-#: Engine that `verify` asks -> the name of its package.
-SERVERS = {"vllm": "vLLM"}
+#: Engines that `verify` asks.
+SERVERS = ("vllm",)
+
+#: Package that only some uses need -> its lowest version, as pyproject.toml has it, and its use.
+OPTIONAL = {
+    "compressed-tensors": ("0.15", "for transformers to load our default INT4 output"),
+    "gguf": ("0.18", "to quantize GGUF files"),
+    "lm-eval": ("0.4.13", "for eval tasks"),
+    "vllm": ("0.26", "on Linux, to serve, and for verify --engine"),
+    "cupy-cuda12x": ("13.6", "for kernels on a GPU, CUDA 12"),
+    "cupy-cuda13x": ("13.6", "for kernels on a GPU, CUDA 13"),
+}
 
 #: The most tokens of text that an output is measured on before it is published: 16 windows of 2048.
 MOST_TOKENS = 32768
@@ -48,3 +58,11 @@ Method = Literal["gptq", "rtn"]
 Rule = Literal["magnitude", "wanda", "sparsegpt"]
 Clip = Literal["none", "search"]
 Metric = Literal["mse", "diag", "block"]
+
+
+def install(*packages: str) -> str:
+    """Write the command that installs optional packages.
+
+    The command names no extra of quantkit: quantkit itself may come from a wheel or a repository.
+    """
+    return " ".join(["pip install", *(f"'{name}>={OPTIONAL[name][0]}'" for name in packages)])

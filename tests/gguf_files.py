@@ -12,7 +12,7 @@ import torch
 
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_model
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'quantkit[gguf]'")
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
 
 #: Family of `tests.tiny_models` -> architecture in GGUF.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "gemma2": "gemma2", "qwen3_moe": "qwen3moe"}

@@ -31,6 +31,7 @@ from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import files, json_files
 from quantkit.io.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from quantkit.io.json_files import dump_json, shown
+from quantkit.names import install
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +85,7 @@ def open_gguf(path: Path) -> Path:
     if find_spec("gguf") is None:
         raise CheckpointError(
             "is GGUF, and the package gguf is not installed",
-            "pip install 'quantkit[gguf]'",
+            install("gguf"),
             subject=path,
         )
     with files.guarded(path):

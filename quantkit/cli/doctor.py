@@ -21,6 +21,7 @@ from quantkit.cli.options import command
 from quantkit.cli.process import FAILED, emit, leave
 from quantkit.core.units import format_bytes
 from quantkit.errors import reason
+from quantkit.names import OPTIONAL
 from quantkit.progress import Progress
 from quantkit.version import __version__
 
@@ -79,6 +80,7 @@ def format_diagnosis(found: Mapping[str, Any]) -> str:
                 ("GPU", "; ".join(gpus) or "none that torch sees"),
                 ("kernels", found["kernels"]["note"]),
                 *(("fix", fix) for fix in found["fixes"]),
+                *(("optional", check["fix"]) for check in found["checks"] if check["ok"] is None),
             ]
         ),
     ]
@@ -111,10 +113,8 @@ def diagnose() -> dict[str, Any]:
             gpu_diagnosis.machine(),
         )
         checks += [gpu_diagnosis.cuda_build(), gpu_diagnosis.cupy()]
-    checks += [
-        package("compressed-tensors", "0.15", "for transformers to load our default INT4 output"),
-        package("gguf", "0.18", "to quantize GGUF files"),
-    ]
+    optional = {name: facts for name, facts in OPTIONAL.items() if not name.startswith("cupy")}
+    checks += [package(name, lowest, why) for name, (lowest, why) in optional.items()]
     return {
         "quantkit": __version__,
         "ok": all(check.ok is not False for check in checks),
@@ -139,7 +139,7 @@ def _python() -> Check:
     fix = (
         None
         if ok
-        else f"install a Python from {low} to before {high} and run: python -m pip install quantkit"
+        else f"install a Python from {low} to before {high}, and quantkit again with its pip"
     )
     return Check("python", platform.python_version(), f">={low},<{high}", ok, fix)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quantkit.errors import Setting, Words
-from quantkit.names import KERNELS
+from quantkit.names import KERNELS, install
 
 if TYPE_CHECKING:
     from quantkit.core.scheme import Scheme
@@ -244,7 +244,7 @@ VLLM = Engine(
         PLUGIN: (
             "vLLM, on quantkit's kernels",
             "sh",
-            "pip install 'quantkit[vllm]'\nvllm serve FOLDER",
+            f"{install('vllm', 'cupy-cuda13x')}\nvllm serve FOLDER",
         ),
     },
     joins=True,

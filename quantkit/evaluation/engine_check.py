@@ -103,7 +103,7 @@ def require_engine(folder: Path, asked: VerifyOptions) -> None:
     """
     engine = asked.engine
     if engine is not None:
-        require_package(engine, SERVERS[engine], engine)
+        require_package(engine)
         src = Checkpoint(folder)
         require_decoder_only(
             src,
@@ -114,7 +114,7 @@ def require_engine(folder: Path, asked: VerifyOptions) -> None:
     elif asked.engine_args:
         raise RecipeError(
             Words(Option("engine_args"), "are of an engine, and none is named"),
-            Words("add", Option("engine", next(iter(SERVERS)))),
+            Words("add", Option("engine", SERVERS[0])),
         )
 
 

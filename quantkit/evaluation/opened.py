@@ -19,6 +19,7 @@ from quantkit.inference.load import load_for_evaluation
 from quantkit.io.files import hash_of
 from quantkit.io.staging import append_journal, read_journal
 from quantkit.models.meta_model import config_of, require_decoder_only
+from quantkit.names import install
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
 from quantkit.text.prompts import continued
@@ -82,12 +83,10 @@ def open_checkpoint(
     return Opened(Checkpoint(path, options.trust_remote_code, dequantize=dequantize), options)
 
 
-def require_package(module: str, package: str, extra: str) -> None:
+def require_package(package: str) -> None:
     """Raise QuantkitError if a package that only this evaluation needs is not installed."""
-    if find_spec(module) is None:
-        raise QuantkitError(
-            f"the package {package} is not installed", f"pip install 'quantkit[{extra}]'"
-        )
+    if find_spec(package.replace("-", "_")) is None:
+        raise QuantkitError(f"the package {package} is not installed", install(package))
 
 
 class Finished:

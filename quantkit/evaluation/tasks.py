@@ -128,7 +128,7 @@ class Exam:
     """
 
     def __init__(self, options: TaskOptions) -> None:
-        require_package("lm_eval", "lm-eval", "tasks")
+        require_package("lm-eval")
         from lm_eval import __version__
 
         self._limit, data = options.limit, options.data

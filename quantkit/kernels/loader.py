@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
+from quantkit import names
 from quantkit.errors import KernelError, Option, QuantkitError, reason
 from quantkit.io import files
 from quantkit.kernels import driver
@@ -237,7 +238,7 @@ def _usable_nvrtc() -> Any:
 
 def install() -> str:
     """Write the command that installs a CuPy for this torch."""
-    return f"pip install 'quantkit[{extra()}]'"
+    return names.install(f"cupy-{extra()}x")
 
 
 def _headers(folder: Path) -> dict[str, str]:

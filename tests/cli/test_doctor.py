@@ -16,6 +16,7 @@ from quantkit import kernels
 from quantkit.cli import doctor, gpu_diagnosis
 from quantkit.cli.doctor import at_least, package
 from quantkit.kernels import toolchain
+from quantkit.names import OPTIONAL
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
@@ -24,8 +25,8 @@ def test_the_pythons_and_extras_are_those_of_the_project_file() -> None:
     text = PROJECT.read_text()
     low, high = (".".join(map(str, version)) for version in doctor.PYTHON)
     assert f'requires-python = ">={low},<{high}"' in text
-    for extra in ("cuda12", "cuda13"):  # the fixes name these
-        assert f'{extra} = ["cupy-{extra}x>=13.6"]' in text
+    for name, (lowest, _) in OPTIONAL.items():
+        assert f'"{name}>={lowest}' in text
 
 
 def test_this_environment_is_complete() -> None:
@@ -55,6 +56,19 @@ def test_a_missing_or_old_package_has_a_fix() -> None:
     old = package("torch", "999.0")
     assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
     assert package("no-such-package-here", "1", "for x").ok is None
+
+
+def test_each_optional_package_that_is_missing_has_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """quantkit may come from a wheel: no command relies on its name or its extras."""
+    there = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name in OPTIONAL else there(name))
+    found = doctor.diagnose()
+    lines = doctor.format_diagnosis(found).splitlines()
+    for name, (lowest, _) in OPTIONAL.items():
+        expected = f"optional       pip install --upgrade '{name}>={lowest}'"
+        assert name.startswith("cupy") or expected in lines
+    assert not [line for line in lines if "install quantkit" in line or "quantkit[" in line]
+    assert found["ok"] or torch.cuda.is_available()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +102,7 @@ def test_a_cupy_that_does_not_load_is_diagnosed(failure: str, tmp_path: Path, mo
     assert re.search(r"libcuda|no driver", str(state["problem"]))
     check = gpu_diagnosis.cupy()
     assert check.ok is (False if torch.cuda.is_available() else None)
-    assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
+    assert re.search(r"cupy-cuda1[23]x>=13.6", str(check.fix))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *gpus: SimpleNamespace) -> None:
@@ -145,7 +159,7 @@ def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPat
         pytest.skip("CuPy works here, so nothing is to be installed")
     for version, extra in (("12.8", "cuda12"), ("13.0", "cuda13")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert str(gpu_diagnosis.cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
+        assert str(gpu_diagnosis.cupy().fix).endswith(f"pip install 'cupy-{extra}x>=13.6'")
 
 
 @pytest.mark.parametrize(

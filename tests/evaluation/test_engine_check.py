@@ -100,7 +100,7 @@ def test_an_engine_that_hangs_ends(
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_the_engine_one_line_says_what_to_install_and_nothing_is_written(folder: Path) -> None:
     said = refused("verify", folder, "--engine", "vllm")
-    assert "the package vLLM is not installed: pip install 'quantkit[vllm]'" in said
+    assert "the package vllm is not installed: pip install 'vllm>=0.26'" in said
     assert not (folder / VERIFICATION).exists()
     for wrong in ("[1]", "{"):
         assert "--engine-args" in call("verify", folder, "--engine", "vllm", "--engine-args", wrong, code=2).stderr

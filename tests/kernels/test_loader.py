@@ -191,7 +191,7 @@ def test_architectures_are_named_as_nvrtc_names_them() -> None:
 def test_the_extra_follows_the_build_of_torch(version: str | None, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", version)
     assert loader.extra() == extra
-    assert loader.install() == f"pip install 'quantkit[{extra}]'"
+    assert loader.install() == f"pip install 'cupy-{extra}x>=13.6'"
 
 
 def test_without_cupy_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_without_cupy_the_error_says_what_to_install(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(KernelError, match=r"libcuda.*pip install 'quantkit\[cuda1[23]\]'"):
+    with pytest.raises(KernelError, match=r"libcuda.*pip install 'cupy-cuda1[23]x>=13.6'"):
         loader.compile("marlin", (), "sm_80")
     assert "pip install" in str(missing("marlin", torch.device("cuda", 0)))
 

@@ -43,6 +43,7 @@ ELSEWHERE = (
     "gpus[]",
     "kernels.here[]",
     "checks[].found",
+    "checks[].fix",
     "checks[].ok",
     "fixes[]",
     "machine.free_memory",

@@ -427,7 +427,7 @@ def check_a_missing_cupy_is_one_line_with_the_command() -> None:
 
     line = error_of(require_kernels, torch.device("cuda", 0), "vLLM")
     assert line.startswith("quantkit's kernels cannot run inside vLLM here: CuPy does not load (No module named"), line
-    assert "pip install 'quantkit[" in line and "\n" not in line, line
+    assert "pip install 'cupy-" in line and "\n" not in line, line
     assert error_of(require_kernels, torch.device("cpu"), "vLLM") == "no error"
 
 
