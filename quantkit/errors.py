@@ -44,12 +44,6 @@ KEYS: dict[str, str] = {}
 OUT, OFF = {"out": "-o"}, {"asym": "--sym", "signed": "--unsigned"}
 
 
-UNREACHABLE = "the hub cannot be reached and nothing is cached"
-#: Classes of exceptions for a missing connection, by name: the hub's client has had three HTTP
-#: libraries, each with classes of its own.
-UNCONNECTED = {"ConnectionError", "TimeoutError", "TransportError", "LocalEntryNotFoundError"}
-
-
 class Words(str):
     """A text that names options: itself as the command line has it, `python` as the API has it.
 
@@ -262,18 +256,6 @@ def require_known(kind: str, value: object, names: Collection[str]) -> None:
     """Raise a RecipeError that lists the names of a kind, if `value` is none of them."""
     if value not in tuple(names):
         raise RecipeError(f"unknown {kind} {value!r}", f"use one of {', '.join(names)}")
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Return True if an exception of the hub's client, or one of its causes, is a missing
-    connection.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        if UNCONNECTED.intersection(kind.__name__ for kind in type(cause).__mro__):
-            return True
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

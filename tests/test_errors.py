@@ -7,7 +7,6 @@ import json
 import pickle
 
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from quantkit.errors import (
     FILE,
@@ -20,7 +19,6 @@ from quantkit.errors import (
     Words,
     about,
     in_python,
-    is_unreachable,
 )
 
 
@@ -82,32 +80,3 @@ def test_about_names_the_subject_and_keeps_the_rest() -> None:
         raise CheckpointError("is damaged", Words("add", Option("overwrite", True)))
     assert (caught.value.subject, caught.value.rule) == ("file: weight", "is damaged")
     assert caught.value.typed.python == "file: weight: is damaged: add overwrite=True"
-
-
-def caused(outer: Exception, inner: Exception) -> Exception:
-    outer.__cause__ = inner
-    return outer
-
-
-@pytest.mark.parametrize(
-    ("error", "unreachable"),
-    [
-        (ConnectionError("no route"), True),
-        (OfflineModeIsEnabled("offline"), True),
-        (LocalEntryNotFoundError("not cached"), True),
-        (caused(ValueError("x"), caused(ValueError("y"), TimeoutError("z"))), True),
-        (FileNotFoundError("no such data set"), False),
-        (caused(ValueError("unknown configuration"), KeyError("x")), False),
-    ],
-)
-def test_a_missing_connection_is_found_in_the_chain(error: Exception, unreachable: bool) -> None:
-    assert is_unreachable(error) == unreachable
-
-
-def test_a_handled_error_that_was_suppressed_does_not_count() -> None:
-    with pytest.raises(ValueError, match="not a data set") as caught:
-        try:
-            raise ConnectionError("first try")
-        except ConnectionError:
-            raise ValueError("not a data set") from None
-    assert not is_unreachable(caught.value)

@@ -189,7 +189,7 @@ def expected_text(model: BlockRunner, calib: Calib, count: int) -> Text:
     `draw_text`.
     """
     require_generation(model)
-    turns_of(load_tokenizer(model.src.path), calib.template_args)
+    turns_of(load_tokenizer(model.src.path, model.src.trusted), calib.template_args)
     longest = min(calib.max_length, model.max_length, LONGEST)
     rule = f"written by the model in the run, at most {longest} tokens each"
     facts = {"rule": rule, "documents": count, "cut": 0, "skipped": 0, "temperature": TEMPERATURE}
@@ -210,7 +210,7 @@ def draw_text(
     QuantkitError if nearly all texts are loops, NumericError for logits that are not finite.
     """
     require_generation(model)
-    tokenizer, device = load_tokenizer(model.src.path), model.device
+    tokenizer, device = load_tokenizer(model.src.path, model.src.trusted), model.device
     turns, longest = (
         turns_of(tokenizer, calib.template_args),
         min(calib.max_length, model.max_length, LONGEST),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,21 +13,21 @@ from typing import Any, NamedTuple
 from quantkit.checkpoint.gguf_source import ENDING, open_gguf
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import CARD_KEYS
-from quantkit.errors import UNREACHABLE, CheckpointError, Option, Words, is_unreachable, reason
-from quantkit.io import files, model_folder
-from quantkit.io.json_files import AGAIN, dump_json, entries
+from quantkit.errors import CheckpointError, Option, Words, reason
+from quantkit.io import files, hub, model_folder
+from quantkit.io.json_files import AGAIN, dump_json
 from quantkit.keys import at_home
 from quantkit.layouts import LAYOUTS
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
+def resolve(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
     """Find the folder of a model: `model` itself, or a hub id's snapshot in the cache, downloaded
     if need be.
 
     For a GGUF file, or a folder with one and no safetensors, it is a temporary folder
-    (`open_gguf`). Only safetensors files and files of data at the top are downloaded. A name that
-    looks like a path never reaches the network. CheckpointError if there is no such folder and the
-    hub does not give it.
+    (`open_gguf`). Of a hub id only safetensors files and files of data at the top are downloaded,
+    and Python files if they are trusted. A name that looks like a path never reaches the network.
+    CheckpointError if there is no such folder and the hub does not give it.
     """
     model = at_home(model)
     folder = Path(model)
@@ -48,30 +47,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
     ):
         what = "a file, not a folder" if folder.is_file() else "no such folder"
         raise CheckpointError(what, "check the path", subject=model or repr(model))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    wanted = ["*.safetensors", *model_folder.DOWNLOADED]
-    unwanted = [
-        "consolidated*",
-        *(f"*/{pattern}" for pattern in ("*.safetensors", *model_folder.ENDINGS)),
-    ]
-    try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted
-            )
-        )
-    except (
-        Exception
-    ) as error:  # the hub's client, its HTTP library and the disk each have their own
-        if is_unreachable(error):
-            why = f"{UNREACHABLE}: download the model and give its folder"
-        else:
-            why = f"the hub does not give it ({reason(error)}): check the name and the revision"
-        raise CheckpointError(f"no folder here, and {why}", subject=model) from error
+    return hub.snapshot(model, revision, trust_remote_code)
 
 
 def _gguf_of(folder: Path) -> Path | None:
@@ -193,10 +169,8 @@ class Companions(NamedTuple):
 
 def companions_of(src: Checkpoint) -> Companions:
     """List the files of a source that go along; CheckpointError for a link out of the folder."""
-    # A config that still names code opens only with that code. It was read with
-    # --trust-remote-code.
-    code = any(key == "auto_map" for key, _ in entries(src.config, src.path))
-    names, left_out = model_folder.companions(src.path, [path.name for path in src.files()], code)
+    weights = [path.name for path in src.files()]
+    names, left_out = model_folder.companions(src.path, weights, src.trusted)
     return Companions({name: without_local_paths(src.path, name) for name in names}, left_out)
 
 

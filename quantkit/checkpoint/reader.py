@@ -48,7 +48,8 @@ class Checkpoint(StoredTensors):
     """Open a folder of safetensors shards with config.json, dense or packed, and read one tensor at
     a time.
 
-    `path` is the real folder; for a GGUF file it is temporary, and `home` is the file. `stated` is
+    `path` is the real folder; for a GGUF file it is temporary, and `home` is the file. `trusted`
+    says whether the user trusts the Python code beside the weights. `stated` is
     its `quantization_config`; `layout` and `schemes` are its meaning, None for a dense model.
     `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a
     model counts as dense. `wrapped` is the first stored name with a part of a wrapper, such as
@@ -69,6 +70,7 @@ class Checkpoint(StoredTensors):
     ) -> None:
         path = Path(os.path.realpath(folder))
         self.notices: list[str] = []
+        self.trusted = trust_remote_code
         if not path.is_dir():
             is_gguf = path.suffix.lower() == gguf_source.ENDING and path.is_file()
             way = (
@@ -94,6 +96,7 @@ class Checkpoint(StoredTensors):
         )
         if not trust_remote_code:
             self.notices += json_files.drop_auto_map(self.config)
+            self.notices += map(model_folder.untrusted, model_folder.names_code(path))
         json_files.check_config(self.config, path / CONFIG, trust_remote_code)
         source = gguf_source.source_of(path)
         shards, weight_map = (

@@ -134,7 +134,7 @@ def prove_engine(
 
 def _prompts(src: Checkpoint) -> list[list[int]]:
     """Cut the packaged text into prompts of the same length, with BOS if the tokenizer adds it."""
-    tokenizer = load_tokenizer(src.path)
+    tokenizer = load_tokenizer(src.path, src.trusted)
     text = "\n\n".join(str(document) for document in load_documents(PACKAGED).texts[:DOCUMENTS])
     ids = token_ids(tokenizer, text, special=False).tolist()
     bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []

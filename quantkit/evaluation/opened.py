@@ -44,7 +44,7 @@ class Opened:
         """The checkpoint's tokenizer, for prompts that are continued; CheckpointError if it
         has none.
         """
-        return continued(load_tokenizer(self.src.path))
+        return continued(load_tokenizer(self.src.path, self.src.trusted))
 
     def load(self, progress: Progress) -> PreTrainedModel:
         """Load the model as evaluations do."""
@@ -79,7 +79,7 @@ def open_checkpoint(
     checkpoint: str | Path, options: LoadOptions, dequantize: bool = False
 ) -> Opened:
     """Open a folder or a hub id without its weights."""
-    path = resolve(str(checkpoint), options.revision)
+    path = resolve(str(checkpoint), options.revision, options.trust_remote_code)
     return Opened(Checkpoint(path, options.trust_remote_code, dequantize=dequantize), options)
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import (
-    UNREACHABLE,
     CheckpointError,
     Option,
     RecipeError,
     Words,
-    is_unreachable,
     reason,
 )
+from quantkit.io import hub
 from quantkit.text.records import records
 
 #: Ten usual zero-shot tasks under one name.
@@ -165,16 +164,10 @@ def _load(
     except (
         Exception
     ) as error:  # lm-eval, the hub's client and a task's own code have no common base class
-        if local is None and is_unreachable(error):
-            raise CheckpointError(
-                UNREACHABLE,
-                Words(
-                    "give a folder with",
-                    Option("data", Words("DIR")),
-                    ", which benchmarks/task_data.py fills",
-                ),
-                subject=name,
-            ) from error
+        if local is None and (found := hub.reasons(error, name, "data set")):
+            folder = Option("data", Words("DIR"))
+            way = Words("give a folder with", folder, ", which benchmarks/task_data.py fills")
+            raise CheckpointError(*found, way, subject=name) from error
         subject = name if data is None else data / name
         raise CheckpointError(
             f"lm-eval cannot read the questions of {name} ({reason(error)})",

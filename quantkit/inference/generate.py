@@ -102,11 +102,11 @@ def generate(
     """
     asked, load = built(options, WriteOptions, LoadOptions)
     chosen, trusted = sampling(asked), load.trust_remote_code
-    src = Checkpoint(resolve(str(checkpoint), load.revision), trusted)
+    src = Checkpoint(resolve(str(checkpoint), load.revision, trusted), trusted)
     config = config_of(src, trusted)
     require_text(src, config, trusted)
     reads = bool(config.is_encoder_decoder)
-    tokenizer = load_tokenizer(src.path)
+    tokenizer = load_tokenizer(src.path, trusted)
     if asked.chat:
         ids = message_tokens(tokenizer, prompt, src.path)
     else:

@@ -85,7 +85,8 @@ def load(
     print(packed.model.layers[1].self_attn.q_proj)  # a PackedLinear with the stored tensors
     ```
     """
-    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    folder = resolve(str(checkpoint), revision, trust_remote_code)
+    src = Checkpoint(folder, trust_remote_code)
     with checked(src, check):
         model = _load(src, device, device_map, dtype, trust_remote_code)
     if notice := getattr(getattr(model, "hf_quantizer", None), "decoded_once", None):

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
 from quantkit.io.json_files import AGAIN, damaged, load_json, shown
 from quantkit.io.safetensors_files import NAME_LIMIT
@@ -44,48 +44,18 @@ REPLACED = (
     SUMS.lower(),
     *SIDE_FILES,
 )
+#: Endings of the files of tokenizers, configs and processors, and of cards and licences.
+_OF_MODELS = (
+    *(".bpe", ".codes", ".json", ".md", ".model", ".spm", ".tiktoken", ".tokenizer"),
+    *(".tsv", ".txt", ".vocab", ".yaml", ".yml"),
+)
+_OF_OTHERS = (
+    *("", ".csv", ".jinja", ".jsonl", ".pdf", ".rst", ".toml", ".xml"),
+    *(".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp"),
+)
 #: Endings of the files that go along with new weights: data only, never pickles.
-DATA_SUFFIXES = (
-    *(
-        "",
-        ".bpe",
-        ".csv",
-        ".jinja",
-        ".json",
-        ".jsonl",
-        ".md",
-        ".model",
-        ".pdf",
-        ".rst",
-        ".spm",
-        ".tiktoken",
-        ".toml",
-    ),
-    *(
-        ".tsv",
-        ".txt",
-        ".vocab",
-        ".xml",
-        ".yaml",
-        ".yml",
-        ".gif",
-        ".jpeg",
-        ".jpg",
-        ".png",
-        ".svg",
-        ".webp",
-    ),
-)
-#: The files at the top of a hub repository that are downloaded beside its weights.
-ENDINGS = ("*.json", "*.md", "*.model", "*.tiktoken", "*.txt", "*.yaml")
-DOWNLOADED = (
-    *(*ENDINGS, "*.jinja", "tokenizer.model.v*"),
-    *(
-        case(name)
-        for name in ("license*", "notice*", "use_policy*")
-        for case in (str.lower, str.upper, str.title)
-    ),
-)
+DATA_SUFFIXES = (*_OF_MODELS, *_OF_OTHERS)
+_TERMS = ("license*", "notice*", "use_policy*")
 #: Tokenizers of Mistral's own format have a version after their ending, like `tokenizer.model.v3`.
 VERSIONED = re.compile(r"tokenizer\.model\.v\w+")
 #: Describes an adapter. With PEFT, transformers opens the base model that the adapter names, and
@@ -98,9 +68,46 @@ CARD_LIMIT = 2**16
 #: The most bytes of a file that goes along, unless it belongs to a tokenizer.
 SMALL = 64 * 2**20
 TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "tekken.json")
+#: Weights that are not read; those of safetensors may lie in a folder of their own.
+FOREIGN_WEIGHTS = (".onnx", ".h5", ".msgpack", ".nemo", ".npz", ".safetensors")
 #: Where the hub's cache keeps the repository ORG/NAME.
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def downloaded(code: bool) -> tuple[list[str], list[str]]:
+    """List the patterns of the files that are downloaded of a hub repository, and of exceptions.
+
+    These are the weights and the data at its top, chat templates and, with `code`, Python files.
+    """
+    endings = ("*.safetensors", *(f"*{ending}" for ending in _OF_MODELS))
+    terms = (case(name) for name in _TERMS for case in (str.lower, str.upper, str.title))
+    wanted = [*endings, "*.jinja", "tokenizer.model.v*", *terms, *(["*.py"] if code else [])]
+    return wanted, ["consolidated*", *(f"*/{pattern}" for pattern in endings)]
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if a folder has safetensors weights, and all files that an index names."""
+    folder = Path(os.path.realpath(folder))
+    names = set(os.listdir(folder))
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    needed = {file for name in indexes for file in _weight_map(folder, name).values()}
+    return needed <= names and any(name.endswith(".safetensors") for name in names)
+
+
+def names_code(folder: Path) -> list[str]:
+    """List the files of a tokenizer or processor that name Python code. `folder` is a real path."""
+    names = (n for n in opened(folder) if n.endswith("config.json") and n != "config.json")
+    return [name for name in names if b'"auto_map"' in (folder / name).read_bytes()]
+
+
+def untrusted(name: str) -> Words:
+    """Say that the code that a file of a model folder names is not used."""
+    return Words(
+        f"{name} asks to run code that comes with the model, which is left out: add",
+        Option("trust_remote_code", True),
+        "if you trust it",
+    )
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -220,7 +227,7 @@ def shards(
         )
     if not found and not indexes:
         raise CheckpointError(
-            f"has no .safetensors weights{_way_to_weights(listing, pickles)}", subject=folder
+            f"has no .safetensors weights{way_to_weights(listing)}", subject=folder
         )
     weight_map = None
     names = found
@@ -261,8 +268,8 @@ def companions(
     """Sort the files that are no `weights` into those that go along and those left
     out. Raises CheckpointError for a link out of the folder.
 
-    Every small file of data at the top goes along, and with `code` the Python files. Hidden files
-    belong to the repository, not to the model.
+    Every small file of data at the top goes along, and with `code` the Python files. The caller
+    gives `code` if the user trusts them. Hidden files belong to the repository, not to the model.
     """
     suffixes = (*DATA_SUFFIXES, ".py") if code else DATA_SUFFIXES
     with files.guarded(folder):
@@ -352,10 +359,18 @@ def _weight_map(folder: Path, name: str) -> dict[str, str]:
     return weight_map
 
 
-def _way_to_weights(listing: list[str], pickles: list[str]) -> str:
-    if "adapter_model.safetensors" in listing:
+def way_to_weights(listing: Iterable[str], model: str = "OLD") -> str:
+    """Say in which other form the files of a model hold weights, and what helps.
+
+    `listing` has the names of a folder, or the paths of the hub's repository `model`.
+    """
+    names = list(listing)
+    pickles = [n for n in names if n.endswith(PICKLES) and "/" not in n]
+    ggufs = [n for n in names if n.endswith(".gguf")]
+    others = [n for n in names if n.endswith(FOREIGN_WEIGHTS)]
+    if any(n.startswith("adapter_model.") for n in names):
         return ", only those of an adapter: merge it into its base model first"
-    if any(n.startswith("consolidated") for n in listing):
+    if any(n.startswith("consolidated") for n in names):
         return (
             " in Hugging Face's form, only consolidated ones: convert them with transformers first"
         )
@@ -364,6 +379,10 @@ def _way_to_weights(listing: list[str], pickles: list[str]) -> str:
             f", only {pickles[0]}, a kind that can run code when read: convert it where you trust "
             "it, by python -c "
             '"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-            "[c.from_pretrained('OLD').save_pretrained('NEW') for c in (M, T)]\""
+            f"[c.from_pretrained({model!r}).save_pretrained('NEW') for c in (M, T)]\""
         )
-    return ": check the path"
+    if ggufs:
+        return f", only GGUF files: give one, as {model}:{min(ggufs)}"
+    if others:
+        return f" at its top, only {others[0]}: give a model as transformers saves it"
+    return ": check the path" if model == "OLD" else ": give another model"

@@ -166,7 +166,8 @@ def estimate_duration(
 
 def dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = None) -> Checkpoint:
     """Open a model that is not quantized, or whose weights are dequantized on reading."""
-    src = Checkpoint(resolve(str(model), run.revision), run.trust_remote_code, dequantize=True)
+    folder = resolve(str(model), run.revision, run.trust_remote_code)
+    src = Checkpoint(folder, run.trust_remote_code, dequantize=True)
     if recipe is not None and recipe.dense_dtype is not None:
         src.written_dtype = getattr(torch, recipe.dense_dtype)
     if src.layout is not None:
@@ -461,7 +462,7 @@ def calibration_text(
 
     text = draw_calibration(
         calib.data,
-        load_tokenizer(job.src.path),
+        load_tokenizer(job.src.path, job.src.trusted),
         samples=calib.samples,
         max_length=min(calib.max_length, model.max_length),
         seed=calib.seed,

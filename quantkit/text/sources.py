@@ -16,14 +16,13 @@ from typing import Any, Literal
 from quantkit.errors import (
     FILE,
     NAME,
-    UNREACHABLE,
     CheckpointError,
     Option,
     Setting,
     Words,
-    is_unreachable,
     reason,
 )
+from quantkit.io import hub
 from quantkit.text.conversations import Conversation
 from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_rows, table_rows
 
@@ -309,9 +308,10 @@ def _not_loaded(source: str, error: Exception, option: str) -> CheckpointError:
     file.
     """
     way = Words(f"give a {', '.join(SUFFIXES)} file with", option)
-    if is_unreachable(error):
-        return CheckpointError(UNREACHABLE, way, subject=source)
     name = f" (the data set {NAMED[source].repository})" if source in NAMED else ""
+    repository = NAMED[source].repository if source in NAMED else source.partition(":")[0]
+    if not Path(source).exists() and (found := hub.reasons_of_data(error, repository)):
+        return CheckpointError(*found, way, subject=source)
     return CheckpointError(
         f"cannot be loaded ({reason(error)})",
         "check the name, written org/name or org/name:config",

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, RecipeError, reason
+from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
+from quantkit.io import model_folder
 from quantkit.io.json_files import AGAIN
 
 if TYPE_CHECKING:
@@ -34,17 +35,23 @@ PACKAGES = {
 }
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder; CheckpointError if none can be read without running
-    its code.
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder; CheckpointError if none can be read, or only by code
+    of its own that is not trusted.
     """
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    try:  # trusted code may lie in another repository
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+        )
     except (
         Exception
     ) as error:  # each tokenizer class fails in its own way on files that are missing or damaged
+        if not trust_remote_code and model_folder.names_code(folder):
+            rule = "its tokenizer asks to run code that comes with the model"
+            way = Words("add", Option("trust_remote_code", True), "if you trust it")
+            raise CheckpointError(rule, way, subject=folder) from error
         require_readable_tokenizer(folder)
         if package := _missing_package(folder):
             raise CheckpointError(

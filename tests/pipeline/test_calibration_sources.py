@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 
 from quantkit import api
 from quantkit.checkpoint.report import REPORT
@@ -46,6 +47,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(HfApi, "auth_check", refuse)
 
 
 def report_of(out: Path) -> dict[str, Any]:

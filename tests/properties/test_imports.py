@@ -21,7 +21,7 @@ IMPORTERS = {
     "pyarrow": {"text.records"},  # which datasets depends on
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
-    "huggingface_hub": {"checkpoint", "serving.engine_config"},
+    "huggingface_hub": {"io.hub", "serving.engine_config"},
     "msgspec": {"keys", "checkpoint.report", "algorithms.options", "kernels.loader", "layouts", "recipes"},
     "yaml": {"recipes.files", "recipes.recipe", "io.model_folder"},
     "lm_eval": {"evaluation.tasks", "evaluation.task_list"},

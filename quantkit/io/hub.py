@@ -1,0 +1,174 @@
+"""The Hugging Face hub: snapshots of models, and the reasons why it does not give one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import ssl
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from socket import EAI_AGAIN, EAI_FAIL, EAI_NONAME
+from typing import Literal
+from urllib.request import getproxies
+
+from quantkit.errors import CheckpointError, Option, Words, reason
+from quantkit.io import model_folder
+
+Kind = Literal["model", "data set"]
+#: Classes of exceptions for a missing connection, by name: the hub's client has had three HTTP
+#: libraries, each with classes of its own.
+UNCONNECTED = {"ConnectionError", "TimeoutError", "TransportError", "LocalEntryNotFoundError"}
+#: Classes of exceptions for an answer that did not come in time, by name.
+LATE = {"TimeoutException", "TimeoutError", "Timeout"}
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+#: Variables that forbid connections to the hub.
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+LOGIN = "log in by `hf auth login`, or set HF_TOKEN"
+NOT_GIVEN, CHECK = "the hub does not give it", "check the name and the revision"
+ELSEWHERE = "download the model and give its folder"
+
+
+def snapshot(model: str, revision: str | None, trust_remote_code: bool) -> Path:
+    """Find the snapshot of a hub id in the cache, downloaded if need be; CheckpointError if there
+    is none with weights.
+
+    Python files are downloaded only if the user trusts them.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    wanted, unwanted = model_folder.downloaded(trust_remote_code)
+    part = False
+    try:
+        folder = Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted
+            )
+        )
+        if model_folder.has_weights(folder):
+            return folder
+        part = any(folder.iterdir())
+        listing = HfApi().list_repo_files(model, revision=revision)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the client, its HTTP library and the disk each have their own
+        unknown = f"{NOT_GIVEN} ({reason(error)})", CHECK
+        rule, *ways = reasons(error, model, part=part) or unknown
+        raise CheckpointError(f"no folder here, and {rule}", *ways, subject=model) from error
+    way = model_folder.way_to_weights(listing, model)
+    raise CheckpointError(f"has no .safetensors weights{way}", subject=model)
+
+
+def reasons_of_data(error: BaseException, name: str) -> tuple[str, ...]:
+    """Give the rule and the ways out for a data set that does not load, empty for other reasons.
+
+    The library of data sets hides the causes of its exceptions, so the hub is asked once more.
+    """
+    from huggingface_hub import HfApi
+
+    if isinstance(error, FileNotFoundError | ConnectionError):
+        try:
+            HfApi().auth_check(name, repo_type="dataset")
+        except Exception as cause:  # as above
+            return reasons(cause, name, "data set") or reasons(error, name, "data set")
+    return reasons(error, name, "data set")
+
+
+def reasons(
+    error: BaseException, name: str, kind: Kind = "model", *, part: bool = False
+) -> tuple[str, ...]:
+    """Give the rule and the ways out for an exception of the hub's client, empty if it is of
+    another kind.
+
+    `part` says that the cache holds some files of the repository.
+    """
+    from huggingface_hub import constants, errors
+
+    chain = list(_causes(error))
+    page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name}"
+    elsewhere = (ELSEWHERE,) if kind == "model" else ()
+
+    def is_a(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(each, kinds) for each in chain)
+
+    def is_named(names: Collection[str]) -> bool:
+        return any(base.__name__ in names for each in chain for base in type(each).__mro__)
+
+    def failed(codes: Collection[int]) -> str | None:
+        for each in chain:  # some downloads report an error of the system as text
+            if any(
+                code == getattr(each, "errno", 0) or os.strerror(code) in str(each)
+                for code in codes
+            ):
+                return str(getattr(each, "filename", None) or constants.HF_HUB_CACHE)
+        return None
+
+    if is_a(errors.GatedRepoError):
+        return "it is gated", f"accept the terms at {page}, then {LOGIN}"
+    if is_a(errors.DisabledRepoError):
+        return "the hub has closed this repository", f"see {page}"
+    if is_a(errors.RevisionNotFoundError):
+        return "the hub has it, and not this revision", Words("check", Option("revision"))
+    codes = (getattr(getattr(each, "response", None), "status_code", None) for each in chain)
+    status = next((code for code in codes if isinstance(code, int) and code >= 400), 0)
+    if is_a(errors.RepositoryNotFoundError) or status == 404:
+        return (
+            f"the hub shows no {kind} of this name",
+            "check the name",
+            f"if it is private, {LOGIN}",
+        )
+    if is_a(errors.HFValidationError):
+        return f"this is no hub id ({reason(error)})", "write it org/name", "check the path"
+    if status in (401, 403):
+        return f"the hub refuses the token that is set, or wants one ({status})", LOGIN
+    if status == 429:
+        return "the hub gets too many requests from here (429)", "try again later", LOGIN
+    if status >= 500:
+        return f"the hub has a fault of its own ({status})", "try again later"
+    if status:
+        return f"{NOT_GIVEN} ({status})", CHECK
+    if is_a(ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(error):
+        way = "set SSL_CERT_FILE to the file of your network's certificate authority"
+        return "the certificate of the hub is not trusted here", way
+    if (path := failed(FULL)) is not None:
+        return (
+            f"the disk of the cache is full ({path})",
+            "free space there",
+            "set HF_HOME to a folder with more space",
+        )
+    if (path := failed(FORBIDDEN)) is not None:
+        return (
+            f"no permission to write {path}",
+            "give yourself the permission",
+            "set HF_HOME to a folder of yours",
+        )
+    misread = isinstance(error, ValueError | ImportError) and "proxy" in str(error).lower()
+    if misread or is_named({"ProxyError"}) or is_a(errors.FileMetadataError):
+        way = "check the variables HTTPS_PROXY, NO_PROXY and HF_ENDPOINT"
+        return f"a proxy or mirror does not pass the hub's answer on ({reason(chain[-1])})", way
+    part = part or is_named({"IncompleteSnapshotError"})
+    held = "only a part of it is cached" if part else "nothing is cached"
+    if is_named(LATE):
+        way = "set HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT to more seconds"
+        return "the hub does not answer in time", "try again", way
+    if any(f"[Errno {code}]" in str(error) for code in (EAI_AGAIN, EAI_FAIL, EAI_NONAME)):
+        way = "check the network's DNS, and HF_ENDPOINT if it is set"
+        return f"the address {constants.ENDPOINT} is not found and {held}", way, *elsewhere
+    if is_named(UNCONNECTED) and (constants.HF_HUB_OFFLINE or is_a(errors.OfflineModeIsEnabled)):
+        variable = next((each for each in OFFLINE if os.environ.get(each)), OFFLINE[0])
+        return f"{variable} is set and {held}", "unset it", *elsewhere
+    if is_named(UNCONNECTED):
+        proxy = ("check HTTPS_PROXY",) if "https" in getproxies() else ()
+        return f"the hub cannot be reached and {held}", *proxy, *elsewhere
+    return ()
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
