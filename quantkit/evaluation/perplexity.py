@@ -21,7 +21,8 @@ from quantkit.evaluation.options import TextOptions
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
-from quantkit.text.tokenizer import adds_bos, check_tokens, token_ids
+from quantkit.text.prompts import affixes
+from quantkit.text.tokenizer import check_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +42,8 @@ class Windows:
     """The windows of a text: int64 `parts` `[n, window]`, one every `stride` of the `text_tokens`
     that are read.
 
-    `prefix`: the BOS token in front of each window, or nothing. `bos_rule` says why.
+    `prefix`: the BOS token in front of each window, or what else the tokenizer puts there.
+    `bos_rule` says why.
     """
 
     parts: Tensor
@@ -82,8 +84,9 @@ class Windows:
         tokens = self.parts[number]
         with torch.inference_mode():
             ids = torch.cat([self.prefix, tokens])[None].to(model.device)
+            first = max(0, len(self.prefix) - 1)
             logits: Tensor = model(input_ids=ids, use_cache=False).logits[
-                0, : len(tokens) if self.bos else None
+                0, first : first + len(tokens)
             ]
         return require_finite(logits, f"window {number}")
 
@@ -200,7 +203,7 @@ def cut(
     if bos and first is None:
         raise RecipeError("the tokenizer has no BOS token", "leave the BOS option out")
     rule = "as asked" if bos is not None else "the tokenizer's rule"
-    bos = adds_bos(tokenizer) if bos is None else bos
+    front = affixes(tokenizer)[0] if bos is None else [first or 0] * bos
     positions = min(
         getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf
         for m in models
@@ -209,9 +212,9 @@ def cut(
     ids = token_ids(tokenizer, text, special=False, at_most=most)
     read = ids[:tokens]
     if window is None:
-        window = int(max(2, min(LONGEST_WINDOW, positions - bos, len(read))))
+        window = int(max(2, min(LONGEST_WINDOW, positions - len(front), len(read))))
     stride = window if stride is None else stride
-    _require_fit(window, stride, positions, bos)
+    _require_fit(window, stride, positions, len(front))
     if len(read) < window and len(read) < len(ids):
         raise RecipeError(
             Words(Option("tokens", tokens), f"is less than one window of {window}"),
@@ -225,12 +228,12 @@ def cut(
         )
     for model in models:
         rows = model.get_input_embeddings().get_parameter("weight").shape[0]
-        check_tokens(max(int(read.max()), (first or 0) if bos else 0), rows)
-    prefix = torch.tensor([first] if bos else [], dtype=torch.int64)
+        check_tokens(max(int(read.max()), *front, 0), rows)
+    prefix = torch.tensor(front, dtype=torch.int64)
     return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(read))
 
 
-def _require_fit(window: int, stride: int, positions: float, bos: bool) -> None:
+def _require_fit(window: int, stride: int, positions: float, bos: int) -> None:
     if window < 2 or not 1 <= stride <= window:
         raise RecipeError(
             f"window {window}, stride {stride}",

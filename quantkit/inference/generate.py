@@ -105,12 +105,9 @@ def generate(
     src = Checkpoint(resolve(str(checkpoint), load.revision, trusted), trusted)
     config = config_of(src, trusted)
     require_text(src, config, trusted)
-    reads = bool(config.is_encoder_decoder)
     tokenizer = load_tokenizer(src.path, trusted)
-    if asked.chat:
-        ids = message_tokens(tokenizer, prompt, src.path)
-    else:
-        ids = prompt_tokens(tokenizer if reads else continued(tokenizer), prompt)
+    tokenizer = tokenizer if config.is_encoder_decoder else continued(tokenizer)
+    ids = (message_tokens if asked.chat else prompt_tokens)(tokenizer, prompt)
     if not asked.chat and has_chat_template(tokenizer):
         (progress or Progress(quiet=True)).note(
             Words("the model has a chat template: add", Option("chat", True), "for an answer")
@@ -204,10 +201,12 @@ def _write(
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
     batch: Any = ids[None].to(model.device)
     options = {**chosen, "use_cache": True, "max_new_tokens": max_new_tokens}
-    before, ends = [] if has_encoder else ids.tolist(), ends_of(model.generation_config)
+    # The decoder of an encoder-decoder begins with a token of its own.
+    before, begun = ([], 1) if has_encoder else (ids.tolist(), len(ids))
+    ends = ends_of(model.generation_config)
 
-    def text(new: Sequence[int]) -> str:
-        return continuation(tokenizer, before, new, ends)
+    def text(tokens: Sequence[int]) -> str:
+        return continuation(tokenizer, before, tokens[begun:], ends)
 
     streamer = None if listener is None else _streamer(text, listener)
     if has_encoder and listener is not None:
@@ -218,9 +217,9 @@ def _write(
             batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
         )
     seconds = time.perf_counter() - start
-    # The decoder of an encoder-decoder begins with a token of its own.
-    new = output[0, 1 if has_encoder else len(ids) :].tolist()
-    return Generated(prompt, text(new), len(new), seconds, describe_weights(model))
+    made = output[0].tolist()
+    count = len(made) - begun
+    return Generated(prompt, text(made), count, seconds, describe_weights(model))
 
 
 def _streamer(text: Callable[[Sequence[int]], str], listener: Listener) -> Any:
@@ -235,12 +234,8 @@ def _streamer(text: Callable[[Sequence[int]], str], listener: Listener) -> Any:
         def __init__(self) -> None:
             self.tokens: list[int] = []
             self.shown = ""
-            self.is_prompt = True
 
         def put(self, value: Tensor) -> None:
-            if self.is_prompt:
-                self.is_prompt = False
-                return
             self.tokens += value.flatten().tolist()
             found = text(self.tokens)
             is_whole = found.startswith(self.shown) and not found.endswith(INCOMPLETE)

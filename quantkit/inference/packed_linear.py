@@ -27,7 +27,6 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (
     decoded_product,
-    dense_product,
     has_kernel,
     linear_product,
     pack_for_kernel,
@@ -118,14 +117,13 @@ class PackedWeight(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply activations `[..., k]` with the weight: `[..., out]`, bias included."""
-        parameters, decoded, handle = self._parameters, self.decoded, self.handle
-        if decoded is not None and decoded.dtype == x.dtype:
-            tensors, handle = [decoded], dense_product(self.out).handle
-        else:
+        parameters, decoded = self._parameters, self.decoded
+        tensors: list[Any] = [decoded]
+        if decoded is None or decoded.dtype != x.dtype:
             tensors = [parameters[suffix] for suffix in self.suffixes]
         bias = parameters["bias"]
         others = [] if bias is None else [bias.to(x.dtype)]
-        product: Tensor = torch.ops.quantkit.multiply(x, tensors, others, handle, self.out)
+        product: Tensor = torch.ops.quantkit.multiply(x, tensors, others, self.handle, self.out)
         return product
 
     def get_parameter(self, target: str) -> nn.Parameter:

@@ -97,7 +97,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 UNGATED = "_no_mul"
 #: Codes that a CPU decodes at a time, and the memory of each thread for a decoded weight, by dtype.
-CODES, _THREAD = 2**20, local()
+CODES, _KEPT = 2**20, local()
 
 
 @dataclass(eq=False)
@@ -116,8 +116,11 @@ class DecodedProduct:
     def decode(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply on any device and in any dtype, with the weight decoded to the dtype of `x`.
 
-        LayoutError for tensors that hold no weight.
+        One tensor instead of those in `names` is a weight that was decoded before. LayoutError for
+        tensors that hold no weight.
         """
+        if len(tensors) == 1:
+            return functional.linear(x, tensors[0], bias)
         parts = dict(zip(self.names, tensors, strict=True))
         given = LAYOUTS[self.layout].unpacking(parts, self.scheme)
         if x.device.type == "cpu":
@@ -131,24 +134,13 @@ class DecodedProduct:
 
 def _kept_buffer(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return a thread's memory for a decoded weight `[n, k]`, which the next weight overwrites."""
-    size, held = prod(shape), _THREAD.__dict__
-    if dtype not in held or held[dtype].numel() < size:
+    size, key = prod(shape), dtype_name(dtype)
+    held: Tensor | None = getattr(_KEPT, key, None)
+    if held is None or held.numel() < size:
         with torch.inference_mode(False):
-            held[dtype] = torch.empty(size, dtype=dtype)
-    found: Tensor = held[dtype][:size]
-    return found.view(shape)
-
-
-@dataclass(eq=False)
-class DenseProduct:
-    """A kind of product with a weight that was decoded before, of `out` rows without padding."""
-
-    out: int
-    handle: int = field(default=-1, init=False)
-
-    def decode(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-        """Multiply with the one tensor of the call, `[out, k]` in the dtype of `x`."""
-        return functional.linear(x, tensors[0], bias)
+            held = torch.empty(size, dtype=dtype)
+        setattr(_KEPT, key, held)
+    return held[:size].view(shape)
 
 
 @dataclass(eq=False)
@@ -238,9 +230,9 @@ class ExpertsProduct:
         return total.to(x.dtype)
 
 
-Product = TypeVar("Product", DecodedProduct, DenseProduct, LinearProduct, ExpertsProduct)
+Product = TypeVar("Product", DecodedProduct, LinearProduct, ExpertsProduct)
 #: Handle and `out` -> product.
-PRODUCTS: dict[tuple[int, int], DecodedProduct | DenseProduct | ExpertsProduct] = {}
+PRODUCTS: dict[tuple[int, int], DecodedProduct | ExpertsProduct] = {}
 _LOCK = Lock()
 
 
@@ -276,12 +268,6 @@ def decoded_product(
 ) -> DecodedProduct:
     """Register a kind of product that no kernel computes."""
     return _registered(DecodedProduct(layout, scheme, names, out))
-
-
-@functools.cache
-def dense_product(out: int) -> DenseProduct:
-    """Register products with weights of `out` rows that were decoded before."""
-    return _registered(DenseProduct(out))
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,8 @@ def continued(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     changed.backend_tokenizer.post_processor = TemplateProcessing(
         single=[*names, "$A"], special_tokens=[*zip(names, front, strict=True)]
     )
-    return changed
+    found: PreTrainedTokenizerBase = changed
+    return found
 
 
 def prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
@@ -60,11 +60,11 @@ def prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
     return torch.tensor([tokenizer.bos_token_id])
 
 
-def message_tokens(tokenizer: PreTrainedTokenizerBase, message: str, path: Path) -> Tensor:
+def message_tokens(tokenizer: PreTrainedTokenizerBase, message: str) -> Tensor:
     """Tokenize a message of a user, and the template's beginning of an answer, to int64 `[t]`."""
     instead = Words("use quantkit generate without", Option("chat", True))
     if not has_chat_template(tokenizer):
-        raise RecipeError("the model has no chat template", instead, subject=path)
+        raise RecipeError("the model has no chat template", instead, subject=tokenizer.name_or_path)
     talk = Conversation(({"role": "user", "content": message},), "the message")
     try:
         text = ChatTemplate(tokenizer, {"add_generation_prompt": True}).write(talk)

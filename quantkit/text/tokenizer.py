@@ -175,15 +175,6 @@ def _parts(tokenizer: Callable[..., Any], text: str) -> Iterator[list[int]]:
     yield part.ids[first:]
 
 
-def adds_bos(tokenizer: Callable[..., Any]) -> bool:
-    """Return True if the tokenizer puts its BOS token in front of a text by itself, as Gemma's and
-    Llama's do.
-    """
-    bos: int | None = getattr(tokenizer, "bos_token_id", None)
-    plain, ids = (token_ids(tokenizer, "a", special=special).tolist() for special in (False, True))
-    return bos is not None and len(ids) > len(plain) and ids[0] == bos
-
-
 def check_tokens(largest: int, known: int) -> None:
     """Raise CheckpointError if token `largest` is beyond the `known` rows of the model's
     embeddings.

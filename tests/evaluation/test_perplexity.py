@@ -71,6 +71,17 @@ def test_an_end_that_is_the_bos_token_is_no_bos(model: Any) -> None:
     assert not perplexity(model, with_template("$A <|endoftext|>"), TEXT, window=64).bos
 
 
+def test_a_window_begins_by_the_tokens_that_the_tokenizer_adds_though_none_is_bos(model: Any) -> None:
+    words = with_template("<|endoftext|> <|endoftext|> $A")
+    words.bos_token = None
+    found = perplexity(model, words, TEXT, window=64)
+    with torch.inference_mode():
+        ids = torch.tensor([[256, 256, *words(TEXT, add_special_tokens=False)["input_ids"][:64]]])
+        expected = torch.nn.functional.cross_entropy(model(ids).logits[0, 1:-1], ids[0, 2:])
+    one = perplexity(model, words, TEXT, window=64, tokens=64)
+    assert found.bos and (one.tokens, one.windows) == (64, 1) and one.nll == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_the_default_window_leaves_a_position_for_bos(model: Any) -> None:
     text = TEXT * 3
     assert perplexity(model, with_template("<|endoftext|> $A"), text).window == 511
