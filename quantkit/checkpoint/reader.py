@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -287,11 +287,6 @@ class Checkpoint(StoredTensors):
                 return dtype
         floats = [name for name in self.names() if self.dtype(name) in FLOATS]
         return self.dtype(max(floats, key=self.nbytes)) if floats else torch.float32
-
-    def leave_out(self, names: Sequence[str], why: str) -> None:
-        """Present the source without some of its tensors, with a notice."""
-        self.derive({}, names)
-        self.notices.append(f"{names[0]} is left out: {why} ({len(names)} in all)")
 
     def _unwrap(self) -> str | None:
         """Remove what wrappers of the model added to names. Returns the first such stored name."""

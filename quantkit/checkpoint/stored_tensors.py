@@ -95,9 +95,7 @@ class StoredTensors:
         for shard, header in headers.items():
             for name in header:
                 holders.setdefault(name, []).append(shard.name)
-        index = weight_map or {}
-        if holders.keys().isdisjoint(index):  # no index, or that of another model
-            index = {name: held[0] for name, held in holders.items()}
+        index = weight_map or {name: held[0] for name, held in holders.items()}
         chosen = _by_index(path, holders, index, [] if notices is None else notices)
         self.absent = [name for name in index if name not in holders]
         self._where: dict[str, _Place] = {}
@@ -268,9 +266,11 @@ def _by_index(
             chosen[name] = listed if listed in held else held[0]
             if [listed] == held:
                 continue
-            what = "is in several files: the copy that the index names is read"
-            if listed not in held:
-                what = "is not in the file that the index names: it is read from another"
+            what = (
+                "is in several files: the copy that the index names is read"
+                if listed in held
+                else "is not in the file that the index names: it is read from another"
+            )
         differences.setdefault(what, []).append(name)
     for what, names in differences.items():
         notices.append(f"{shown(names[0])} {what} ({len(names)} in all)")

@@ -101,18 +101,12 @@ def _load(
     dtype: torch.dtype | None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    if src.low_bit is not None:
+    if src.low_bit is not None or src.wrapped is not None:
+        held = f"{src.low_bit} weights" if src.low_bit else f"{src.wrapped} of a wrapped model"
         raise CheckpointError(
-            f"holds {src.low_bit} weights, a source",
+            f"holds {held}, a source",
             Words("use", Command("quantize")),
-            "load it by transformers",
-            subject=src.path,
-        )
-    if src.wrapped is not None:
-        raise CheckpointError(
-            f"transformers does not open {src.wrapped}, the name of a tensor in a wrapper",
-            Words("use", Command("quantize")),
-            "save the model inside the wrapper",
+            "load it by transformers" if src.low_bit else "save the model inside its wrapper",
             subject=src.path,
         )
     place = device_of(device)

@@ -36,8 +36,8 @@ FAULT: Callable[[str, Path], None] | None = None
 """Called with "open", "write", "fsync", "rename", "mkdir" or "unlink" and a path, before each."""
 
 CHUNK = 64 * 2**20
-#: The beginning and the most bytes of the text that Git LFS leaves in the place of a large file.
-POINTER, POINTER_BYTES = b"version https://git-lfs", 1024
+#: The beginning of the text that Git LFS leaves in the place of a large file.
+POINTER = b"version https://git-lfs"
 #: Error numbers of system calls that a file system, such as some network mounts, does not support.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -151,7 +151,9 @@ def open_regular(path: Path) -> FileIO:
             file = os.fdopen(fd, "rb", buffering=0)
         if file is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError("not a regular file", "put the file itself there", subject=path)
-        if _is_pointer(file):
+        start = file.read(len(POINTER))
+        file.seek(0)
+        if start == POINTER:
             raise CheckpointError(
                 "is a Git LFS pointer, and the file itself was not fetched",
                 "run git lfs pull in its folder",
@@ -163,17 +165,8 @@ def open_regular(path: Path) -> FileIO:
 
 def is_pointer(path: Path) -> bool:
     """Return True if a regular file is a Git LFS pointer instead of the data."""
-    with guarded(path), path.open("rb", buffering=0) as file:
-        return _is_pointer(file)
-
-
-def _is_pointer(file: FileIO) -> bool:
-    """Return True if an open file is a Git LFS pointer. The position is its beginning again."""
-    if os.fstat(file.fileno()).st_size > POINTER_BYTES:
-        return False
-    start = file.read(len(POINTER))
-    file.seek(0)
-    return start == POINTER
+    with guarded(path), path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER
 
 
 def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:

@@ -112,18 +112,12 @@ def _tensor_info(name: str, entry: Any, first: int, path: Path) -> TensorInfo:
         damaged(path, f"does not say dtype, shape and data_offsets of {shown(name)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        if dtype == "U32":
-            raise CheckpointError(
-                f"{shown(name)} has dtype 'U32', as MLX packs weights in few bits",
-                "use the model from which it was made",
-                "dequantize it by mlx_lm.convert --dequantize",
-                subject=path,
-            )
-        raise CheckpointError(
-            f"{shown(name)} has dtype {shown(dtype)}: quantkit reads {', '.join(DTYPES)}, convert "
-            "it first",
-            subject=path,
+        way = (
+            "MLX packs weights so: use the model from which it was made, or mlx_lm.convert -d"
+            if dtype == "U32"
+            else f"quantkit reads {', '.join(DTYPES)}, convert it first"
         )
+        raise CheckpointError(f"{shown(name)} has dtype {shown(dtype)}", way, subject=path)
     if not _sizes(shape) or len(shape) > RANK_LIMIT:
         damaged(path, f"gives {shown(name)} the shape {shown(shape)}")
     if not _sizes(offsets) or len(offsets) != 2:

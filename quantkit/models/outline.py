@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, NumericError, Setting, Words
 from quantkit.models.experts import (
     ROUTER,
     Expert,
@@ -81,8 +81,12 @@ class Outline:
         self.held = follow_storage(self.names, src, self.states.merged)
         if self.held:
             self.states = self.names.match(src)
-        if zeros := [name for name in self.states.strays if self._is_zero_bias(name)]:
-            src.leave_out(zeros, "it is zero, and the model has no such bias")
+        weights, strays = set(src.logical()), self.states.strays
+        biases = [name for name in strays if f"{name.removesuffix('.bias')}.weight" in weights]
+        if zeros := [name for name in biases if not src.get(name).any()]:  # of early GPTQ tools
+            src.derive({}, zeros)
+            line = "left out, as it is zero and the model has no such bias"
+            src.notices.append(f"{zeros[0]}: {line} ({len(zeros)} in all)")
             self.states = self.names.match(src)
         self._require_shapes()
         if as_matrices:
@@ -120,6 +124,21 @@ class Outline:
                     subject=src.path,
                 )
 
+    def require_fit(self, quantized: Collection[str]) -> None:
+        """Raise NumericError if a tensor of no `quantized` linear overflows in the dtype in which
+        it is to be stored.
+        """
+        for name in self.src.names() if self.src.written_dtype == torch.float16 else ():
+            cast = self.src.form_written(name)[0] != self.src.dtype(name)
+            if cast and self.src.nbytes(name) and name.removesuffix(".weight") not in quantized:
+                largest = self.src.get(name).abs().max()
+                if largest.isfinite() and largest.half().isinf():
+                    raise NumericError(
+                        f"its value {largest.item():g} is beyond 65504, where float16 ends",
+                        Words("use", Setting("dense_dtype", "bfloat16")),
+                        subject=name,
+                    )
+
     def take_parts(self, paths: Mapping[str, str]) -> None:
         """Match the tensors of packed linears, which are in the model now; `paths` maps each packed
         module of the checkpoint to its path.
@@ -141,12 +160,6 @@ class Outline:
                 outside.remove(bias)
                 stored[f"{path}.bias"] = bias
                 self._require_shape(f"{path}.bias", bias)
-
-    def _is_zero_bias(self, name: str) -> bool:
-        """Return True for zeros, as early GPTQ tools write, where a linear has no bias."""
-        state, is_bias = self.names.state_of(name), name.endswith(".bias")
-        is_linear_bias = is_bias and f"{state.removesuffix('.bias')}.weight" in self.names.states
-        return is_linear_bias and not bool(self.src.get(name).any())
 
     @cached_property
     def outside(self) -> Outside:

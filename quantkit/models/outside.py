@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
-from quantkit.io.json_files import AGAIN
 from quantkit.models.experts import UnfusedExperts
 from quantkit.models.families import (
     COMPUTED,
@@ -146,8 +145,8 @@ def require_complete(
     if missing:
         asked = [name for name in src.absent if not set(states.place(name)[0]).isdisjoint(missing)]
         if asked:
-            what = "is in the index, and its file does not hold it"
-            raise CheckpointError(_shown(asked, what), AGAIN, subject=src.path)
+            rule = _shown(asked, "is in the index, and its file does not hold it")
+            raise CheckpointError(rule, "download it again", subject=src.path)
         rule = (
             f"{_shown(missing, 'is missing from the checkpoint')}: the folder is not a complete "
             f"{kind}"

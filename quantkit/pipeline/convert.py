@@ -34,6 +34,7 @@ from quantkit.pipeline.repack import Repacker
 from quantkit.planning.plan import Plan, plan_pack
 from quantkit.planning.verdict import require_complete_source
 from quantkit.progress import Clock, Progress
+from quantkit.text.tokenizer import require_readable_tokenizer
 
 #: Bytes of weights, read and packed, in memory at a time; a larger weight is processed by itself.
 BUDGET = 256 * 2**20
@@ -93,6 +94,7 @@ def pack(
                 f"say {given.NAME}-to-{layout}",
                 subject=checkpoint,
             )
+        require_readable_tokenizer(src.path)
         outside, outline = require_complete_source(src)
         options: Any = {"pad": pad, "requantize": requantize, "outside": outside}
         planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.numerics import check_finite, is_finite
+from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
@@ -37,18 +37,9 @@ from quantkit.checkpoint.report import (
 )
 from quantkit.checkpoint.writer import CheckpointWriter, Commit, Item, Packed
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.tensors import dtype_name
 from quantkit.core.threads import WorkQueue
 from quantkit.engines.joined import output_config
-from quantkit.errors import (
-    CheckpointError,
-    NumericError,
-    Option,
-    QuantkitError,
-    Setting,
-    Words,
-    about,
-)
+from quantkit.errors import CheckpointError, Option, QuantkitError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json, without_folders
 from quantkit.io.model_folder import RECIPE, has_chat_template
@@ -135,7 +126,7 @@ def write(
                             check_finite(item.value)
                             stored = src.as_stored(item.name, item.value)
                             if src.written_dtype is not None:
-                                _require_fit(stored, item.value)
+                                check_finite(stored)
                             item = item._replace(value=stored)
                     tensors = writer.pack(item)
                     codes = [item.value.codes] if isinstance(item.value, QuantizedTensor) else []
@@ -162,16 +153,6 @@ def write(
             subject=min(missing),
         )
     return _layers(writer)
-
-
-def _require_fit(stored: Tensor, source: Tensor) -> None:
-    """Raise NumericError if a finite tensor overflowed in the dtype of the output."""
-    if not is_finite(stored):
-        largest, dtype = float(source.abs().max()), dtype_name(stored.dtype)
-        raise NumericError(
-            f"its value {largest:g} is too large for {dtype}, in which it is to be stored",
-            Words("use", Setting("dense_dtype", "bfloat16")),
-        )
 
 
 def _store(

@@ -116,6 +116,7 @@ def _lead(
         progress.note(job.recipe.title)
         job = require_runnable(job, out, run, text=text)
         job.model.require_tied()
+        job.model.require_fit({name for name, goal in job.goals.items() if goal})
         require_devices(job.model.device, here)
     # On a GPU the first block soon gives the time that is left, and a probe would take a tenth of
     # the run.

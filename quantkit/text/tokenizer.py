@@ -31,7 +31,7 @@ PACKAGES = {
     "*.model": "sentencepiece",
     "*.spm": "sentencepiece",
     "*.tiktoken": "tiktoken",
-    "tekken.json": "mistral-common",
+    "tekken.json": "mistral_common",
 }
 
 
@@ -52,11 +52,12 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
             rule = "its tokenizer asks to run code that comes with the model"
             way = Words("add", Option("trust_remote_code", True), "if you trust it")
             raise CheckpointError(rule, way, subject=folder) from error
-        require_readable_tokenizer(folder)
-        if package := _missing_package(folder):
+        needed = {package for pattern, package in PACKAGES.items() if any(folder.glob(pattern))}
+        missing = " ".join(package for package in sorted(needed) if find_spec(package) is None)
+        if missing and not (folder / "tokenizer.json").exists():
             raise CheckpointError(
-                f"the tokenizer needs the Python package {package}, which is not installed",
-                f"pip install {package}",
+                f"the tokenizer needs the Python package {missing}, which is not installed",
+                f"pip install {missing}",
                 subject=folder,
             ) from error
         raise CheckpointError(
@@ -82,18 +83,6 @@ def require_readable_tokenizer(folder: Path) -> None:
             raise CheckpointError(
                 f"no file of a tokenizer ({reason(error)})", AGAIN, subject=path
             ) from error
-
-
-def _missing_package(folder: Path) -> str | None:
-    """Return the package that is missing for the only tokenizer of a folder, None if there is
-    another or all are installed.
-    """
-    if (folder / "tokenizer.json").is_file():
-        return None
-    needed = [package for pattern, package in PACKAGES.items() if any(folder.glob(pattern))]
-    return next(
-        (package for package in needed if find_spec(package.replace("-", "_")) is None), None
-    )
 
 
 def token_ids(

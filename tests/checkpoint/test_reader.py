@@ -203,11 +203,6 @@ DISAGREEING: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
         "'lm_head.weight' is in the index and in no weight file",
         ["a.weight", "b.bias", "c.weight"],
     ),
-    "another model's index": (
-        states(INDEX, json.dumps({"weight_map": {"h.a.weight": FIRST, "h.c.weight": "x-00002-of-00002.safetensors"}})),
-        "",
-        ["a.weight", "b.bias", "c.weight"],
-    ),
     "an index of other files": (
         lambda m: shutil.copy(m / INDEX, m / "consolidated.safetensors.index.json"),
         "ignored: consolidated.safetensors.index.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 import transformers
 from torch import nn
 
+import quantkit
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.meta_model import skeleton
 
@@ -50,3 +53,15 @@ def test_threads_that_build_models_leave_the_default_dtype(tiny_llama: Path, mon
         thread.join()
     assert inside.broken, "two threads built a model at the same time"
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_an_implementation_in_the_config_needs_no_package_here_and_stays_in_the_output(tmp_path: Path) -> None:
+    folder = families.write("gemma3", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["_attn_implementation"] = "flash_attention_3"
+    config["attn_implementation"] = {"text_config": "flash_attention_3", "vision_config": "eager"}
+    (folder / "config.json").write_text(json.dumps(config))
+    quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64, min_share=0)
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stated["text_config"]["_attn_implementation"] == "flash_attention_3"
+    assert quantkit.load(tmp_path / "out", device="cpu").config.text_config._attn_implementation == "sdpa"

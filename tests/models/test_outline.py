@@ -192,7 +192,7 @@ def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tm
     src = rewritten(tmp_path / "zero", str, biases)
     model = LanguageModel(src, torch.float32)
     model.require_complete()
-    assert not biases.keys() & set(src.names()) and any("left out: it is zero" in line for line in src.notices)
+    assert not biases.keys() & set(src.names()) and any("left out, as it is zero" in line for line in src.notices)
     biases["model.layers.1.mlp.up_proj.bias"][3] = 1e-5
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.bias is not part of the model"):
         LanguageModel(rewritten(tmp_path / "one", str, biases), torch.float32).require_complete()

@@ -209,11 +209,12 @@ def test_norms_that_transformers_keeps_for_float16_alone_are_cast_to_bfloat16(tm
         assert made.dtype("model.layers.0.self_attn.sinks") == getattr(torch, dtype)
 
 
-def test_a_value_that_the_dense_dtype_lacks_is_refused(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_value_that_the_dense_dtype_lacks_is_refused(name: str, model: Path, tmp_path: Path) -> None:
     found = change(model)
-    found["model.norm.weight"][3] = 1e6
+    found[name][3] = 1e6
     put(model, found)
-    with pytest.raises(NumericError, match=r"model\.norm\.weight"):
+    with pytest.raises(NumericError, match=rf"{name}: its value 1e\+06 is beyond 65504.*use --dense-dtype bfloat16$"):
         quantize(model, tmp_path / "out", from_mapping({**RTN, "dense_dtype": "float16"}))
     assert not (tmp_path / "out").exists()
 

@@ -414,3 +414,24 @@ def test_routers_that_a_foreign_config_leaves_out_are_stated(layout: str, tmp_pa
     found = Checkpoint(tmp_path / "out").schemes
     routers = [name.removesuffix(".weight") for name in Checkpoint(source).names() if name.endswith("mlp.gate.weight")]
     assert found is not None and set(found.ignore) == {"lm_head", *routers} and routers
+
+
+@pytest.mark.parametrize(("layout", "scheme"), [("awq", "int4:g64:asym"), ("gptq", "int4:g64")])
+def test_zero_biases_of_packed_linears_are_left_out_with_a_notice_and_others_are_refused(
+    layout: str, scheme: str, tmp_path: Path
+) -> None:
+    model = write_model("llama", tmp_path / "model")
+    schemes = Schemes(Scheme.parse(scheme), ignore=("lm_head",))
+    source, out = tmp_path / "source", tmp_path / "out"
+    names = list(write_folder(model, source, layout, schemes))
+    biases = {f"{name}.bias": torch.zeros(Checkpoint(source).true_size(name)[0]) for name in names}
+    file = next(source.glob("*.safetensors"))
+    save_file(load_file(file) | biases, file, metadata={"format": "pt"})
+    report = quantkit.pack(source, out, "compressed-tensors")
+    assert any("left out, as it is zero" in line for line in report["notices"])
+    assert not biases.keys() & set(Checkpoint(out).names())
+    biases[f"{names[-1]}.bias"][5] = 0.1
+    save_file(load_file(file) | biases, file, metadata={"format": "pt"})
+    if scheme == "int4:g64":  # transformers opens no zero points
+        with pytest.raises(quantkit.QuantkitError, match=rf"leave out {names[-1]}\.bias \(1 in all\)"):
+            quantkit.pack(source, tmp_path / "other", "compressed-tensors")

@@ -37,13 +37,11 @@ def test_rounding_publishes_no_tokenizer_that_nobody_can_read(
     with pytest.raises(CheckpointError, match=f"{name}: no file of a tokenizer .*download it again"):
         quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match=f"{name}: no file of a tokenizer"):
-        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("tokenizer.model", "sentencepiece"), ("tekken.json", "mistral-common")],
+    [("tokenizer.model", "sentencepiece"), ("tekken.json", "mistral_common")],
 )
 def test_a_package_that_a_tokenizer_needs_is_named(
     tmp_path: Path, name: str, package: str, monkeypatch: pytest.MonkeyPatch
