@@ -25,49 +25,57 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint import gguf_tokenizer
+from quantkit.checkpoint.gguf_config import ORIGINAL, Adoption
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredFile, file_in, read_bytes
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import files, json_files
-from quantkit.io.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from quantkit.io.gguf_header import GgufHeader, read_gguf_header
 from quantkit.io.json_files import dump_json, shown
 from quantkit.names import install
 
 if TYPE_CHECKING:
     import numpy as np
 
-ENDING, ORIGINAL = ".gguf", "use the model's own folder"
+ENDING = ".gguf"
+#: The name of a file of a split model.
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 #: Families whose activations are beyond float16, by the start of the architecture's name.
 BFLOAT16 = ("gemma",)
 #: The largest tensors. No family's processing changes them, so they are read in pieces.
 PLAIN = ("token_embd.weight", "output.weight")
-#: The tensor that divides the frequencies of rotary positions, which transformers' reader leaves
-#: out.
+#: Tensors that divide the frequencies of rotary positions, which transformers' reader leaves out.
 FACTORS = "rope_freqs.weight"
+LONG_FACTORS = {f"{size}_factor": f"rope_factors_{size}.weight" for size in ("short", "long")}
 #: A vocabulary entry that is a word behind a space mark; and the most entries that are tried.
 WORD, WORDS = re.compile("[▁Ġ]?[A-Za-z]{4,}"), 200
-#: Values that are dequantized at a time.
-PIECE = 2**22
+#: Values that are dequantized at a time; the most files of a split model.
+PIECE, PARTS_LIMIT = 2**22, 10**3
 #: Key of the metadata -> entry in front of a model card.
 FACTS = {"general.license": "license", "general.languages": "language", "general.tags": "tags"}
 
 
 class GgufSource(NamedTuple):
-    """Hold a GGUF file, the form of its weights in words, its tensors by their names in the model,
-    and their bytes.
+    """Hold the files of a GGUF model, the form of its weights in words, its tensors by their names
+    in the model, their bytes, and why no text can be read, if none can.
     """
 
-    file: StoredFile
+    files: list[StoredFile]
     form: str
     tensors: dict[str, Derived]
     nbytes: int
     notices: tuple[str, ...]
+    unreadable: str | None
+    metadata: dict[str, Any]
 
 
 #: Temporary folders of this process, removed at its end: by the file's path and version, with its
 #: contents.
 _opened: dict[tuple[Path, tuple[int, ...]], tuple[TemporaryDirectory[str], Path]] = {}
 _sources: dict[Path, GgufSource] = {}
+#: Folders whose tokenizer was written, with the words into which it splits a probe.
+_tokenized: dict[Path, list[str]] = {}
 
 
 def source_of(folder: Path) -> GgufSource | None:
@@ -75,12 +83,34 @@ def source_of(folder: Path) -> GgufSource | None:
     return _sources.get(folder)
 
 
-def open_gguf(path: Path) -> Path:
-    """Return a temporary folder with a link to a GGUF file, and the config, tokenizer and facts in
-    its metadata.
+def parts_of(path: Path) -> list[Path]:
+    """List the files of the model that a GGUF file is part of; CheckpointError if one lacks."""
+    found = PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, count = found[1], int(found[3])
+    paths = [
+        path.with_name(f"{stem}-{number:05d}-of-{found[3]}{path.suffix}")
+        for number in range(1, min(count, PARTS_LIMIT) + 1)
+    ]
+    absent = next((each for each in paths if not each.is_file()), None)
+    if absent is not None or count > PARTS_LIMIT:
+        raise CheckpointError(
+            f"is part of a model that is split into {count} files, "
+            f"{absent.name if absent else 'too many'} is missing",
+            "put all files into one folder",
+            subject=path,
+        )
+    return paths
 
-    CheckpointError for a damaged or hostile file, or a file that transformers cannot read. Nothing
-    is left then.
+
+def open_gguf(path: Path, described: bool = False) -> Path:
+    """Return a temporary folder with links to a GGUF file, or to all files of a split model, and
+    the config and facts in its metadata.
+
+    With `described`, transformers is left out: the tensors have their names in the file, and no
+    values. CheckpointError for a damaged or hostile file, or a file that transformers cannot read.
+    Nothing is left then.
     """
     if find_spec("gguf") is None:
         raise CheckpointError(
@@ -88,18 +118,22 @@ def open_gguf(path: Path) -> Path:
             install("gguf"),
             subject=path,
         )
-    with files.guarded(path):
-        real = path.resolve(strict=True)
-    file = file_in(real.parent, real.name)._replace(name=path.name)
-    key = real, file.identity
+    paths = parts_of(path)
+    stored = []
+    for each in paths:
+        with files.guarded(each):
+            real = each.resolve(strict=True)
+        stored.append(file_in(real.parent, real.name)._replace(name=each.name))
+    key = stored[0].path, (described, *(number for file in stored for number in file.identity))
     if key not in _opened:
         holder = TemporaryDirectory(prefix="quantkit-gguf-")
         try:
-            folder = Path(os.path.realpath(holder.name)) / path.name
+            folder = Path(os.path.realpath(holder.name)) / paths[0].name
             with files.guarded(folder):
                 folder.mkdir()
-                (folder / path.name).symlink_to(real)
-            source = _open(path, file, folder)
+                for file in stored:
+                    (folder / file.name).symlink_to(file.path)
+            source = (_describe if described else _open)(paths[0], stored, folder)
         except BaseException:
             holder.cleanup()
             raise
@@ -107,23 +141,105 @@ def open_gguf(path: Path) -> Path:
     return _opened[key][1]
 
 
-def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
+def add_tokenizer(folder: Path) -> list[str] | None:
+    """Write the tokenizer of a GGUF file into the folder that `open_gguf` made, if it has one, and
+    return the words into which it splits `gguf_tokenizer.PROBE`. None for any other folder.
+
+    It is not written on opening, because a vocabulary takes most of the time.
+    """
+    source = _sources.get(folder)
+    if source is None or source.unreadable is not None:
+        return None
+    if folder not in _tokenized:
+        stated, path = source.metadata, source.files[0].path
+        with _refused(path, "transformers cannot make a tokenizer of it"):
+            made, words = gguf_tokenizer.files_of(stated["general.architecture"], stated)
+        for name, text in made.items():
+            files.write_atomic(folder / name, text)
+        _tokenized[folder] = words
+    return _tokenized[folder]
+
+
+def _read_headers(path: Path, stored: list[StoredFile]) -> tuple[GgufHeader, dict[str, StoredFile]]:
+    """Read the headers of all files of a model: the metadata of the first, and the tensors of all
+    with their files.
+    """
     import gguf
 
-    header = read_gguf_header(
-        file.path, {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
-    )
-    stated, nbytes = header.metadata, sum(tensor.nbytes for tensor in header.tensors.values())
-    architecture = stated.get("general.architecture")
-    if not isinstance(architecture, str):
+    blocks = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    try:
+        headers = [read_gguf_header(file.path, blocks) for file in stored]
+    except CheckpointError as error:
+        if len(stored) > 1:
+            error.rule += f" (one of the {len(stored)} files of a split model)"
+        raise
+    count = headers[0].metadata.get("split.count", 1) or 1
+    if count != len(stored):
+        raise CheckpointError(
+            f"is one of {shown(count)} files of a model",
+            "name them NAME-00001-of-00003.gguf and so on, or merge them by llama-gguf-split",
+            subject=path,
+        )
+    where: dict[str, StoredFile] = {}
+    for number, (file, header) in enumerate(zip(stored, headers, strict=True)):
+        if header.metadata.get("split.no", number) != number or where.keys() & header.tensors:
+            raise CheckpointError(
+                f"is not file {number + 1} of this split model",
+                "download all files again",
+                subject=file.path,
+            )
+        where |= dict.fromkeys(header.tensors, file)
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    if headers[0].metadata.get("split.tensors.count", len(tensors)) != len(tensors):
+        raise CheckpointError(
+            f"should have {headers[0].metadata['split.tensors.count']} tensors, its files have "
+            f"{len(tensors)}",
+            "download all files again",
+            subject=path,
+        )
+    if not isinstance(headers[0].metadata.get("general.architecture"), str):
         raise CheckpointError(
             "does not state its general.architecture", "convert the model again", subject=path
         )
-    if stated.get("split.count", 1) != 1:
+    return GgufHeader(headers[0].metadata, tensors), where
+
+
+def _describe(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
+    """Describe a file by its header."""
+    header, _ = _read_headers(path, stored)
+    architecture = header.metadata["general.architecture"]
+
+    def compute(read: Read, index: int | slice | None) -> Tensor:
+        raise KeyError(path)
+
+    dtype = _dtype(header, architecture)
+    tensors = {
+        name: Derived(each.shape, dtype, (), compute) for name, each in header.tensors.items()
+    }
+    files.write_atomic(folder / "config.json", dump_json({"model_type": architecture}))
+    return _source(stored, header, tensors)
+
+
+def _source(
+    stored: list[StoredFile],
+    header: GgufHeader,
+    tensors: dict[str, Derived],
+    unreadable: str | None = None,
+) -> GgufSource:
+    form, notices = _form(header)
+    if unreadable is not None:
+        notices.append(f"{unreadable}: outputs get no tokenizer, and no text can be read")
+    nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
+    return GgufSource(stored, form, tensors, nbytes, tuple(notices), unreadable, header.metadata)
+
+
+def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
+    header, where = _read_headers(path, stored)
+    stated, nbytes = header.metadata, sum(tensor.nbytes for tensor in header.tensors.values())
+    architecture = stated["general.architecture"]
+    if (kind := stated.get("general.type", "model")) != "model":
         raise CheckpointError(
-            f"is one of {shown(stated['split.count'])} files of a model",
-            "merge them by llama-gguf-split",
-            subject=path,
+            f"is GGUF of the type {shown(kind)}, no model", "give the model's file", subject=path
         )
     sizes = {
         key.replace("_count", "s").replace("_length", "_size"): value
@@ -133,25 +249,29 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
     _require_dequantizable(path, header)
     with _refused(path, f"transformers cannot read its architecture {shown(architecture)}"):
         from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.initialization import no_init_weights
 
-        config = AutoConfig.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
-        json_files.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
-        if (factors := header.tensors.pop(FACTORS, None)) is not None:
-            _scale_positions(
-                config, read_bytes(folder, file, factors.start, factors.nbytes).view(torch.float32)
-            )
-        with building(), init_empty_weights():
-            module: Any = AutoModelForCausalLM.from_config(config)
-        read = _Reading(folder, file, header, module, config)
-        tensors = read.tensors()
-    with _refused(path, "transformers cannot make a tokenizer of it"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, gguf_file=path.name, local_files_only=True
+        size = gguf_tokenizer.count_of(stated, "tokens")
+        sized = {f"{architecture}.vocab_size": size, **stated}
+        config = _config_by_transformers(folder, header, sized)
+        factors = _factors(folder, header, where)
+        plain = factors.pop(FACTORS, None)
+        Adoption(config, architecture, sized, path).adopt(
+            {name: values.tolist() for name, values in factors.items()}
         )
-        tokenizer.save_pretrained(folder)
-    require_words(path, tokenizer)
-    _require_template(path, getattr(tokenizer, "chat_template", None))
+        json_files.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
+        if plain is not None:
+            _scale_positions(config, plain)
+        with building(), init_empty_weights(), no_init_weights():
+            module: Any = AutoModelForCausalLM.from_config(config)
+        read = _Reading(folder, where, header, module, config)
+        tensors = read.tensors()
+    unreadable = gguf_tokenizer.check_keys(stated, path)
+    _require_templates(path, gguf_tokenizer.templates_of(stated))
+    for name, text in gguf_tokenizer.template_files(stated).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        files.write_atomic(folder / name, text)
     described = {**config.to_diff_dict(), "architectures": [type(module).__name__]}
     described["dtype"] = str(read.dtype).removeprefix("torch.")
     for key in ("_name_or_path", "_model_name_or_path", "quantization_config"):
@@ -159,15 +279,76 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
     files.write_atomic(
         folder / "config.json", dump_json(dict(sorted(described.items())), special_floats=True)
     )
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
-    front = {key: stated[name] for name, key in FACTS.items() if stated.get(name)}
+    generation = GenerationConfig.from_model_config(config)
+    known = generation.eos_token_id
+    ends = dict.fromkeys(gguf_tokenizer.ends_of(stated))
+    ends |= dict.fromkeys(known if isinstance(known, list) else [known] if known else [])
+    if ends:
+        generation.eos_token_id = [*ends] if len(ends) > 1 else next(iter(ends))
+    generation.suppress_tokens = gguf_tokenizer.list_of(stated, "suppress_tokens") or None
+    generation.save_pretrained(folder)
+    front = {
+        key: stated[name]
+        for name, key in FACTS.items()
+        if isinstance(stated.get(name), (str, list)) and stated[name]
+    }
     repository = str(stated.get("general.base_model.0.repo_url", ""))
     if repository.startswith("https://huggingface.co/"):
         front["base_model"] = repository.removeprefix("https://huggingface.co/")
-    lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
-    files.write_atomic(folder / "README.md", f"---\n{lines}---\n".encode())
-    form, notices = _form(header)
-    return GgufSource(file, form, tensors, nbytes, tuple(notices))
+    if front:
+        lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
+        files.write_atomic(folder / "README.md", f"---\n{lines}---\n".encode())
+    return _source(stored, header, tensors, unreadable)
+
+
+def _config_by_transformers(folder: Path, header: GgufHeader, stated: Mapping[str, Any]) -> Any:
+    """Let transformers make a config of the sizes in a header.
+
+    Its reader takes a fifth of a millisecond for each token of a vocabulary. So it gets a file of
+    the sizes and the names of the tensors.
+    """
+    import gguf
+    from transformers import AutoConfig
+
+    architecture = stated["general.architecture"]
+    known = (f"{architecture}.", *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos")))
+    small = folder / "sizes.gguf"
+    writer = gguf.GGUFWriter(small, architecture)
+    writer.add_array("tokenizer.ggml.tokens", [""])
+    for key, value in stated.items():
+        if not key.startswith((*known, "tokenizer.ggml.padding")) or ".rope.scaling." in key:
+            continue
+        if isinstance(value, list) and value:
+            writer.add_array(key, value)
+        elif isinstance(value, (str, int, float)):
+            form = gguf.GGUFValueType.get_type(value)
+            whole = form == gguf.GGUFValueType.INT32
+            writer.add_key_value(key, value, gguf.GGUFValueType.INT64 if whole else form)
+    for name in header.tensors:
+        writer.add_tensor(name, torch.zeros(1).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = AutoConfig.from_pretrained(folder, gguf_file=small.name, local_files_only=True)
+    small.unlink()
+    return config
+
+
+def _factors(
+    folder: Path, header: GgufHeader, where: Mapping[str, StoredFile]
+) -> dict[str, Tensor]:
+    """Take the tensors out of a header that divide the frequencies of positions."""
+    names = {FACTORS: FACTORS}
+    if LONG_FACTORS.keys() and all(name in header.tensors for name in LONG_FACTORS.values()):
+        names |= LONG_FACTORS
+    found = {}
+    for name, stored in names.items():
+        if stored in header.tensors:
+            tensor = header.tensors.pop(stored)
+            data = read_bytes(folder, where[stored], tensor.start, tensor.nbytes)
+            found[name] = data.view(torch.float32)
+    return found
 
 
 class _Named(NamedTuple):
@@ -194,7 +375,12 @@ class _Reading:
     """Reads the tensors of a file under their names in a model on the meta device."""
 
     def __init__(
-        self, folder: Path, file: StoredFile, header: GgufHeader, module: Any, config: Any
+        self,
+        folder: Path,
+        where: Mapping[str, StoredFile],
+        header: GgufHeader,
+        module: Any,
+        config: Any,
     ) -> None:
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
@@ -202,7 +388,7 @@ class _Reading:
             get_gguf_hf_weights_map,
         )
 
-        self.folder, self.file, self.header = folder, file, header
+        self.folder, self.where, self.header = folder, where, header
         architecture = header.metadata["general.architecture"]
         self.dtype = _dtype(header, architecture)
         processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
@@ -259,10 +445,11 @@ class _Reading:
         whole = self.shapes[name]
         expected = (len(range(whole[0])[rows]), *whole[1:])
         held: dict[str, Any] = {"tensors": {}}
-        with _refused(self.file.path, f"{self.inputs[name][0]} cannot be read"):
+        first = self.inputs[name][0]
+        with _refused(self.where[first].path, f"{first} cannot be read"):
             for stored in self.inputs[name]:
                 done = self.processor.process(
-                    weights=self.dequantized(self.header.tensors[stored], rows),
+                    weights=self.dequantized(stored, rows),
                     name=stored,
                     tensor_key_mapping=self.names,
                     parsed_parameters=held,
@@ -276,16 +463,17 @@ class _Reading:
                 )
         return values
 
-    def dequantized(self, tensor: GgufTensor, rows: slice) -> np.ndarray[Any, Any]:
+    def dequantized(self, name: str, rows: slice) -> np.ndarray[Any, Any]:
         import gguf
 
+        tensor = self.header.tensors[name]
         kind, wanted = gguf.GGMLQuantizationType(tensor.kind), range(tensor.shape[0])[rows]
         found: np.ndarray[Any, Any] = torch.empty(len(wanted), *tensor.shape[1:]).numpy()
         each, size = max(1, PIECE // prod(tensor.shape[1:])), tensor.nbytes // tensor.shape[0]
         for start in range(0, len(wanted), each):
             part = wanted[start : start + each]
             data = read_bytes(
-                self.folder, self.file, tensor.start + part.start * size, len(part) * size
+                self.folder, self.where[name], tensor.start + part.start * size, len(part) * size
             )
             shape = gguf.quant_shape_to_byte_shape((len(part), *tensor.shape[1:]), kind)
             found[start : start + each] = gguf.dequantize(data.numpy().reshape(shape), kind)
@@ -408,12 +596,24 @@ def require_words(path: Path, tokenizer: Any) -> None:
         )
 
 
-def _require_template(path: Path, templates: str | Mapping[str, str] | None) -> None:
+def require_same_words(path: Path, tokenizer: Any, words: list[str]) -> None:
+    """Raise CheckpointError for a tokenizer that transformers builds otherwise than the file says,
+    as it does for some families by a class of theirs.
+    """
+    require_words(path, tokenizer)
+    if gguf_tokenizer.words_of(tokenizer.backend_tokenizer) != words:
+        raise CheckpointError(
+            f"{type(tokenizer).__name__} of transformers splits text otherwise than "
+            "tokenizer.ggml.pre of the file says",
+            ORIGINAL,
+            subject=path,
+        )
+
+
+def _require_templates(path: Path, templates: Mapping[str, str]) -> None:
     """Raise CheckpointError unless each chat template parses."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for template in (
-        templates.values() if isinstance(templates, Mapping) else [templates] if templates else []
-    ):
+    for template in templates.values():
         with _refused(path, "its chat template does not parse"):
             render_jinja_template([], chat_template=template)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quantkit.checkpoint.gguf_source import ENDING, open_gguf
+from quantkit.checkpoint.gguf_source import ENDING, PART, add_tokenizer, open_gguf
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import CARD_KEYS
 from quantkit.errors import CheckpointError, Option, Words, reason
@@ -19,18 +19,33 @@ from quantkit.io.json_files import AGAIN, dump_json
 from quantkit.keys import at_home
 from quantkit.layouts import LAYOUTS
 
+#: A GGUF file of a hub repository.
+HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):([^:]+\.gguf)", re.IGNORECASE)
 
-def resolve(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+
+def resolve(
+    model: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    described: bool = False,
+) -> Path:
     """Find the folder of a model: `model` itself, or a hub id's snapshot in the cache, downloaded
     if need be.
 
-    For a GGUF file, or a folder with one and no safetensors, it is a temporary folder
-    (`open_gguf`). Of a hub id only safetensors files and files of data at the top are downloaded,
-    and Python files if they are trusted. A name that looks like a path never reaches the network.
-    CheckpointError if there is no such folder and the hub does not give it.
+    For a GGUF file (`FILE.gguf`, of a hub repository `ORG/NAME:FILE.gguf`), or a folder with one
+    and no safetensors, it is a temporary folder (`open_gguf`, which describes `described`). Of a
+    hub id only safetensors files and files of data at the top are downloaded, and Python files if
+    they are trusted; of a GGUF model only its files. A name that looks like a path never reaches
+    the network. CheckpointError if there is no such folder and the hub does not give it.
     """
     model = at_home(model)
     folder = Path(model)
+    named = None if folder.exists() else HUB_FILE.fullmatch(model)
+    if named is not None:
+        wanted = PART.sub(r"\1-*-of-\3.gguf", named[2])
+        found = hub.snapshot(named[1], revision, trust_remote_code, wanted)
+        return open_gguf(found / named[2], described)
     if model and (folder.is_dir() or (folder.is_file() and folder.suffix.lower() == ENDING)):
         if revision is not None:
             what = "folder" if folder.is_dir() else "file"
@@ -38,7 +53,7 @@ def resolve(model: str, revision: str | None = None, trust_remote_code: bool = F
                 f"{model} is a {what}, which has no revisions", Words("drop", Option("revision"))
             )
         file = _gguf_of(folder) if folder.is_dir() else folder
-        return folder if file is None else open_gguf(file)
+        return folder if file is None else open_gguf(file, described)
     if (
         folder.exists()
         or model.startswith((".", "/", "~"))
@@ -61,7 +76,8 @@ def _gguf_of(folder: Path) -> Path | None:
         each.endswith((".safetensors", ".safetensors.index.json")) for each in listing
     ):
         return None
-    if len(found) > 1:
+    models = {part[1] if (part := PART.fullmatch(each)) else each for each in found}
+    if len(models) > 1:
         first = folder / found[0]
         raise CheckpointError(
             f"holds several GGUF files ({', '.join(found)})",
@@ -99,7 +115,7 @@ def origin(
     stated, notice = model_folder.front_matter(src.path)
     found: dict[str, Any] = {"name": name_of(model), "revision": revision}
     cached = model_folder.cached_id(src.path)
-    given = None if Path(model).exists() else str(model)
+    given = None if Path(model).exists() else HUB_FILE.sub(r"\1", str(model))
     ours = cached or given
     theirs = (
         _first_id(stated.get("base_model"), src),
@@ -169,6 +185,7 @@ class Companions(NamedTuple):
 
 def companions_of(src: Checkpoint) -> Companions:
     """List the files of a source that go along; CheckpointError for a link out of the folder."""
+    add_tokenizer(src.path)
     weights = [path.name for path in src.files()]
     names, left_out = model_folder.companions(src.path, weights, src.trusted)
     return Companions({name: without_local_paths(src.path, name) for name in names}, left_out)

@@ -107,8 +107,8 @@ class Checkpoint(StoredTensors):
         model_folder.require_inside(path, listing)
         self.home, self.source_bytes = path, sum(map(self.nbytes, self.names()))
         if source is not None:
-            self.supply(source.file, source.tensors)
-            self.home, self.source_bytes = source.file.path, source.nbytes
+            self.supply(source.files, source.tensors)
+            self.home, self.source_bytes = source.files[0].path, source.nbytes
             self.notices += source.notices
         json_files.check_sizes(self.config, path / CONFIG, len(self.names()), self.source_bytes)
         self.layout: Layout | None = None

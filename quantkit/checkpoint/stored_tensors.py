@@ -111,14 +111,14 @@ class StoredTensors:
         """Read these `unlisted` tensors too."""
         self._where |= {name: self.unlisted.pop(name) for name in names}
 
-    def supply(self, file: StoredFile, tensors: Mapping[str, Derived]) -> None:
-        """Add tensors that are computed from a weight file of another format."""
+    def supply(self, files: Sequence[StoredFile], tensors: Mapping[str, Derived]) -> None:
+        """Add tensors that are computed from weight files of another format."""
 
         def read(name: str, index: int | slice | None) -> Tensor:
             raise KeyError(name)
 
-        self._shards.append(file)
-        self._supplied[file.name] = file.path
+        self._shards += files
+        self._supplied |= {file.name: file.path for file in files}
         for name, derived in tensors.items():
             self._where[name] = _Place(derived.shape, derived.dtype, partial(derived.compute, read))
 

@@ -76,7 +76,7 @@ def inspect(
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.pipeline.inspection import describe, tensors
 
-    folder = resolve(checkpoint, load.revision, load.trust_remote_code)
+    folder = resolve(checkpoint, load.revision, load.trust_remote_code, described=True)
     if check:
         from quantkit.evaluation.verify import verify_files
 

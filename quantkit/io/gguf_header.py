@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from io import BufferedReader
+from io import RawIOBase
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -27,8 +27,9 @@ TEXT, LIST = 8, 9
 #: The most bytes of all texts, values of all lists (readers keep an object for each), tensors, and
 #: dimensions. A vocabulary of 262,144 tokens has 1.3 million values with its merges.
 TEXT_LIMIT, VALUES_LIMIT, TENSORS_LIMIT, RANK_LIMIT = 2**26, 2**21, 10**5, 4
-#: The longest list whose values are stored.
-KEPT = 2**10
+#: The longest list whose values are read with the header, and the bytes that are read at a time.
+KEPT, PIECE = 2**10, 2**22
+LENGTH = struct.Struct("<Q")
 
 
 class GgufTensor(NamedTuple):
@@ -42,9 +43,28 @@ class GgufTensor(NamedTuple):
     nbytes: int
 
 
+class GgufList(NamedTuple):
+    """Hold a long list of a header as its bytes: a vocabulary costs time only if text is read."""
+
+    kind: int
+    size: int
+    data: bytes
+
+    def values(self) -> list[Any]:
+        """Read the values; a character of a text that is not UTF-8 becomes U+FFFD."""
+        if self.kind != TEXT:
+            return list(struct.unpack(f"<{self.size}{FORMS[self.kind]}", self.data))
+        found, at = [], 0
+        for _ in range(self.size):
+            (length,) = LENGTH.unpack_from(self.data, at)
+            found.append(self.data[at + 8 : at + 8 + length].decode(errors="replace"))
+            at += 8 + length
+        return found
+
+
 class GgufHeader(NamedTuple):
-    """Hold the metadata of a GGUF file, with None for a long list, and its tensors in the order of
-    the file.
+    """Hold the metadata of a GGUF file, with a `GgufList` for a long list, and its tensors in the
+    order of the file.
     """
 
     metadata: dict[str, Any]
@@ -59,15 +79,16 @@ def read_gguf_header(path: Path, blocks: dict[int, tuple[int, int]]) -> GgufHead
     that does not fit.
     """
     with files.open_regular(path) as file, files.guarded(path):
-        return _Header(path, BufferedReader(file), os.fstat(file.fileno()).st_size).read(blocks)
+        return _Header(path, file, os.fstat(file.fileno()).st_size).read(blocks)
 
 
 class _Header:
-    def __init__(self, path: Path, file: BufferedReader, size: int) -> None:
+    def __init__(self, path: Path, file: RawIOBase, size: int) -> None:
         self.path, self.file, self.size, self.values, self.texts = path, file, size, 0, 0
+        self.data, self.at = bytearray(), 0
 
     def read(self, blocks: dict[int, tuple[int, int]]) -> GgufHeader:
-        if self.size < 24 or self.file.read(4) != b"GGUF":
+        if self.size < 24 or self.bytes(4) != b"GGUF":
             self.damaged("is no GGUF file, or is cut in its first bytes")
         (version,) = self.numbers("I")
         if version not in (2, 3):
@@ -91,7 +112,7 @@ class _Header:
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
             self.damaged(f"has general.alignment {shown(alignment)}")
-        first = -(-self.file.tell() // alignment) * alignment
+        first = -(-self.at // alignment) * alignment
         placed = {
             name: self.tensor(name, first, alignment, blocks, *entry)
             for name, entry in listed.items()
@@ -126,7 +147,7 @@ class _Header:
         return GgufTensor(kind, shape, first + offset, nbytes)
 
     def value(self, kind: int, key: str) -> Any:
-        """Read a value, of a long list only its length, which gives None."""
+        """Read a value; a long list is held as its bytes."""
         if kind in FORMS:
             return self.numbers(FORMS[kind])[0]
         if kind == TEXT:
@@ -142,10 +163,12 @@ class _Header:
             )
         if count <= KEPT:
             return [self.value(kind, key) for _ in range(count)]
+        start = self.at
+        length, skip = self.length, self.skip
         for _ in range(count if kind == TEXT else 0):
-            self.skip(self.length(key))
+            skip(length(key))
         self.skip(count * struct.calcsize(f"<{FORMS.get(kind, '0s')}"))
-        return None
+        return GgufList(kind, count, bytes(self.data[start : self.at]))
 
     def name(self, what: str, known: dict[str, Any]) -> str:
         name = self.text(what)
@@ -165,7 +188,7 @@ class _Header:
 
     def length(self, key: str) -> int:
         """Read the length of a text."""
-        length: int = self.numbers("Q")[0]
+        length: int = LENGTH.unpack_from(self.data, self.skip(8))[0]
         self.texts += length
         if self.texts > TEXT_LIMIT:
             self.damaged(
@@ -178,15 +201,18 @@ class _Header:
         return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
 
     def bytes(self, count: int) -> bytes:
-        found = self.file.read(count)
-        if len(found) < count:
-            self.damaged(f"is cut at byte {self.size}, inside its header")
-        return found
+        start = self.skip(count)
+        return bytes(self.data[start : self.at])
 
-    def skip(self, count: int) -> None:
-        if count > self.size - self.file.tell():
-            self.damaged(f"is cut at byte {self.size}, inside its header")
-        self.file.seek(count, os.SEEK_CUR)
+    def skip(self, count: int) -> int:
+        """Go on by some bytes, which are in `data` then, and return the position before."""
+        start, self.at = self.at, self.at + count
+        while self.at > len(self.data):
+            more = self.file.read(PIECE) if self.at <= self.size else None
+            if not more:
+                self.damaged(f"is cut at byte {self.size}, inside its header")
+            self.data += more
+        return start
 
     def damaged(self, what: str) -> NoReturn:
         raise CheckpointError(what, AGAIN, subject=self.path)

@@ -30,9 +30,11 @@ NOT_GIVEN, CHECK = "the hub does not give it", "check the name and the revision"
 ELSEWHERE = "download the model and give its folder"
 
 
-def snapshot(model: str, revision: str | None, trust_remote_code: bool) -> Path:
+def snapshot(
+    model: str, revision: str | None, trust_remote_code: bool, only: str | None = None
+) -> Path:
     """Find the snapshot of a hub id in the cache, downloaded if need be; CheckpointError if there
-    is none with weights.
+    is none with weights, or with files `only`, which is a pattern of names.
 
     Python files are downloaded only if the user trusts them.
     """
@@ -41,7 +43,7 @@ def snapshot(model: str, revision: str | None, trust_remote_code: bool) -> Path:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    wanted, unwanted = model_folder.downloaded(trust_remote_code)
+    wanted, unwanted = model_folder.downloaded(trust_remote_code) if only is None else ([only], [])
     part = False
     try:
         folder = Path(
@@ -49,7 +51,7 @@ def snapshot(model: str, revision: str | None, trust_remote_code: bool) -> Path:
                 model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted
             )
         )
-        if model_folder.has_weights(folder):
+        if model_folder.has_weights(folder) if only is None else any(folder.glob(only)):
             return folder
         part = any(folder.iterdir())
         listing = HfApi().list_repo_files(model, revision=revision)
@@ -59,6 +61,9 @@ def snapshot(model: str, revision: str | None, trust_remote_code: bool) -> Path:
         unknown = f"{NOT_GIVEN} ({reason(error)})", CHECK
         rule, *ways = reasons(error, model, part=part) or unknown
         raise CheckpointError(f"no folder here, and {rule}", *ways, subject=model) from error
+    if only is not None:
+        files = ", ".join(name for name in listing if name.endswith(".gguf")) or "no GGUF file"
+        raise CheckpointError(f"has no file {only}, it has {files}", subject=model)
     way = model_folder.way_to_weights(listing, model)
     raise CheckpointError(f"has no .safetensors weights{way}", subject=model)
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint import gguf_source
+from quantkit.checkpoint.gguf_config import ORIGINAL
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
 from quantkit.io import model_folder
 from quantkit.io.json_files import AGAIN
@@ -41,8 +43,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     """
     from transformers import AutoTokenizer
 
+    source, words = gguf_source.source_of(folder), gguf_source.add_tokenizer(folder)
+    if source is not None and source.unreadable is not None:
+        raise CheckpointError(source.unreadable, ORIGINAL, subject=source.files[0].path)
     try:  # trusted code may lie in another repository
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
     except (
@@ -65,6 +70,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
             "put the model's own files there",
             subject=folder,
         ) from error
+    if source is not None and words is not None:
+        gguf_source.require_same_words(source.files[0].path, tokenizer, words)
+    return tokenizer
 
 
 def require_readable_tokenizer(folder: Path) -> None:

@@ -90,6 +90,7 @@ def test_an_output_has_the_bytes_of_quantizing_the_dequantized_folder(llama: tup
     dense = tmp_path / "dense"
     dense.mkdir()
     save_file({name: src.get(name) for name in src.names()}, dense / "model.safetensors")
+    load_tokenizer(src.path)  # its files are written when they are needed
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (dense / name).write_bytes((src.path / name).read_bytes())
     made = quantize(llama[0], tmp_path / "a", **RTN)
@@ -187,10 +188,10 @@ def test_the_missing_package_is_named_with_its_command(
 STATED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown family": ({"general.architecture": "quux"}, "cannot read its architecture 'quux'"),
     "an encoder-decoder": ({"general.architecture": "t5"}, "cannot read its architecture 't5'"),
-    "one of several files": ({"split.count": 3}, "is one of 3 files of a model: merge them by llama-gguf-split"),
+    "one of several files": ({"split.count": 3}, "is one of 3 files of a model: name them NAME-00001-of-00003.gguf"),
     "a million layers": ({"llama.block_count": 2**20}, "is 1048576, and the weight files hold 21 tensors"),
     "a huge width": ({"llama.embedding_length": 2**31}, "is 2147483648, and the weight files hold"),
-    "another width": ({"llama.embedding_length": 128}, "and the model has"),
+    "another width": ({"llama.feed_forward_length": 128}, "and the model has"),
     "a layer too few": ({"llama.block_count": 1}, "blk.1.attn_q.weight has no place in the model"),
     "a template that does not parse": ({"tokenizer.chat_template": "{% for m in"}, "its chat template does not parse"),
     "an unknown tokenizer": ({"tokenizer.ggml.model": "quux"}, "cannot make a tokenizer of it"),

@@ -14,9 +14,17 @@ PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
 #: Third-party package -> the packages or modules of quantkit that import it.
 IMPORTERS = {
-    "transformers": {"checkpoint.gguf_source", "models", "inference", "io.json_files", "text"},
+    "transformers": {
+        "checkpoint.gguf_source",
+        "checkpoint.gguf_tokenizer",
+        "models",
+        "inference",
+        "io.json_files",
+        "text",
+    },
     "accelerate": {"checkpoint.gguf_source", "models"},
     "gguf": {"checkpoint.gguf_source"},
+    "tokenizers": {"checkpoint.gguf_tokenizer", "text"},
     "datasets": {"text", "evaluation.task_list"},
     "pyarrow": {"text.records"},  # which datasets depends on
     "cupy": {"kernels"},
