@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -49,6 +49,30 @@ SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 BESIDE = {"cpu": False, "cuda": True}
 #: Files of the source that are hashed at a time: one on a CPU, where the same cores compute.
 READERS = {"cpu": 1, "cuda": 8}
+
+#: Products of weights and tokens that are calibrated in a second, from forward pass to Hessian: by
+#: two cores of a laptop, or by a GPU.
+RATE = {"cpu": 2e10, "cuda": 3e13}
+#: A weight is solved in the time of so many of its products with a token, and of so many more for
+#: each input channel of its linear.
+SOLVED, SOLVED_BY_CHANNEL = 13000, 4
+#: Seconds of a calibrated run without a GPU, and the fewest tokens and the shortest sequences that
+#: it gets by default; tokens are a multiple of STEP.
+SECONDS, LEAST_TOKENS, LEAST_LENGTH, STEP = 600, 2**14, 512, 2**13
+
+
+def solving_work(shapes: Iterable[tuple[int, int]]) -> float:
+    """Count the products of weights and tokens that take as long as solving linears `(n, k)`."""
+    return sum(n * k * (SOLVED + SOLVED_BY_CHANNEL * k) for n, k in shapes)
+
+
+def affordable_tokens(shapes: Collection[tuple[int, int]]) -> int:
+    """Count the tokens on which two cores calibrate linears `(n, k)` in `SECONDS`, by shapes alone:
+    no load or number of threads changes a byte of the output.
+    """
+    weights = max(1, sum(n * k for n, k in shapes))
+    tokens = (SECONDS * RATE["cpu"] - solving_work(shapes)) / weights
+    return max(LEAST_TOKENS, int(tokens // STEP) * STEP)
 
 
 def gradient_documents(
@@ -174,7 +198,10 @@ class Sizes:
             _stated(src, "vocab_size") or 0,
             longest,
             # A rank may have one document more than another.
-            (calib.samples // ranked + (ranked > 1)) * longest,
+            min(
+                (calib.samples // ranked + (ranked > 1)) * longest,
+                (calib.tokens or 2**63) // ranked + len(calib.sources) * longest,
+            ),
         )
 
     @property

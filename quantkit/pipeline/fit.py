@@ -221,7 +221,8 @@ def plan(
     if options.get("gpu") is not None:
         options["target"] = fitted.target
     try:
-        search = _search(model, recipe, fitted, replace(run, progress=None))
+        quiet = replace(run, progress=None)
+        search = _search(model, recipe, fitted, quiet, options.get("gpu_memory"))
     except RecipeError as error:
         made = surveys.plan(model, recipe, out=out, **options)
         return replace(made, verdict=replace(made.verdict, refusal=error))
@@ -429,7 +430,13 @@ def _add_search(report: dict[str, Any], chosen: str) -> None:
     }
 
 
-def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOptions) -> _Search:
+def _search(
+    model: str | Path,
+    recipe: Recipe,
+    asked: FitOptions,
+    run: RunOptions,
+    gpu_memory: int | None = None,
+) -> _Search:
     """Collect the choices in each layout. RecipeError if nothing fits the target."""
     recipe, notices = _with_rest(recipe)
     if recipe.layout is None or any(map(is_sparse, recipe.schemes)):
@@ -448,12 +455,10 @@ def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOption
             "a size is fitted on a text that is there", Words("name one with", Option("calib"))
         )
     schemes = schemes_of(asked.allowed, recipe)
-    search = _Search(
-        surveys.survey(surveys.dense_source(model, run, recipe), recipe, None, run),
-        asked,
-        run,
-        notices,
-    )
+    source = surveys.dense_source(model, run, recipe)
+    job = surveys.survey(source, recipe, None, run, gpu_memory)
+    notices = notices if job.recipe.calibration.tokens is None else []
+    search = _Search(job, asked, run, notices)
     usual = (
         []
         if recipe.layout_stated

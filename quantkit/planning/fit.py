@@ -294,6 +294,7 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
         key: value for key, value in mapping["gptq"].items() if before["gptq"][key] != value
     }
     now = {"scheme": written(Scheme.parse(usual)), "method": recipe.method, "layout": space.layout}
+    now |= {"calibration": mapping["calibration"]}  # stated, so that no machine changes it
     return from_mapping({**kept, **now, "skip": skip, "overrides": overrides})
 
 

@@ -6,16 +6,23 @@ computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Unpack
 
-from quantkit.calibration.budget import split_documents
+from quantkit.calibration.budget import (
+    LEAST_LENGTH,
+    RATE,
+    affordable_tokens,
+    solving_work,
+    split_documents,
+)
 from quantkit.calibration.loop import check_sequences, units_of
 from quantkit.calibration.probe import is_worth_a_probe, probe as probe_run
 from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
@@ -26,6 +33,7 @@ from quantkit.checkpoint.writer import require_same
 from quantkit.core.ranks import ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
+from quantkit.core.units import format_range
 from quantkit.engines.tables import TARGETS, UNTRIED
 from quantkit.errors import (
     CheckpointError,
@@ -274,6 +282,10 @@ def job_of(
     """Plan the output of a source whose model is known already."""
     recipe, sized = with_group_size(recipe, model.linears, model.paths, model.kept_dense)
     goals = goals_of(recipe, model.paths, model.kept_dense)
+    on_cpu = model.device.type == "cpu" and gpu_memory is None
+    recipe, drawn = with_affordable_text(
+        recipe, [shape for name, shape in model.linears.items() if goals[name] is not None], on_cpu
+    )
     names = {name for linear, path in model.paths.items() for name in (linear, path)}
     unused = require_effect(recipe, sorted(names), model.kept_dense)
     made = plan_quantize(
@@ -292,7 +304,7 @@ def job_of(
     if recipe.fused_alike:
         asked = goals_of(replace(recipe, fused_alike=False), model.paths, model.kept_dense)
         more += changes(asked, goals)
-    remarks = (*sized, *made.verdict.remarks, *more)
+    remarks = (*sized, *drawn, *made.verdict.remarks, *more)
     made = replace(made, verdict=replace(made.verdict, remarks=remarks))
     if not made.verdict.misfits:  # else a config cannot be made
         schemes = schemes_of(recipe, goals, model.paths, model.outside.dense_entries(src))
@@ -365,6 +377,38 @@ def with_group_size(
         widths = f"neither 128 nor 64 nor 32 divides the {mine[by_row[0]][1]} inputs of {by_row[0]}"
         notices.append(f"{len(by_row)} linears have one scale a row: {widths}")
     return now, notices
+
+
+def with_affordable_text(
+    recipe: Recipe, shapes: Sequence[tuple[int, int]], on_cpu: bool
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the text that a machine without a GPU calibrates on in about ten
+    minutes, and a notice, unless the recipe states the number of samples.
+
+    `shapes` are those `(n, k)` of all linears with a goal.
+    """
+    calib, free = recipe.calibration, recipe.unstated
+    recipe = replace(recipe, unstated=frozenset())
+    if not (on_cpu and recipe.calibrated and "samples" in free):
+        return recipe, []
+    tokens = calib.tokens or affordable_tokens(shapes)
+    if tokens >= calib.samples * calib.max_length:
+        return recipe, []
+    length = min(calib.max_length, max(LEAST_LENGTH, tokens // calib.samples))
+    length = length if "max_length" in free else calib.max_length
+    samples = min(calib.samples, ceil(tokens / length)) if calib.is_written else calib.samples
+    limited = replace(calib, tokens=tokens, max_length=length, samples=samples)
+    if calib.tokens is not None:
+        return replace(recipe, calibration=limited), []
+    each = sum(n * k for n, k in shapes) / RATE["cpu"]
+    whole, more = solving_work(shapes) / RATE["cpu"] + each * tokens, each * tokens
+    notice = Words(
+        f"without a GPU at most {tokens} tokens calibrate, on two cores in "
+        f"{format_range(whole, whole)}; twice as many lose less and take "
+        f"{format_range(more, more)} more:",
+        Setting("calib_tokens", 2 * tokens),
+    )
+    return replace(recipe, calibration=limited), [notice]
 
 
 def require_runnable(
@@ -474,6 +518,7 @@ def calibration_text(
         write=write,
         more=more,
         date=date,
+        most_tokens=calib.tokens or inf,
     )
     if run.progress is not None:  # else a plan lists them
         run.progress.note(*text.notices)

@@ -38,6 +38,7 @@ class SharedKeywords(TypedDict, total=False):
     calib: str | Path | Iterable[str | Path] | None
     samples: int | None
     max_length: int | None
+    calib_tokens: int | None
     seed: int | None
     lengths: Literal["own", "fixed"] | None
     moe_calibration: Literal["routed", "all"] | None

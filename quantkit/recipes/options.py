@@ -55,6 +55,17 @@ class Calib:
         more="The model's own limit is kept.",
         when="Shorter to save memory and time.",
     )
+    tokens: Positive | None = key(
+        "Tokens after which no further sequence is drawn",
+        default=None,
+        usual="without a GPU ten minutes' work, else none",
+        keyword="calib_tokens",
+        may_lack=True,
+        more="Without a GPU and without `samples`, two cores get as many as they calibrate on in "
+        "about ten minutes, at least 16,384, and `max_length` is 512 or more. The model's shapes "
+        "alone decide.",
+        when="More for accuracy, if time allows.",
+    )
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = key(
         "Seed of the draw of calibration text", default=0, when="To see how much the draw matters."
     )
@@ -122,10 +133,12 @@ class Calib:
     @property
     def is_written(self) -> bool:
         """Whether the model writes a part of the text."""
-        return any(
-            each.partition(":")[0] == SELF
-            for each in ([self.data] if isinstance(self.data, str) else self.data)
-        )
+        return any(each.partition(":")[0] == SELF for each in self.sources)
+
+    @property
+    def sources(self) -> Sources:
+        """The sources of `data`, also if it is a single one."""
+        return (self.data,) if isinstance(self.data, str) else self.data
 
 
 class RunKeywords(Settings, total=False):

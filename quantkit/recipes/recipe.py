@@ -50,11 +50,13 @@ class Recipe(RecipeKeys):
     codes, the weights stay dense: there is no `layout`, and `method` and `prune` choose the mask.
     With a scheme and no `layout`, the output has the decoded values. docs/recipes.md describes each
     key. A group size that is not `size_stated` may change to fit the model, and a layout that is
-    not `layout_stated` to fit a target size.
+    not `layout_stated` to fit a target size. `unstated` are the amounts of calibration text that
+    may change to fit a machine without a GPU.
     """
 
     size_stated: bool = field(default=True, compare=False)
     layout_stated: bool = field(default=True, compare=False)
+    unstated: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def calibrated(self) -> bool:
@@ -356,7 +358,8 @@ def _read_shared(asked: dict[str, Any]) -> dict[str, Any]:
     if len(calib.get("data", ())) == 1:  # a list of one source
         calib = {**calib, "data": calib["data"][0]}
     skip = tuple(map(_pattern, asked.get("skip", RecipeKeys.skip)))
-    return {**asked, "calibration": Calib(**calib), "skip": skip}
+    unstated = frozenset({"samples", "max_length"} - calib.keys())
+    return {**asked, "calibration": Calib(**calib), "skip": skip, "unstated": unstated}
 
 
 def _check(recipe: Recipe) -> None:

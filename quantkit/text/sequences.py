@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,11 +72,13 @@ def draw_calibration(
     write: Write | None = None,
     more: int = 0,
     date: str | None = None,
+    most_tokens: float = inf,
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
 
     `lengths` are "own", documents in shuffled order, or "fixed", windows of `max_length` tokens
     from the joined documents. A mixture has `source:weight` strings (`find_shares`).
+    No further sequence is drawn once there are `most_tokens`, of which each source has its share.
     `template_args` are arguments of the chat template for every conversation. Records without text
     are skipped, and at most `skip_bad_records` broken records of each source. `write` is called for
     the sequences of the source `self`, once all others are drawn. After the samples, up to `more`
@@ -120,11 +122,10 @@ def draw_calibration(
                 source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
             )
             tokens = _Tokens(found, replace(template), share)
-            drawn, facts = _draw(
-                tokens, counts[source], max_length, seed, lengths, notices, ceil(more * share)
-            )
-            sequences = drawn[: counts[source]]
-            further += drawn[counts[source] :]
+            amount = _Amount(counts[source], max_length, most_tokens * share, ceil(more * share))
+            drawn, facts = _draw(tokens, amount, seed, lengths, notices)
+            sequences = drawn[: facts["sequences"]]
+            further += drawn[facts["sequences"] :]
             notices += [f"{name}: {line}" for line in _remarks(tokens)]
             plain += [] if found.conversations else [name]
             template.is_dated |= tokens.template.is_dated
@@ -311,38 +312,45 @@ def _remarks(tokens: _Tokens) -> Iterator[str]:
         yield f"keys of records that are not given to the chat template: {_listed(unread)}"
 
 
-def _draw(
-    tokens: _Tokens,
-    samples: int,
-    max_length: int,
-    seed: int,
-    lengths: Lengths,
-    notices: list[str],
-    more: int,
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """Draw the samples of one source, and up to `more` sequences. Returns all sequences and the
-    facts of the samples; adds to `notices`.
+class _Amount(NamedTuple):
+    """The text that is drawn of one source: at most `samples` sequences, fewer if they have
+    `tokens` together, and up to `more` behind them.
     """
+
+    samples: int
+    max_length: int
+    tokens: float
+    more: int
+
+
+def _draw(
+    tokens: _Tokens, amount: _Amount, seed: int, lengths: Lengths, notices: list[str]
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Draw an amount of one source. Returns all sequences and the facts of the samples; adds to
+    `notices`.
+    """
+    max_length = amount.max_length
     generator, found = torch.Generator().manual_seed(seed), tokens.found
     name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed
-    if found.undivided and samples > 1 and lengths == "own":
+    if found.undivided and amount.samples > 1 and lengths == "own":
         rule, draw = f"no blank lines, windows of {max_length} tokens", _fixed
         notices.append(
             f"{name}: has no blank line between documents: windows of {max_length} tokens were cut"
         )
-    sequences, facts = draw(tokens, samples, max_length, generator, more)
-    total = sum(map(len, sequences[:samples]))
+    sequences, facts = draw(tokens, amount, generator)
+    count = facts["sequences"]
+    total = sum(map(len, sequences[:count]))
     left_out = {"left_out": len(found.left_out)} if found.left_out else {}
-    return sequences, {"rule": rule, "sequences": samples, "tokens": total, **facts, **left_out}
+    return sequences, {"rule": rule, "sequences": count, "tokens": total, **facts, **left_out}
 
 
 def _own(
-    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator, more: int
+    tokens: _Tokens, amount: _Amount, generator: torch.Generator
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    found = tokens.found
+    found, max_length = tokens.found, amount.max_length
     sequences: list[Tensor] = []
     facts: dict[str, Any] = {}
-    cut = skipped = 0
+    cut = skipped = total = 0
     for each in tokens.of(torch.randperm(len(found.texts), generator=generator).tolist()):
         if len(each) < 2:
             skipped += 1
@@ -355,9 +363,11 @@ def _own(
             each = each[offset : offset + max_length].clone()
             cut += 1
         sequences.append(each)
-        if len(sequences) == samples:
+        total += len(each)
+        if not facts and (len(sequences) == amount.samples or total >= amount.tokens):
             facts = {"documents": len(found.texts), "cut": cut, "skipped": skipped}
-        if len(sequences) == samples + more:
+            facts["sequences"] = len(sequences)
+        if facts and len(sequences) == facts["sequences"] + amount.more:
             break
     if facts:
         return sequences, facts
@@ -366,7 +376,7 @@ def _own(
     )
     fewer = Words(tokens.fewer(len(sequences)), ", or") if sequences else "use"
     raise CheckpointError(
-        f"holds {len(sequences)} usable documents, {samples} were asked for "
+        f"holds {len(sequences)} usable documents, {amount.samples} were asked for "
         f"({found.rule}{left_out})",
         Words(fewer, "a longer", Setting("calib"), "file"),
         subject=found.source,
@@ -374,9 +384,10 @@ def _own(
 
 
 def _fixed(
-    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator, more: int
+    tokens: _Tokens, amount: _Amount, generator: torch.Generator
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    found = tokens.found
+    found, max_length = tokens.found, amount.max_length
+    samples = int(min(amount.samples, ceil(min(amount.tokens, 2**63) / max_length)))
     stream = torch.cat([torch.empty(0, dtype=torch.int64), *tokens.of(range(len(found.texts)))])
     windows = len(stream) // max_length
     if windows < samples:
@@ -387,6 +398,7 @@ def _fixed(
             Words("a longer", Setting("calib"), "file"),
             subject=found.source,
         )
-    chosen = torch.randperm(windows, generator=generator)[: samples + more].tolist()
+    chosen = torch.randperm(windows, generator=generator)[: samples + amount.more].tolist()
     sequences = [stream[i * max_length : (i + 1) * max_length].clone() for i in chosen]
-    return sequences, {"documents": len(found.texts), "cut": 0, "skipped": 0}
+    facts = {"documents": len(found.texts), "cut": 0, "skipped": 0, "sequences": samples}
+    return sequences, facts
