@@ -14,7 +14,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -132,7 +132,10 @@ def open_gguf(path: Path, described: bool = False) -> Path:
             with files.guarded(folder):
                 folder.mkdir()
                 for file in stored:
-                    (folder / file.name).symlink_to(file.path)
+                    with suppress(OSError, NotImplementedError):  # Windows lets few users do it
+                        (folder / file.name).symlink_to(file.path)
+                    if not (folder / file.name).exists():
+                        (folder / file.name).hardlink_to(file.path)
             source = (_describe if described else _open)(paths[0], stored, folder)
         except BaseException:
             holder.cleanup()

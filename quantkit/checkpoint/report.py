@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import re
-import resource
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -220,14 +219,18 @@ def seal(report: Mapping[str, Any]) -> str:
 
 
 def peak_memory() -> dict[str, int]:
-    """Measure the peak memory of this process in bytes: `ram`, and with a GPU `vram`."""
-    peak = {
-        "ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024)
-    }
+    """Measure the peak memory of this process in bytes: `ram`, where the system counts it, and with
+    a GPU `vram`.
+    """
+    peak: dict[str, int] = {}
+    with suppress(ImportError):  # Windows has no such module
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak["ram"] = used * (1 if sys.platform == "darwin" else 1024)
     with suppress(OSError):  # on Linux, ru_maxrss includes the peak of the parent process
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        peak["ram"] = int(found[1]) * 1024 if found else peak["ram"]
+        peak |= {"ram": int(found[1]) * 1024} if found else {}
     used = max(
         (torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())), default=0
     )

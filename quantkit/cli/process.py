@@ -28,7 +28,9 @@ from quantkit.progress import Progress, Stop
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
 #: Signal that ends a command -> exit code.
-SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: STOPPED, signal.SIGHUP: STOPPED}
+SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: STOPPED}
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    SIGNALS[signal.SIGHUP] = STOPPED
 #: Errors of the machine, not of the program.
 ENVIRONMENTAL = {
     getattr(errno, name)
@@ -79,6 +81,8 @@ def limit_grace() -> None:
     The disk holds a resumable state at any moment.
     """
     _LAST_WORDS.clear()
+    if not hasattr(os, "set_blocking"):  # Windows, before Python 3.12: the handlers are all
+        return
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)

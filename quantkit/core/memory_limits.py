@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -51,13 +50,10 @@ def memory_limits(
     found = [*_cgroup_limits(proc, cgroups, own.resident)]
     if (free := free_memory(proc, swap=True)) is not None:
         found.append(Limit(free + own.resident, "the memory that is free here", "free some memory"))
-    used = {"v": (resource.RLIMIT_AS, own.size), "d": (resource.RLIMIT_DATA, own.data)}
-    for letter, (kind, taken) in used.items():
-        limit = resource.getrlimit(kind)[0]
-        if limit != resource.RLIM_INFINITY and own.size:
-            found.append(
-                Limit(limit - taken + own.resident, f"ulimit -{letter}", f"raise ulimit -{letter}")
-            )
+    used = {"v": own.size, "d": own.data}
+    for letter, limit in _shell_limits().items() if own.size else ():
+        free = limit - used[letter] + own.resident
+        found.append(Limit(free, f"ulimit -{letter}", f"raise ulimit -{letter}"))
     return found
 
 
@@ -98,9 +94,8 @@ def require_memory_for_imports(*, computes: bool) -> None:
 
     Otherwise the libraries would abort the process, or fail with an unclear error.
     """
-    limits = {"v": resource.RLIMIT_AS, "d": resource.RLIMIT_DATA}
-    found = {letter: resource.getrlimit(kind)[0] for letter, kind in limits.items()}
-    if "torch" in sys.modules or {*found.values()} == {resource.RLIM_INFINITY}:
+    found = _shell_limits()
+    if "torch" in sys.modules or not found:
         return
     own, torch = _own_pages(Path("/proc")), find_spec("torch")
     if not own.size or torch is None or torch.origin is None:
@@ -113,12 +108,23 @@ def require_memory_for_imports(*, computes: bool) -> None:
         "d": own.data + TORCH_DATA + computes * OTHERS_DATA,
     }
     for letter, limit in found.items():
-        if resource.RLIM_INFINITY != limit < needed[letter]:
+        if limit < needed[letter]:
             raise QuantkitError(
                 f"ulimit -{letter} allows {limit // 1024} KiB, and the libraries of this command "
                 f"take about {needed[letter] // 1024}",
                 f"raise ulimit -{letter}",
             )
+
+
+def _shell_limits() -> dict[str, int]:
+    """Read the bytes that `ulimit -v` and `-d` allow, where they are set; Windows has neither."""
+    with suppress(ImportError):
+        import resource
+
+        kinds = {"v": resource.RLIMIT_AS, "d": resource.RLIMIT_DATA}
+        limits = {letter: resource.getrlimit(kind)[0] for letter, kind in kinds.items()}
+        return {name: each for name, each in limits.items() if each != resource.RLIM_INFINITY}
+    return {}
 
 
 @dataclass(frozen=True)

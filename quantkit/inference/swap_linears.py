@@ -239,12 +239,14 @@ def keep_decoded(linears: Linears, free: float) -> tuple[str | None, str | None]
         f"{sum(kept.values())} weights are decoded once, to {' and '.join(kept)}: they take "
         f"{format_bytes(total)} of memory"
     )
+    if not left:  # the free bytes may be unknown, which is infinity
+        return once if kept else None, None
     again = (
-        f"{next(iter(left), '')}: decoded at each call, which is slow ({len(left)} such weights): "
+        f"{next(iter(left))}: decoded at each call, which is slow ({len(left)} such weights): "
         f"decoded once they would take {format_bytes(sum(left.values()))}, and "
         f"{format_bytes(int(free - total))} are free"
     )
-    return once if kept else None, again if left else None
+    return once if kept else None, again
 
 
 def describe_weights(model: PreTrainedModel) -> str:

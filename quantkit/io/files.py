@@ -40,6 +40,10 @@ CHUNK = 64 * 2**20
 POINTER = b"version https://git-lfs"
 #: Error numbers of system calls that a file system, such as some network mounts, does not support.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+#: Flags that Windows lacks, and one that other systems lack.
+O_NOFOLLOW, O_NONBLOCK, O_DIRECTORY, O_BINARY = (
+    getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_DIRECTORY", "O_BINARY")
+)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -147,7 +151,7 @@ def open_regular(path: Path) -> FileIO:
         # Looked at before it is opened: opening a FIFO or a device can block or have effects.
         file: FileIO | None = None
         if stat.S_ISREG(os.lstat(path).st_mode):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_BINARY)
             file = os.fdopen(fd, "rb", buffering=0)
         if file is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError("not a regular file", "put the file itself there", subject=path)
@@ -217,8 +221,8 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
 
 def _lacks_inodes(folder: Path) -> bool:
     """Return True if the file system of a folder counts inodes and has none left."""
-    found = os.statvfs(folder)
-    return found.f_files > 0 and found.f_favail == 0
+    found = os.statvfs(folder) if hasattr(os, "statvfs") else None
+    return found is not None and found.f_files > 0 and found.f_favail == 0
 
 
 def create(path: Path, *, emptied: bool = True) -> BinaryIO:
@@ -227,7 +231,7 @@ def create(path: Path, *, emptied: bool = True) -> BinaryIO:
     It raises OSError.
     """
     fault("open", path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if emptied else 0)
+    flags = os.O_RDWR | os.O_CREAT | O_NOFOLLOW | O_BINARY | (os.O_TRUNC if emptied else 0)
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
 
 
@@ -250,8 +254,10 @@ def sync_folder(path: Path) -> bool:
     """Make the names of the files in a folder durable; False if the file system has no
     such call.
     """
+    if not O_DIRECTORY:  # Windows opens no folders
+        return False
     with guarded(path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, os.O_RDONLY | O_DIRECTORY)
         try:
             with _where_supported() as missing:
                 fault("fsync", path)

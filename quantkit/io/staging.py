@@ -7,14 +7,13 @@ The last step renames it to OUT (RELIABILITY 1 and 2).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
@@ -58,8 +57,9 @@ def staging(
     with _locked(partial, out, notice) as lock, _cleared_up(partial, lock):
         with files.guarded(partial):
             files.fault("write", partial / LOCK)
-            os.ftruncate(lock.fileno(), 0)
-            os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0)
+            lock.seek(0)
+            lock.truncate()
+            lock.write(f"{os.getpid()}\n".encode())
             if old.exists():  # a run died while it replaced OUT: see publish
                 files.remove(old) if out.exists() else files.rename(old, out)
             _check_target(out, overwrite, source)
@@ -249,18 +249,9 @@ def _is_locked(partial: Path) -> bool:
     """
     if not (partial / LOCK).exists():
         return False
-    try:
-        with files.open_regular(partial / LOCK) as file:
-            fcntl.flock(
-                file, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # shared: two checks do not refuse each other
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in files.UNSUPPORTED:
-            raise
-        return (partial / SOFT_LOCK).exists()
-    return False
+    with files.open_regular(partial / LOCK) as file:
+        locked = _flock(file, "LOCK_SH")  # shared: two checks do not refuse each other
+    return (partial / SOFT_LOCK).exists() if locked is None else not locked
 
 
 def _is_being_written(out: Path, lock: Path) -> CheckpointError:
@@ -270,20 +261,34 @@ def _is_being_written(out: Path, lock: Path) -> CheckpointError:
 
 def _lock(file: BinaryIO, partial: Path, stack: ExitStack, notice: Callable[[str], None]) -> bool:
     """Lock an open file until `stack` closes; False if another process holds it."""
+    if (locked := _flock(file, "LOCK_EX")) is not None:
+        return locked
+    from filelock import SoftFileLock, Timeout
+
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stack.enter_context(SoftFileLock(partial / SOFT_LOCK, timeout=0))
+    except Timeout:
+        return False
+    notice(NO_LOCKS)
+    return True
+
+
+def _flock(file: IO[bytes], kind: str) -> bool | None:
+    """Lock an open file, False if another process holds it; None where the system or the file
+    system has no locks.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, getattr(fcntl, kind) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except ImportError:  # Windows
+        return None
     except OSError as error:
         if error.errno not in files.UNSUPPORTED:
             raise
-        from filelock import SoftFileLock, Timeout
-
-        try:
-            stack.enter_context(SoftFileLock(partial / SOFT_LOCK, timeout=0))
-        except Timeout:
-            return False
-        notice(NO_LOCKS)
+        return None
     return True
 
 
