@@ -22,7 +22,6 @@ from quantkit.errors import (
     Words,
     reason,
 )
-from quantkit.io import hub
 from quantkit.text.conversations import Conversation
 from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_rows, table_rows
 
@@ -307,6 +306,8 @@ def _not_loaded(source: str, error: Exception, option: str) -> CheckpointError:
     """Return the error of a data set that cannot be loaded; `option` is where this command takes a
     file.
     """
+    from quantkit.io import hub  # it imports torch, and commands take names from this module
+
     way = Words(f"give a {', '.join(SUFFIXES)} file with", option)
     name = f" (the data set {NAMED[source].repository})" if source in NAMED else ""
     repository = NAMED[source].repository if source in NAMED else source.partition(":")[0]
