@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import gguf_tokenizer
-from quantkit.checkpoint.gguf_config import ORIGINAL, Adoption
+from quantkit.checkpoint.gguf_config import ORIGINAL, config_of
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredFile, file_in, read_bytes
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
@@ -255,14 +255,12 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.initialization import no_init_weights
 
-        size = gguf_tokenizer.count_of(stated, "tokens")
-        sized = {f"{architecture}.vocab_size": size, **stated}
-        config = _config_by_transformers(folder, header, sized)
         factors = _factors(folder, header, where)
         plain = factors.pop(FACTORS, None)
-        Adoption(config, architecture, sized, path).adopt(
-            {name: values.tolist() for name, values in factors.items()}
-        )
+        size = gguf_tokenizer.count_of(stated, "tokens")
+        sized = {f"{architecture}.vocab_size": size, **stated}
+        lists = {name: values.tolist() for name, values in factors.items()}
+        config = config_of(sized, header.tensors, lists, path)
         json_files.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
         if plain is not None:
             _scale_positions(config, plain)
@@ -302,40 +300,6 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
         files.write_atomic(folder / "README.md", f"---\n{lines}---\n".encode())
     return _source(stored, header, tensors, unreadable)
-
-
-def _config_by_transformers(folder: Path, header: GgufHeader, stated: Mapping[str, Any]) -> Any:
-    """Let transformers make a config of the sizes in a header.
-
-    Its reader takes a fifth of a millisecond for each token of a vocabulary. So it gets a file of
-    the sizes and the names of the tensors.
-    """
-    import gguf
-    from transformers import AutoConfig
-
-    architecture = stated["general.architecture"]
-    known = (f"{architecture}.", *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos")))
-    small = folder / "sizes.gguf"
-    writer = gguf.GGUFWriter(small, architecture)
-    writer.add_array("tokenizer.ggml.tokens", [""])
-    for key, value in stated.items():
-        if not key.startswith((*known, "tokenizer.ggml.padding")) or ".rope.scaling." in key:
-            continue
-        if isinstance(value, list) and value:
-            writer.add_array(key, value)
-        elif isinstance(value, (str, int, float)):
-            form = gguf.GGUFValueType.get_type(value)
-            whole = form == gguf.GGUFValueType.INT32
-            writer.add_key_value(key, value, gguf.GGUFValueType.INT64 if whole else form)
-    for name in header.tensors:
-        writer.add_tensor(name, torch.zeros(1).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    config = AutoConfig.from_pretrained(folder, gguf_file=small.name, local_files_only=True)
-    small.unlink()
-    return config
 
 
 def _factors(
