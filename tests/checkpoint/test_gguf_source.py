@@ -377,3 +377,97 @@ def test_the_scaled_positions_of_llama_3_are_kept_and_other_factors_refused(
     write_file(tmp_path / "b.gguf", "llama", stated, {**weights, "rope_freqs.weight": factors + 1}, "F16")
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight has other factors than Llama 3"):
         opened(tmp_path / "b.gguf")
+
+
+def split_up(file: Path, folder: Path, name: str = "m") -> list[Path]:
+    """Write the model of a GGUF file as three files, as llama-gguf-split does."""
+    weights = {name: src for name, src in raw_weights(file).items()}
+    names, paths = list(weights), []
+    for number in range(3):
+        path = folder / f"{name}-0000{number + 1}-of-00003.gguf"
+        stated = {**(keys_of(file) if number == 0 else {}), "split.no": number, "split.count": 3}
+        some = {each: weights[each] for each in names[number::3]}
+        write_file(path, "llama", {**stated, "split.tensors.count": len(names)}, some, "F32")
+        paths.append(path)
+    return paths
+
+
+def raw_weights(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    return {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors}
+
+
+def test_a_split_model_opens_by_any_of_its_files_or_its_folder(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    paths = split_up(llama[0], tmp_path / "parts")
+    whole = opened(llama[0])
+    for given in (paths[0], paths[2], tmp_path / "parts"):
+        src = opened(given)
+        assert src.names() == whole.names()
+        assert all(torch.equal(src.get(name).half(), whole.get(name)) for name in whole.names())
+    made = quantize(paths[0], tmp_path / "out", **RTN)
+    assert made["source"]["files"].keys() >= {path.name for path in paths}
+
+
+def test_a_split_model_with_a_missing_damaged_or_foreign_file_is_refused(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    paths = split_up(llama[0], tmp_path)
+    data = paths[1].read_bytes()
+    paths[1].write_bytes(data[:64])
+    with pytest.raises(CheckpointError, match=r"cut at byte 64.*one of the 3 files of a split model"):
+        opened(paths[0])
+    paths[1].write_bytes(paths[2].read_bytes())
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00003.gguf: is not file 2 of this split model"):
+        opened(paths[0])
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match=r"split into 3 files, m-00002-of-00003.gguf is missing: put all files"):
+        opened(paths[0])
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_file_of_the_hub_opens_by_the_id_of_its_repository(
+    parts: bool, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--maker--tiny" / "snapshots" / ("0" * 40)
+    (snapshot / "Q4").mkdir(parents=True)
+    asked = []
+
+    def download(repository: str, revision: str | None, allow_patterns: list[str], **options: Any) -> str:
+        asked.append((repository, allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (snapshot / "Q4" / "m.gguf").symlink_to(llama[0])
+    name = split_up(llama[0], snapshot / "Q4")[0].name if parts else "m.gguf"
+    made = quantize(f"maker/tiny:Q4/{name}", tmp_path / "out", **RTN)
+    assert asked[0] == ("maker/tiny", ["Q4/m-*-of-00003.gguf" if parts else "Q4/m.gguf"])
+    assert made["source"]["name"] == f"maker/tiny:Q4/{name}"
+    assert 'base_model: "maker/tiny"' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_file_without_a_licence_gives_no_notice_about_a_card(tmp_path: Path) -> None:
+    nothing = {"general.license": None, "general.base_model.0.repo_url": None}
+    file, _ = write_gguf("qwen2", tmp_path, stated=nothing)
+    made = quantize(file, tmp_path / "out", **RTN)
+    assert not any("README" in line or "licence" in line for line in made.notices)
+
+
+def test_a_file_is_described_by_its_header_and_its_vocabulary_read_when_it_is_needed(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(llama[0].read_bytes())  # of which no folder is made yet
+    src = opened(tmp_path / "model.gguf")
+    assert not (src.path / "tokenizer.json").exists()
+    load_tokenizer(src.path)
+    assert (src.path / "tokenizer.json").exists()
+    described = Checkpoint(resolve(str(tmp_path / "model.gguf"), described=True))
+    assert described.low_bit == src.low_bit and described.source_bytes == src.source_bytes
+    assert sorted(map(described.shape, described.names())) == sorted(map(src.shape, src.names()))
+    assert {path.name for path in described.path.iterdir()} == {"model.gguf", "config.json"}
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mmproj"])
+def test_files_of_other_kinds_than_models_are_refused(kind: str, tmp_path: Path) -> None:
+    file, _ = write_gguf("llama", tmp_path, stated={"general.type": kind})
+    with pytest.raises(CheckpointError, match=f"is GGUF of the type '{kind}', no model"):
+        opened(file)
