@@ -194,8 +194,9 @@ def _of_family(kind: str, stated: Mapping[str, Any], tensors: Collection[str]) -
             "use_qkv_bias": any(name.endswith("attn_q.bias") for name in tensors),
             "use_parallel_residual": not any("ffn_norm" in name for name in tensors),
         }
-    scoring = {"use_routing_bias": True, "scoring_func": "sigmoid"}
-    return {"qwen3_moe": {"norm_topk_prob": True}, "minimax_m2": scoring}.get(kind, {})
+    if kind == "minimax_m2":
+        return {"use_routing_bias": True, "scoring_func": "sigmoid"}
+    return {"norm_topk_prob": True} if kind == "qwen3_moe" else {}
 
 
 def _layer_types(keys: dict[str, Any], usual: Any) -> list[str] | None:

@@ -269,10 +269,11 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         read = _Reading(folder, where, header, module, config)
         tensors = read.tensors()
     unreadable = gguf_tokenizer.check_keys(stated, path)
-    _require_templates(path, gguf_tokenizer.templates_of(stated))
-    for name, text in gguf_tokenizer.template_files(stated).items():
+    templates = gguf_tokenizer.templates_of(stated)
+    _require_templates(path, templates)
+    for name, text in templates.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        files.write_atomic(folder / name, text)
+        files.write_atomic(folder / name, text.encode())
     described = {**config.to_diff_dict(), "architectures": [type(module).__name__]}
     described["dtype"] = str(read.dtype).removeprefix("torch.")
     for key in ("_name_or_path", "_model_name_or_path", "quantization_config"):
@@ -307,7 +308,7 @@ def _factors(
 ) -> dict[str, Tensor]:
     """Take the tensors out of a header that divide the frequencies of positions."""
     names = {FACTORS: FACTORS}
-    if LONG_FACTORS.keys() and all(name in header.tensors for name in LONG_FACTORS.values()):
+    if all(name in header.tensors for name in LONG_FACTORS.values()):
         names |= LONG_FACTORS
     found = {}
     for name, stored in names.items():

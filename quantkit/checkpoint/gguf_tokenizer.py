@@ -26,7 +26,9 @@ from quantkit.io.model_folder import TEMPLATES
 PREFIX = "tokenizer.ggml."
 #: Values of `token_type`.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-MODELS = ("gpt2", "llama", "gemma4", "t5")
+MODELS = ("gpt2", "llama")
+#: A chat template, with its name if it is not the default, or the list of the names.
+TEMPLATE = re.compile(r"tokenizer\.chat_template(?:s|\.([\w-]+))?")
 #: Tokens that end a text or a turn, by their keys.
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -132,10 +134,7 @@ def check_keys(stated: Mapping[str, Any], path: Path) -> str | None:
         raise CheckpointError(f"cannot be read without {PREFIX}tokens", ORIGINAL, subject=path)
     for key, value in stated.items():
         name = key.removeprefix(PREFIX)
-        neutral = NEUTRAL.get(name)
-        known = name in USED or (value == neutral and name in NEUTRAL)
-        known |= model == "t5" and name == "remove_extra_whitespaces"
-        known |= is_template(key) and re.fullmatch(r"[\w.-]+", key) is not None
+        known = name in USED or TEMPLATE.fullmatch(key) or value == NEUTRAL.get(name, ...)
         if key.startswith("tokenizer.") and not known:
             raise CheckpointError(
                 f"states {key} {shown(value)}, which transformers' tokenizers do not follow",
@@ -149,17 +148,14 @@ def check_keys(stated: Mapping[str, Any], path: Path) -> str | None:
     return None
 
 
-def is_template(key: str) -> bool:
-    """Return True for the key of a chat template, or of the list of their names."""
-    start = "tokenizer.chat_template"
-    return key in (start, f"{start}s") or key.startswith(f"{start}.")
-
-
 def templates_of(stated: Mapping[str, Any]) -> dict[str, str]:
-    """Map the names of the chat templates to their texts; that without a name is the default."""
-    start = "tokenizer.chat_template"
-    found = {key: value for key, value in stated.items() if is_template(key) and key != f"{start}s"}
-    return {key.removeprefix(start).removeprefix(".") or "default": v for key, v in found.items()}
+    """Map the files of the chat templates, in a model folder, to their texts."""
+    found = {TEMPLATE.fullmatch(key): value for key, value in stated.items()}
+    return {
+        f"{TEMPLATES}/{key[1]}.jinja" if key[1] else "chat_template.jinja": text
+        for key, text in found.items()
+        if key and isinstance(text, str)
+    }
 
 
 def ends_of(stated: Mapping[str, Any]) -> list[int]:
@@ -201,10 +197,8 @@ def files_of(architecture: str, stated: Mapping[str, Any]) -> tuple[dict[str, by
     ids = {name: stated.get(f"{PREFIX}{key}_token_id") for key, name in NAMED.items()}
     named = {name: tokens[at] for name, at in ids.items() if at is not None and at < len(tokens)}
     starts = model == "llama" or (model == "gpt2" and stated.get(f"{PREFIX}pre") in WHOLE)
-    bos = (
-        stated.get(f"{PREFIX}add_bos_token", starts) and model != "gemma4" and "bos_token" in named
-    )
-    eos = stated.get(f"{PREFIX}add_eos_token", model == "t5") and "eos_token" in named
+    bos = stated.get(f"{PREFIX}add_bos_token", starts) and "bos_token" in named
+    eos = stated.get(f"{PREFIX}add_eos_token") and "eos_token" in named
     first, last = ["bos_token"] if bos else [], ["eos_token"] if eos else []
     text = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     before, after = (
@@ -232,14 +226,6 @@ def files_of(architecture: str, stated: Mapping[str, Any]) -> tuple[dict[str, by
         "tokenizer_config.json": dump_json(config),
     }
     return found, words_of(backend)
-
-
-def template_files(stated: Mapping[str, Any]) -> dict[str, bytes]:
-    """Make the files of the chat templates."""
-    return {
-        "chat_template.jinja" if name == "default" else f"{TEMPLATES}/{name}.jinja": text.encode()
-        for name, text in templates_of(stated).items()
-    }
 
 
 def words_of(backend: Any) -> list[str]:
@@ -286,7 +272,7 @@ def _added(tokens: list[str], stated: Mapping[str, Any]) -> list[dict[str, Any]]
 
 def _by_transformers(architecture: str, tokens: list[str], stated: Mapping[str, Any]) -> Any:
     """Build a sentencepiece tokenizer as transformers does."""
-    from tokenizers import pre_tokenizers as pre
+    from tokenizers import decoders, pre_tokenizers as pre
 
     # transformers 5.20 moved it.
     place = find_spec("transformers.integrations.gguf") and "transformers.integrations.gguf"
@@ -305,4 +291,7 @@ def _by_transformers(architecture: str, tokens: list[str], stated: Mapping[str, 
         backend.pre_tokenizer, pre.Metaspace
     ):
         backend.pre_tokenizer = pre.Metaspace(prepend_scheme="never", split=False)
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     return backend
