@@ -39,7 +39,8 @@ def write(
     positions = getattr(model.config, "max_encoder_position_embeddings", positions)
     longest = None if positions is None else positions if reads else positions - new
     options = {"do_sample": False, "num_beams": 1, "max_new_tokens": new, "pad_token_id": words.pad_token_id}
-    options |= {"temperature": None, "top_p": None, "top_k": None}
+    ends = ends_of(model.generation_config, words)
+    options |= {"eos_token_id": ends or None, "temperature": None, "top_p": None, "top_k": None}
     if stops:
         options |= {"stop_strings": list(stops), "tokenizer": words}
     found: list[str] = []
@@ -52,7 +53,6 @@ def write(
         with torch.inference_mode():
             tokens = model.generate(**asked.to(model.device), **options)
         begun = 1 if reads else asked["input_ids"].shape[1]
-        ends = ends_of(model.generation_config)
         for row in tokens.tolist():
             text = continuation(words, [] if reads else row[:begun], row[begun:], ends)
             found.append(text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))])

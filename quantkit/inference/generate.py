@@ -200,10 +200,11 @@ def _write(
     embeddings: Any = model.get_input_embeddings()
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
     batch: Any = ids[None].to(model.device)
-    options = {**chosen, "use_cache": True, "max_new_tokens": max_new_tokens}
     # The decoder of an encoder-decoder begins with a token of its own.
     before, begun = ([], 1) if has_encoder else (ids.tolist(), len(ids))
-    ends = ends_of(model.generation_config)
+    ends = ends_of(model.generation_config, tokenizer)
+    options = {**chosen, "use_cache": True, "max_new_tokens": max_new_tokens}
+    options |= {"eos_token_id": ends or None, "return_dict_in_generate": False}
 
     def text(tokens: Sequence[int]) -> str:
         return continuation(tokenizer, before, tokens[begun:], ends)
@@ -218,8 +219,8 @@ def _write(
         )
     seconds = time.perf_counter() - start
     made = output[0].tolist()
-    count = len(made) - begun
-    return Generated(prompt, text(made), count, seconds, describe_weights(model))
+    weights = describe_weights(model)
+    return Generated(prompt, text(made), len(made) - begun, seconds, weights)
 
 
 def _streamer(text: Callable[[Sequence[int]], str], listener: Listener) -> Any:

@@ -70,6 +70,8 @@ SMALL = 64 * 2**20
 TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "tekken.json")
 #: Weights that are not read; those of safetensors may lie in a folder of their own.
 FOREIGN_WEIGHTS = (".onnx", ".h5", ".msgpack", ".nemo", ".npz", ".safetensors")
+#: Where older models of images and text keep the chat template.
+PROCESSOR_TEMPLATE = "chat_template.json"
 #: Where the hub's cache keeps the repository ORG/NAME.
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -111,13 +113,12 @@ def untrusted(name: str) -> Words:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return True if the files of a tokenizer hold a chat template."""
-    stated = None
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        stated = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(
-            "chat_template"
-        )
-    return bool(stated) or (folder / "chat_template.jinja").is_file()
+    """Return True if the files of a tokenizer or processor hold a chat template."""
+    for name in ("tokenizer_config.json", PROCESSOR_TEMPLATE):
+        with suppress(OSError, ValueError, RecursionError, AttributeError):
+            if json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template"):
+                return True
+    return (folder / "chat_template.jinja").is_file()
 
 
 def inside(folder: Path, name: Any) -> Path:

@@ -96,7 +96,10 @@ def continuation(
     return whole[sum(1 for _ in same) :]
 
 
-def ends_of(generation_config: Any) -> set[int]:
-    """List the tokens that end a text, as a model's generation config states them."""
+def ends_of(generation_config: Any, tokenizer: Any) -> list[int]:
+    """List the tokens that end a text: those that a model's generation config states, and the
+    tokenizer's EOS, as engines do.
+    """
     stated = generation_config.eos_token_id
-    return set() if stated is None else {*([stated] if isinstance(stated, int) else stated)}
+    ends = {*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id}
+    return sorted(ends - {None})

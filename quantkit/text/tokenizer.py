@@ -18,7 +18,7 @@ from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.gguf_config import ORIGINAL
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
 from quantkit.io import model_folder
-from quantkit.io.json_files import AGAIN
+from quantkit.io.json_files import AGAIN, load_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     if source is not None and source.unreadable is not None:
         raise CheckpointError(source.unreadable, ORIGINAL, subject=source.files[0].path)
     try:  # trusted code may lie in another repository
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
     except (
@@ -72,6 +72,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         ) from error
     if source is not None and words is not None:
         gguf_source.require_same_words(source.files[0].path, tokenizer, words)
+    of_processor = folder / model_folder.PROCESSOR_TEMPLATE
+    if not getattr(tokenizer, "chat_template", None) and of_processor.is_file():
+        tokenizer.chat_template = load_json(of_processor).get("chat_template")
     return tokenizer
 
 

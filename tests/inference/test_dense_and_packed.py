@@ -11,8 +11,11 @@ import pytest
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.inference.generate import generate
 from quantkit.inference.load import load_for_evaluation
+from quantkit.io.model_folder import has_chat_template
 from quantkit.models.weights import load_dense_model
+from quantkit.text.tokenizer import load_tokenizer
 from tests.tiny_models import write_model
 
 
@@ -52,3 +55,33 @@ def test_a_generation_config_that_cannot_be_read_is_named(content: str, tmp_path
     for load in (load_dense_model, lambda src: quantkit.load(src.path, device="cpu")):
         with pytest.raises(CheckpointError, match=r"generation_config\.json"):
             load(Checkpoint(path))
+
+
+def test_a_text_ends_at_the_tokens_of_the_file_and_of_the_tokenizer_and_does_not_show_them(tmp_path: Path) -> None:
+    path = write_model("llama", tmp_path / "model")
+    words, file = load_tokenizer(path), path / "generation_config.json"
+    letters = words("abcdefghijklm", add_special_tokens=False)["input_ids"]
+    stated = {"suppress_tokens": sorted({*range(257)} - {*letters}), "return_dict_in_generate": True}
+    file.write_text(json.dumps(stated))
+    whole = generate(path, "abc", max_new_tokens=8, device="cpu").text
+    before = whole[: whole.index(whole[-1])]
+    file.write_text(json.dumps(stated | {"eos_token_id": words(whole[-1])["input_ids"]}))
+    quantkit.quantize(path, tmp_path / "packed", method="rtn", group_size=64, format="int8")
+    for folder in (path, tmp_path / "packed"):
+        pieces: list[str] = []
+        found = generate(folder, "abc", max_new_tokens=8, device="cpu", listener=pieces.append)
+        assert found.text == "".join(pieces) == before and found.tokens == len(before) + 1
+    changed = json.loads((path / "tokenizer_config.json").read_text()) | {"eos_token": whole[-1]}
+    (path / "tokenizer_config.json").write_text(json.dumps(changed))
+    file.write_text(json.dumps(stated))
+    assert generate(path, "abc", max_new_tokens=8, device="cpu").text == before
+
+
+def test_the_template_of_a_processor_is_the_models(tmp_path: Path) -> None:
+    path = write_model("llama", tmp_path / "model")
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}!"}))
+    quantkit.quantize(path, tmp_path / "packed", method="rtn", group_size=64)
+    one, other = (
+        generate(folder, "a", chat=True, max_new_tokens=1, device="cpu") for folder in (path, tmp_path / "packed")
+    )
+    assert one.text == other.text and has_chat_template(tmp_path / "packed")
