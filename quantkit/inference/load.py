@@ -106,7 +106,9 @@ def _load(
         raise CheckpointError(
             f"holds {held}, a source",
             Words("use", Command("quantize")),
-            "load it by transformers" if src.low_bit else "save the model inside its wrapper",
+            "load it by transformers"
+            if src.low_bit
+            else "save the inner model, without its wrapper",
             subject=src.path,
         )
     place = device_of(device)

@@ -154,7 +154,7 @@ def require_complete(
         ways = _for_missing(module, src, missing)
         if inner := next((name for name in outside if name.endswith(f".{missing[0]}")), None):
             rule = f"{inner}, as stored, is {missing[0]} in {kind}"
-            ways = ["save the model inside its wrapper"]
+            ways = ["save the inner model, without its wrapper"]
         if adapter := next(filter(_ADAPTER.search, outside), None):
             rule = f"{adapter} belongs to an adapter of PEFT that is not merged into the weights"
             ways = ["save what model.merge_and_unload() returns"]

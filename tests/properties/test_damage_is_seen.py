@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_named_by_load_eval_generate_and_inspect(report: bool, 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
 def test_an_edited_text_is_refused_by_load_and_told_by_pack(name: str, folder: Path, tmp_path: Path) -> None:
     path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"added": 1}))
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=3))
     with pytest.raises(CheckpointError, match=name):
         quantkit.load(folder, device="cpu")
     notices = quantkit.pack(folder, tmp_path / "out", "gptq").notices
