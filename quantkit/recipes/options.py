@@ -86,6 +86,8 @@ class Calib:
         default=None,
         usual="text, messages or conversations",
         may_lack=True,
+        more="Two names with a comma between them are those of questions and answers. Usual pairs, "
+        "such as instruction and output, need no name.",
         when="If your records have another name for it.",
     )
     split: str | None = key(

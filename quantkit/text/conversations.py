@@ -89,7 +89,8 @@ class Conversation:
 
     `where` names file and record in errors. `dropped` are the kinds of the parts of messages that
     are no text. `arguments` are the record's arguments for the chat template, `tools` included.
-    `unread` are the keys of the record that do not reach the template.
+    `unread` are the keys of the record that do not reach the template. `plain` is the text for a
+    model without a template, if there is one.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -97,6 +98,7 @@ class Conversation:
     dropped: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    plain: str | None = None
 
 
 def read_conversation(
@@ -166,6 +168,16 @@ class ChatTemplate:
     date: str = field(default_factory=present_date)
     is_dated: bool = False
     merged: int = 0
+
+    def text_of(self, document: str | Conversation) -> tuple[str, bool]:
+        """Return the text of a document, and whether special tokens belong around it: a chat
+        template writes them itself, BOS included.
+        """
+        if isinstance(document, str):
+            return document, True
+        if document.plain is not None and not has_chat_template(self.tokenizer):
+            return document.plain, True
+        return self.write(document), False
 
     def write(self, conversation: Conversation) -> str:
         """Write a conversation as text, special tokens included.

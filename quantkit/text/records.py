@@ -7,12 +7,16 @@ counted where some are allowed.
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import lzma
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,15 @@ from quantkit.text.conversations import (
 
 #: Keys that are tried without --text-column, in this order.
 CONVERSATIONS = ("messages", "conversations")
+#: Keys of questions and answers that become conversations, and of what belongs to a question.
+QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input")
+ANSWERS = ("output", "completion", "response", "answer", "solution", "target")
+ADDITIONS = ("input", "context")
 RECORD = '{"text": "..."}'
+#: Suffixes of compressed files.
+COMPRESSED = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
+#: Characters between the columns of a .csv file; the most frequent one of its first line counts.
+SEPARATORS = ",;\t|"
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 
 
@@ -71,15 +83,22 @@ def decoded(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, a .gz file decompressed; CheckpointError if it
+    """Return the content of a file, decompressed by its name; CheckpointError if it
     cannot be read.
     """
     try:
         data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
-    except (OSError, EOFError, zlib.error) as error:
+        opener = COMPRESSED.get(path.suffix.lower())
+        return data if opener is None else opener(data)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         why = getattr(error, "strerror", None) or reason(error)
         raise CheckpointError(f"cannot be read ({why})", "check the file", subject=path) from error
+
+
+def suffix_of(path: str | Path) -> str:
+    """Return the suffix that tells the kind of a file, without that of its compression."""
+    path = Path(path)
+    return Path(path.stem if path.suffix.lower() in COMPRESSED else path.name).suffix.lower()
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -88,6 +107,8 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """
     if path.suffix.lower() == ".parquet":
         return _parquet_rows(path)
+    if suffix_of(path) in (".csv", ".tsv"):
+        return _csv_rows(path)
     data = read_bytes(path)
     encoding = _encoding(data)
     if encoding == "utf-16":
@@ -125,20 +146,21 @@ def table_rows(rows: Iterable[Any], source: object) -> Iterator[tuple[str, Any]]
 
 def documents(
     rows: Iterable[tuple[str, Any]], text_column: str | None, left_out: LeftOut
-) -> tuple[list[str | Conversation], str]:
-    """Return the document of each record, all under one key, and their name in a rule.
+) -> tuple[list[str | Conversation], str, tuple[str, ...]]:
+    """Return the document of each record, all under the same keys, their name in a rule, and the
+    keys of questions and answers.
 
     Records that are left out are counted in `left_out`. BrokenRecord if too many are broken.
     """
     texts: list[str | Conversation] = []
-    key, talk = text_column or "text", False
+    keys, talk = (text_column or "text",), False
     for where, row in rows:
         try:
             if isinstance(row, BrokenRecord):
                 raise row
             if not texts:
-                key, talk = _key(row, text_column, where)
-            found = _document(row, key, talk, where)
+                keys, talk = _keys_of(row, text_column, where)
+            found = _pair(row, keys, where) if keys[1:] else _document(row, keys[0], talk, where)
         except BrokenRecord as error:
             left_out.skip(error)
             continue
@@ -147,7 +169,8 @@ def documents(
         else:
             texts.append(found)
     what = "conversation" if talk else "document"
-    return texts, what if key == "text" else f"{what} ({key})"
+    named = "" if keys == ("text",) else f" ({', '.join(keys)})"
+    return texts, f"{what}{named}", keys if keys[1:] else ()
 
 
 def evaluated(where: str, row: Any) -> str:
@@ -169,19 +192,65 @@ def _require_whole(row: Any) -> None:
         raise CheckpointError(row.rule, "repair the file", subject=row.subject)
 
 
-def _key(row: Any, text_column: str | None, where: str) -> tuple[str, bool]:
-    """Find the key of a record's text, and whether that is a conversation."""
+def _keys_of(row: Any, text_column: str | None, where: str) -> tuple[tuple[str, ...], bool]:
+    """Find the key of a record's text, or the keys of a question and its answer, which is the last
+    one; and whether they make a conversation.
+    """
     keys = (text_column,) if text_column else ("text", *CONVERSATIONS)
     present = [key for key in keys if key in row] if isinstance(row, dict) else []
     for key in present:
         value = row[key]
         talk = key in CONVERSATIONS or (key == text_column and _is_talk(value))
         if value not in (None, "", [], {}) and (talk or isinstance(value, str)):
-            return key, talk
+            return (key,), talk
     if present or row in (None, {}):
-        return (*present, *keys)[0], False
+        return (*present, *keys)[:1], False
+    if isinstance(row, dict) and (pair := _pair_of(row, text_column)):
+        return pair, True
     named = f"text called {text_column}" if text_column else f"text, {' or '.join(CONVERSATIONS)}"
     raise _without_key(named, row, where)
+
+
+def _pair_of(row: dict[str, Any], text_column: str | None) -> tuple[str, ...]:
+    """Find the keys of a question and its answer: those that `text_column` names with a comma, or
+    usual ones; () without any.
+    """
+    if text_column:
+        named = tuple(name.strip() for name in text_column.split(","))
+        return named if len(named) > 1 and all(name in row for name in named) else ()
+    usual = {str(key).strip().lower(): key for key in row}
+    questions, answers, added = (
+        [usual[key] for key in keys if key in usual] for keys in (QUESTIONS, ANSWERS, ADDITIONS)
+    )
+    if not questions or not answers:
+        return ()
+    return (questions[0], *(key for key in added if key != questions[0]), answers[0])
+
+
+def _pair(row: Any, keys: tuple[str, ...], where: str) -> Conversation | Without:
+    """Return a question and its answer, each text or messages, as a conversation."""
+    if not row:
+        return Without.NULL if row is None else Without.EMPTY
+    *asked, answer = keys
+    if not isinstance(row, dict) or asked[0] not in row or answer not in row:
+        raise _without_key(f"{asked[0]} and {answer}", row, where)
+    given = [row[key] for key in asked if row.get(key)]
+    if asked[0] not in row or not row[asked[0]] or not row[answer]:
+        return Without.NULL if None in (row[asked[0]], row[answer]) else Without.EMPTY
+    texts = all(isinstance(each, str) for each in (*given, row[answer]))
+    if not texts and (len(given) > 1 or not _is_talk(row[answer]) or not _is_talk(given[0])):
+        raise BrokenRecord(f"{' and '.join(keys)} are neither text nor messages", where)
+    question = "\n\n".join(given) if texts else ""
+    talk = (
+        [{"role": "user", "content": question}, {"role": "assistant", "content": row[answer]}]
+        if texts
+        else [*messages_in(given[0]), *messages_in(row[answer])]
+    )
+    others = {key: value for key, value in row.items() if key not in keys}
+    found = read_conversation(talk, " and ".join(keys), where, others)
+    if texts and isinstance(found, Conversation):
+        return replace(found, plain=f"{question}\n\n{row[answer]}")
+    return found
 
 
 def _is_talk(value: Any) -> bool:
@@ -210,7 +279,7 @@ def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation 
 
 def _without_key(what: str, row: Any, where: str) -> BrokenRecord:
     way = (
-        Words("use", Setting("text_column", NAME))
+        Words("use", Setting("text_column", NAME), "or for question and answer NAME,NAME")
         if isinstance(row, dict)
         else f"write it as {RECORD}"
     )
@@ -267,6 +336,28 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise CheckpointError(
             f"is no parquet file that can be read ({reason(error)})", "check it", subject=path
         ) from error
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    from pyarrow import ArrowException, csv as arrow, string
+
+    text = decoded(path)
+    line = text.lstrip().partition("\n")[0]
+    separator = max(SEPARATORS, key=line.count)
+    names = next(csv.reader(io.StringIO(text), delimiter=separator), [])
+    data = text.encode()
+    try:
+        table = arrow.read_csv(
+            io.BytesIO(data),
+            arrow.ReadOptions(block_size=min(len(data) + 1, 2**31 - 1)),
+            arrow.ParseOptions(delimiter=separator, newlines_in_values=True),
+            arrow.ConvertOptions(column_types=dict.fromkeys(names, string())),
+        )
+    except ArrowException as error:
+        raise CheckpointError(
+            f"is no table that can be read ({reason(error)})", "check the file", subject=path
+        ) from error
+    yield from table_rows(table.to_pylist(), path)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -276,17 +276,11 @@ class _Tokens:
         for index in order:
             document = self.found.texts[index]
             try:
-                # A chat template writes the special tokens itself, BOS included.
-                talk = isinstance(document, Conversation)
-                text = (
-                    self.template.write(document)
-                    if isinstance(document, Conversation)
-                    else document
-                )
+                text, special = self.template.text_of(document)
             except BrokenRecord as error:
                 self.found.left_out.skip(error)
                 continue
-            yield token_ids(self.template.tokenizer, text, special=not talk)
+            yield token_ids(self.template.tokenizer, text, special=special)
 
 
 def _remarks(tokens: _Tokens) -> Iterator[str]:
@@ -300,6 +294,11 @@ def _remarks(tokens: _Tokens) -> Iterator[str]:
     if dropped := Counter(kind for talk in talks for kind in talk.dropped):
         kinds = ", ".join(f"{count} {kind}" for kind, count in dropped.items())
         yield f"{dropped.total()} parts of messages are no text and were left out: {kinds}"
+    if pair := tokens.found.pair:
+        asked, made = " and ".join(pair[:-1]), "make conversations"
+        if not has_chat_template(tokens.template.tokenizer):
+            made = "are joined by a blank line, as the model has no chat template"
+        yield f"questions in {asked} and answers in {pair[-1]} {made}"
     if merged := tokens.template.merged:
         yield (
             f"the model's chat template refuses system messages: those of {merged} conversations "
@@ -332,7 +331,7 @@ def _draw(
     max_length = amount.max_length
     generator, found = torch.Generator().manual_seed(seed), tokens.found
     name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed
-    if found.undivided and amount.samples > 1 and lengths == "own":
+    if found.undivided and amount.samples > len(found.texts) and lengths == "own":
         rule, draw = f"no blank lines, windows of {max_length} tokens", _fixed
         notices.append(
             f"{name}: has no blank line between documents: windows of {max_length} tokens were cut"

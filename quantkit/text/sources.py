@@ -23,19 +23,33 @@ from quantkit.errors import (
     reason,
 )
 from quantkit.text.conversations import Conversation
-from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_rows, table_rows
+from quantkit.text.records import (
+    COMPRESSED,
+    LeftOut,
+    decoded,
+    documents,
+    evaluated,
+    file_rows,
+    suffix_of,
+    table_rows,
+)
 
 #: A top-level WikiText heading: ` = Title = ` between blank lines (formulas look alike but stand
 #: inside paragraphs); deeper headings have more equals signs.
 HEADING = re.compile(r"(?:\A|^ *\n)( = [^=\s](?:[^\n]*[^=\s])? = ?\n)(?= *$)", re.MULTILINE)
 BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
-SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".parquet")
+KNOWN = (*SUFFIXES, ".tsv")
 #: These files in words.
 FILES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
+#: Suffixes of files that must be unpacked first.
+ARCHIVES = (".zst", ".zip", ".tar", ".tgz", ".7z")
 #: A data set on the hub, and one of its configurations.
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 #: The most rows that are read of a hub data set, in its order; many are far too large to download.
 HUB_ROWS = 16384
+#: Files of a folder that `save_to_disk` of datasets wrote, with splits and without.
+SAVED = ("dataset_dict.json", "state.json")
 #: The name of the text that comes with quantkit; `calibration_text/README.md` states its origin and
 #: licence.
 PACKAGED = "packaged"
@@ -101,7 +115,7 @@ class Documents:
     """Hold the documents of a source, in its order, and the rule that separated them.
 
     `undivided`: the text has no blank line that would separate documents. `left_out` counts the
-    records without a document.
+    records without a document. `pair` are the keys of questions, and of answers, the last one.
     """
 
     texts: list[str | Conversation]
@@ -109,6 +123,7 @@ class Documents:
     rule: str
     undivided: bool = False
     left_out: LeftOut = field(default_factory=LeftOut)
+    pair: tuple[str, ...] = ()
 
     @property
     def conversations(self) -> bool:
@@ -124,7 +139,7 @@ def name_of_text(source: str) -> str:
     """
     head = source.partition(":")[0]
     on_hub = ON_HUB.fullmatch(head) and not any(Path(path).exists() for path in (head, source))
-    return source if on_hub and Path(head).suffix.lower() not in SUFFIXES else Path(source).name
+    return source if on_hub and suffix_of(head) not in KNOWN else Path(source).name
 
 
 def kind_of(source: str) -> Kind:
@@ -137,14 +152,10 @@ def kind_of(source: str) -> Kind:
         return "self"
     path = Path(source)
     if path.is_dir() or (
-        not path.exists() and ON_HUB.fullmatch(source) and path.suffix.lower() not in SUFFIXES
+        not path.exists() and ON_HUB.fullmatch(source) and suffix_of(path) not in KNOWN
     ):
         return "hub"
-    return (
-        "plain text"
-        if _file(source, Setting("calib", FILE)).suffix.lower() == ".txt"
-        else "records"
-    )
+    return "plain text" if suffix_of(_file(source, Setting("calib", FILE))) == ".txt" else "records"
 
 
 def load_documents(
@@ -159,11 +170,14 @@ def load_documents(
     A source is `wikitext2`, `ptb` or `c4` (the training split), `org/name` or `org/name:config` of
     the hub or the folder of a data set (`split`, else `train`), a file, or `packaged`. Records have
     a text or a list of messages under `text_column`, else under `text`, `messages` or
-    `conversations`. Records without text are skipped, and at most `skip_bad_records` broken
-    records. CheckpointError for a source that is missing, empty, unreadable or broken.
+    `conversations`, or two texts, such as `instruction` and `output`. A folder of .txt files is
+    divided as its files are. Records without text are skipped, and at most `skip_bad_records`
+    broken records. CheckpointError for a source that is missing, empty, unreadable or broken.
     """
     kind, left_out = kind_of(source), LeftOut(skip_bad_records)
     texts: Sequence[str | Conversation]
+    pair: tuple[str, ...] = ()
+    plain = [Path(source)] if kind == "plain text" else _text_files(source, split, kind)
     if kind == "data set":
         named = NAMED[source]
         found = _fetch(source, named, named.train, named.rows, Setting("calib", FILE))
@@ -175,23 +189,24 @@ def load_documents(
             for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()
         ]
         rule = "quantkit's own text: articles, small talk and documentation in pieces"
-    elif kind == "plain text":
-        text, ends = _plain(Path(source))
-        texts, rule = _split(text)
-        rule += ends
+    elif plain:
+        parts = [(*_split(text), ends) for text, ends in map(_plain, plain)]
+        texts = [text for found, *_ in parts for text in found]
+        rule = "; ".join(dict.fromkeys(f"{rule}{ends}" for _, rule, ends in parts))
+        rule = rule if kind == "plain text" else f"{rule}; {len(plain)} files"
     else:
         is_file = kind == "records"
         rows, each = (file_rows(Path(source)), "record") if is_file else _hub_rows(source, split)
-        texts, what = documents(rows, text_column, left_out)
+        texts, what, pair = documents(rows, text_column, left_out)
         rule = f"one {what} a {each}"
-    undivided = kind == "plain text" and len(texts) == 1
+    undivided = 0 < len(texts) == len(plain)
     texts = [text for text in texts if isinstance(text, Conversation) or text.strip()]
     if not texts:
         why = f" ({len(left_out)} records: {left_out.why})" if left_out else ""
         raise CheckpointError(
             f"holds no text{why}", Words("give another file with", Setting("calib")), subject=source
         )
-    return Documents(texts, source, rule, undivided, left_out)
+    return Documents(texts, source, rule, undivided, left_out, pair)
 
 
 def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:
@@ -214,7 +229,7 @@ def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:
         )
     else:
         path = _file(source, Option(option, FILE))
-        if path.suffix.lower() == ".txt":
+        if suffix_of(path) == ".txt":
             text, ends = _plain(path)
             what = f"{path.name} (as it is{ends})"
         else:
@@ -249,15 +264,36 @@ def _split(text: str) -> tuple[list[str], str]:
     )
 
 
+def _text_files(source: str, split: str | None, kind: Kind) -> list[Path]:
+    """List the files of a split of a folder that has .txt files alone; [] for another source."""
+    if kind != "hub" or not Path(source).is_dir():
+        return []
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(source)
+    except Exception:  # what is wrong is said where the rows are read
+        return []
+    files = builder.config.data_files if builder.name == "text" else None
+    return sorted(Path(name) for name in (files or {}).get(split or "train", ()))
+
+
 def _file(source: str, option: Setting | Option) -> Path:
     path = Path(source)
+    if path.is_dir():
+        way = Words("give one of its files with", option)
+        raise CheckpointError(
+            "is a folder, and a text to judge by is one file", way, subject=source
+        )
     if not path.is_file():
         ways = Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"
         raise CheckpointError("no such text", *ways, subject=source)
-    if path.suffix.lower() not in SUFFIXES:
+    if suffix_of(path) not in KNOWN or (
+        path.suffix.lower() in COMPRESSED and suffix_of(path) == ".parquet"
+    ):
         way = (
             "decompress it"
-            if path.suffix.lower() == ".gz"
+            if path.suffix.lower() in (*COMPRESSED, *ARCHIVES)
             else f"rename or convert it to {', '.join(SUFFIXES)}"
         )
         raise CheckpointError("unknown kind of text file", way, subject=source)
@@ -271,8 +307,13 @@ def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]]
     match = None if Path(source).is_dir() else ON_HUB.fullmatch(source)
     name, config = (match[1], match[2]) if match else (source, None)
     try:
-        splits = datasets.load_dataset(name, config, streaming=True)
         wanted = split or "train"
+        if match is None and any((Path(source) / name).exists() for name in SAVED):
+            splits = datasets.load_from_disk(source)
+        else:
+            splits = datasets.load_dataset(name, config, streaming=True)
+        if isinstance(splits, datasets.Dataset):  # saved without its splits
+            splits = {wanted if split is None else str(splits.split): splits}
         rows = list(islice(splits[wanted], HUB_ROWS)) if wanted in splits else None
     except (
         Exception

@@ -280,3 +280,28 @@ def test_system_messages_that_the_template_refuses_are_in_a_notice(tmp_path: Pat
         "a.jsonl: the model's chat template refuses system messages: those of 3 conversations went into the user's "
         "first turn",
     )
+
+
+def test_columns_that_were_found_are_printed(tmp_path: Path, tokenizer: Any, chatty: Any) -> None:
+    rows = [{"question": f"Q{i}", "answer": "A", "id": 7} for i in range(3)]
+    source = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    options = {"samples": 3, "max_length": 64, "seed": 0}
+    found = draw_calibration(source, chatty, **options)
+    assert chatty.decode(found.sequences[0]).startswith("<|endoftext|>user:Q") and found.notices == (
+        "a.jsonl: questions in question and answers in answer make conversations",
+        "a.jsonl: keys of records that are not given to the chat template: id",
+    )
+    plain = draw_calibration(source, tokenizer, **options)
+    assert sorted(map(tokenizer.decode, plain.sequences)) == [f"Q{i}\n\nA" for i in range(3)]
+    assert plain.notices[0].endswith("answers in answer are joined by a blank line, as the model has no chat template")
+
+
+def test_files_of_one_document_each_are_cut_into_windows_where_they_are_too_few(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "set").mkdir()
+    for name in "abc":
+        write(tmp_path / "set" / f"{name}.txt", name * 50)
+    draw = partial(draw_calibration, str(tmp_path / "set"), tokenizer, max_length=25, seed=0)
+    assert draw(samples=3).facts["rule"] == "the whole text is one document; 3 files"
+    windows = draw(samples=6)
+    assert sorted(map(tokenizer.decode, windows.sequences)) == [letter * 25 for letter in "aabbcc"]
+    assert windows.notices == ("set: has no blank line between documents: windows of 25 tokens were cut",)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,8 @@ from quantkit.text.conversations import Conversation
 from quantkit.text.sources import kind_of, load_documents, load_evaluation_text, name_of_text
 
 WIKI = " \n = One = \n \n Text of one , x = 5 . \n \n = = Part = = \n \n More . \n \n = Two = \n \n Text of two . \n"
+
+TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
 
 
 def write(path: Path, content: str | bytes) -> str:
@@ -60,6 +66,100 @@ def test_records_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
         assert load_evaluation_text(source)[0] == "\n\n".join(texts)
 
 
+@pytest.mark.parametrize("pack", [gzip, bz2, lzma])
+def test_compressed_files_are_read_like_others(pack: Any, tmp_path: Path) -> None:
+    suffix = {gzip: ".gz", bz2: ".bz2", lzma: ".xz"}[pack]
+    contents = {".jsonl": '{"text": "a\\nb"}\n{"text": "c"}\n', ".csv": 'text,n\n"a\nb",1\nc,\n', ".txt": "a\nb\n\nc"}
+    for kind, content in contents.items():
+        source = write(tmp_path / f"a{kind}{suffix}", pack.compress(content.encode()))
+        assert load_documents(source).texts == ["a\nb", "c"]
+        assert load_evaluation_text(source)[0] == "a\nb\n\nc"
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_cells_of_a_csv_file_are_text_as_they_stand(separator: str, tmp_path: Path) -> None:
+    texts = ["NA", "007", 'he said "no",\nand; went\taway', "", "x" * 200_000, "null", "ünï"]
+    cells = ('"{}"'.format(text.replace('"', '""')) for text in texts)
+    lines = "".join(f"{i}{separator}{cell}\r\n" for i, cell in enumerate(cells))
+    source = write(tmp_path / "a.csv", f"\ufeffid{separator}text\r\n{lines}")
+    found = load_documents(source)
+    assert (found.texts, dict(found.left_out.without)) == ([text for text in texts if text], {"empty": 1})
+
+
+ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+
+
+@pytest.mark.parametrize(
+    ("row", "pair", "messages", "plain"),
+    [
+        (ALPACA, ("instruction", "input", "output"), ["Add.\n\n1 and 2", "3"], "Add.\n\n1 and 2\n\n3"),
+        ({**ALPACA, "input": ""}, ("instruction", "input", "output"), ["Add.", "3"], "Add.\n\n3"),
+        ({"prompt": "Hi?", "completion": "Yes."}, ("prompt", "completion"), ["Hi?", "Yes."], "Hi?\n\nYes."),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, ("prompt", "completion"), ["Hi?", "Hello."], None),
+        ({"Question": "Hi?", "Answer": "Yes."}, ("Question", "Answer"), ["Hi?", "Yes."], "Hi?\n\nYes."),
+        ({"input": "Hi?", "target": "Yes."}, ("input", "target"), ["Hi?", "Yes."], "Hi?\n\nYes."),
+    ],
+)
+def test_two_columns_are_a_question_and_its_answer(
+    row: dict[str, Any], pair: tuple[str, ...], messages: list[str], plain: str | None, tmp_path: Path
+) -> None:
+    empty = dict.fromkeys(row, "") | {pair[0]: row[pair[0]]}
+    found = load_documents(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, [row, empty, row]))))
+    assert (found.pair, dict(found.left_out.without), len(found.texts)) == (pair, {"empty": 1}, 2)
+    assert found.rule == f"one conversation ({', '.join(pair)}) a record"
+    for talk in found.texts:
+        assert isinstance(talk, Conversation) and (talk.plain, talk.unread) == (plain, ())
+        roles = [(each["role"], each["content"]) for each in talk.messages]
+        assert roles == [*zip(("user", "assistant"), messages, strict=True)]
+
+
+def test_two_columns_can_be_named_and_keep_the_system_message(tmp_path: Path) -> None:
+    row = {"ask": "Hi?", "reply": "Yes.", "system": "Be brief.", "id": "7"}
+    source = write(tmp_path / "a.json", json.dumps([row, {"ask": "Hi?"}]))
+    with pytest.raises(CheckpointError, match=r"found the keys ask, .*text_column=NAME or for .* answer NAME,"):
+        load_documents(source)
+    with pytest.raises(CheckpointError, match="record 2: has no ask and reply: found the keys ask"):
+        load_documents(source, text_column="ask,reply")
+    found = load_documents(source, text_column="ask, reply", skip_bad_records=1).texts[0]
+    assert isinstance(found, Conversation) and found.unread == ("id",)
+    assert [each["role"] for each in found.messages] == ["system", "user", "assistant"]
+    assert load_documents(write(tmp_path / "b.jsonl", '{"text": "t", "question": "a", "answer": "b"}')).texts == ["t"]
+
+
+def test_a_folder_of_text_files_is_divided_as_its_files_are(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "deep").mkdir(parents=True)
+    texts = {"a.txt": WIKI, "b.txt": "one\nline\r\n\r\ntwo", "deep/c.txt": "three\nlines\n"}
+    files = {name: load_documents(write(folder / name, text)) for name, text in texts.items()}
+    found = load_documents(str(folder))
+    assert found.texts == [text for file in files.values() for text in file.texts] and not found.undivided
+    assert found.rule.startswith("one document per WikiText heading; ") and found.rule.endswith("; 3 files")
+    for name in ("a.txt", "b.txt"):
+        (folder / name).unlink()
+    alone = load_documents(str(folder))
+    assert (alone.texts, alone.undivided) == (["three\nlines\n"], True)
+    with pytest.raises(CheckpointError, match="set: has no split test, but train"):
+        load_documents(str(folder), split="test")
+    with pytest.raises(CheckpointError, match="set: is a folder, and a text to judge by is one file"):
+        load_evaluation_text(str(folder))
+
+
+def test_folders_of_save_to_disk_are_read(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    talks = datasets.Dataset.from_list([{"messages": TALK}])
+    rows.save_to_disk(tmp_path / "single")
+    datasets.DatasetDict({"train": rows, "test": talks}).save_to_disk(tmp_path / "splits")
+    for name in ("single", "splits"):
+        found = load_documents(str(tmp_path / name))
+        assert (found.texts, found.rule) == (["one", "two"], "one document a row of the split train")
+    assert load_documents(str(tmp_path / "splits"), split="test").conversations
+    for name in ("single", "splits"):
+        with pytest.raises(CheckpointError, match=f"{name}: has no split dev, but"):
+            load_documents(str(tmp_path / name), split="dev")
+
+
 def test_an_evaluation_text_is_unchanged(tmp_path: Path) -> None:
     raw = " \n = One = \n\n  tail \r "
     assert load_evaluation_text(write(tmp_path / "raw.txt", raw))[0] == raw
@@ -100,7 +200,10 @@ def test_line_ends_of_windows_change_neither_documents_nor_perplexity(tmp_path: 
         ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"}", "line 1: is not JSON"),
         ("a.jsonl", b"", "no text"),
         ("a.parquet", b"PAR1 not at all", "no parquet file"),
-        ("a.csv", b"text\nx\n", "unknown kind"),
+        ("a.xlsx", b"PK", "unknown kind"),
+        ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        ("a.parquet.gz", b"", "unknown kind of text file: decompress it"),
+        ("a.csv", b'text,n\n"x" y,2,3\n', "no table that can be read"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_name(name: str, content: bytes, says: str, tmp_path: Path) -> None:
@@ -126,7 +229,7 @@ def test_a_parquet_file_without_rows_is_named_as_one_without_text(tmp_path: Path
         ("a.jsonl", b'["x"]', 'it is no object with keys: write it as {"text": "..."}'),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}', 'keys messages: write it as {"text": "..."}'),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}', "line 2: text is null: remove the record"),
-        ("a.txt.gz", b"", "unknown kind of text file: decompress it"),
+        ("a.txt.zst", b"", "unknown kind of text file: decompress it"),
     ],
 )
 def test_what_is_no_evaluation_text_is_refused_with_a_way_that_helps(
@@ -145,9 +248,6 @@ def test_a_named_column_is_read_instead(tmp_path: Path) -> None:
         CheckpointError, match="line 1: has no text called title: found the keys text, body: use --set cal"
     ):
         load_documents(source, text_column="title")
-
-
-TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
 
 
 @pytest.mark.parametrize("key", ["conversations", "dialog"])
