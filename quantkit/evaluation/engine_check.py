@@ -105,10 +105,10 @@ def require_engine(folder: Path, asked: VerifyOptions) -> None:
     engine = asked.engine
     if engine is not None:
         require_package(engine)
-        src = Checkpoint(folder)
+        src = Checkpoint(folder, asked.trust_remote_code)
         require_decoder_only(
             src,
-            config_of(src, False),
+            config_of(src, src.trusted),
             f"and verify asks {engine} to continue texts",
             Words("leave", Option("engine"), "out"),
         )
@@ -126,7 +126,7 @@ def prove_engine(
 
     KernelError with the engine's last error if it gives no answer.
     """
-    src = Checkpoint(folder)
+    src = Checkpoint(folder, asked.trust_remote_code)
     with clock.phase(engine):
         answer = _ask(engine, asked.engine_args or {}, folder, _prompts(src), progress)
     with clock.phase("decoded model"):
@@ -140,7 +140,7 @@ def _prompts(src: Checkpoint) -> list[list[int]]:
     ids = token_ids(tokenizer, text, special=False).tolist()
     front, _ = affixes(tokenizer)
     positions = (
-        getattr(config_of(src, False).get_text_config(), "max_position_embeddings", None)
+        getattr(config_of(src, src.trusted).get_text_config(), "max_position_embeddings", None)
         or LENGTH + NEW
     )
     length = max(2, min(LENGTH, positions - NEW) - len(front))
@@ -242,7 +242,7 @@ def _logprobs(
     """Compute the log-probabilities of each sequence's tokens except the first, `[t]` in float32 on
     the CPU.
     """
-    model = load_dense_model(src, device=str(device), dtype=dtype)
+    model = load_dense_model(src, device=str(device), dtype=dtype, trust_remote_code=src.trusted)
     found = []
     with torch.inference_mode():
         for tokens in progress.bar(sequences, f"decoded, {dtype_name(dtype)}", len(sequences)):

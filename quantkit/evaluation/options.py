@@ -178,6 +178,9 @@ class VerifyOptions(Checked):
         metavar="JSON",
         typed="Mapping[str, Any] | None",
     )
+    trust_remote_code: bool = option(
+        "Run Python code that comes with the model", default=False, section=""
+    )
 
 
 def listed(names: str | Iterable[str]) -> list[str]:

@@ -207,7 +207,7 @@ def _check_bits(
         recorded = report.load(folder)
         with clock.phase("files"):
             hashes, failures, notices = _check_files(folder, recorded)
-        src = _quantized(folder)
+        src = _quantized(folder, asked.trust_remote_code)
     except CheckpointError as error:
         if not failures:
             raise
@@ -225,7 +225,7 @@ def _check_bits(
     if not (checked or asked.unsealed):
         failures.append(Words(f"{UNSEALED}: add", Option("unsealed", True), "to accept that"))
     unrun = _why_no_kernel(src, place, asked=asked.device != "auto")
-    other = None if against is None else _quantized(Path(against))
+    other = None if against is None else _quantized(Path(against), asked.trust_remote_code)
     if not src.modules():
         failures.append(f"{folder}: no packed weight found: the tensors are missing")
     runs_on = torch.device("cpu") if unrun else place
@@ -284,8 +284,8 @@ def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | 
     return unrun
 
 
-def _quantized(folder: Path) -> Checkpoint:
-    src = Checkpoint(folder)
+def _quantized(folder: Path, trust_remote_code: bool) -> Checkpoint:
+    src = Checkpoint(folder, trust_remote_code)
     if src.layout is None:
         raise CheckpointError(
             f"is {src.low_bit or 'dense'}, and packed weights are compared with packed ones",

@@ -86,8 +86,8 @@ def reasons_of_data(error: BaseException, name: str) -> tuple[str, ...]:
 def reasons(
     error: BaseException, name: str, kind: Kind = "model", *, part: bool = False
 ) -> tuple[str, ...]:
-    """Give the rule and the ways out for an exception of the hub's client, empty if it is of
-    another kind.
+    """Give the rule and the ways out for an exception of the hub's client: the first row that
+    holds. Empty if it is of another kind.
 
     `part` says that the cache holds some files of the repository.
     """
@@ -112,64 +112,101 @@ def reasons(
                 return str(getattr(each, "filename", None) or constants.HF_HUB_CACHE)
         return None
 
-    if is_a(errors.GatedRepoError):
-        return "it is gated", f"accept the terms at {page}, then {LOGIN}"
-    if is_a(errors.DisabledRepoError):
-        return "the hub has closed this repository", f"see {page}"
-    if is_a(errors.RevisionNotFoundError):
-        return "the hub has it, and not this revision", Words("check", Option("revision"))
     codes = (getattr(getattr(each, "response", None), "status_code", None) for each in chain)
     status = next((code for code in codes if isinstance(code, int) and code >= 400), 0)
-    if is_a(errors.RepositoryNotFoundError) or status == 404:
-        return (
-            f"the hub shows no {kind} of this name",
-            "check the name",
-            f"if it is private, {LOGIN}",
-        )
-    if is_a(errors.HFValidationError):
-        return f"this is no hub id ({reason(error)})", "write it org/name", "check the path"
-    if status in (401, 403):
-        return f"the hub refuses the token that is set, or wants one ({status})", LOGIN
-    if status == 429:
-        return "the hub gets too many requests from here (429)", "try again later", LOGIN
-    if status >= 500:
-        return f"the hub has a fault of its own ({status})", "try again later"
-    if status:
-        return f"{NOT_GIVEN} ({status})", CHECK
-    if is_a(ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(error):
-        way = "set SSL_CERT_FILE to the file of your network's certificate authority"
-        return "the certificate of the hub is not trusted here", way
-    if (path := failed(FULL)) is not None:
-        return (
-            f"the disk of the cache is full ({path})",
-            "free space there",
-            "set HF_HOME to a folder with more space",
-        )
-    if (path := failed(FORBIDDEN)) is not None:
-        return (
-            f"no permission to write {path}",
-            "give yourself the permission",
-            "set HF_HOME to a folder of yours",
-        )
+    full, forbidden = failed(FULL), failed(FORBIDDEN)
+    untrusted = is_a(ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(error)
+    proxied = is_named({"ProxyError"}) or is_a(errors.FileMetadataError)
     misread = isinstance(error, ValueError | ImportError) and "proxy" in str(error).lower()
-    if misread or is_named({"ProxyError"}) or is_a(errors.FileMetadataError):
-        way = "check the variables HTTPS_PROXY, NO_PROXY and HF_ENDPOINT"
-        return f"a proxy or mirror does not pass the hub's answer on ({reason(chain[-1])})", way
+    unnamed = any(f"[Errno {code}]" in str(error) for code in (EAI_AGAIN, EAI_FAIL, EAI_NONAME))
+    silent = is_named(UNCONNECTED)
+    offline = silent and (constants.HF_HUB_OFFLINE or is_a(errors.OfflineModeIsEnabled))
+    variable = next((each for each in OFFLINE if os.environ.get(each)), OFFLINE[0])
+    proxy = ("check HTTPS_PROXY",) if "https" in getproxies() else ()
     part = part or is_named({"IncompleteSnapshotError"})
     held = "only a part of it is cached" if part else "nothing is cached"
-    if is_named(LATE):
-        way = "set HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT to more seconds"
-        return "the hub does not answer in time", "try again", way
-    if any(f"[Errno {code}]" in str(error) for code in (EAI_AGAIN, EAI_FAIL, EAI_NONAME)):
-        way = "check the network's DNS, and HF_ENDPOINT if it is set"
-        return f"the address {constants.ENDPOINT} is not found and {held}", way, *elsewhere
-    if is_named(UNCONNECTED) and (constants.HF_HUB_OFFLINE or is_a(errors.OfflineModeIsEnabled)):
-        variable = next((each for each in OFFLINE if os.environ.get(each)), OFFLINE[0])
-        return f"{variable} is set and {held}", "unset it", *elsewhere
-    if is_named(UNCONNECTED):
-        proxy = ("check HTTPS_PROXY",) if "https" in getproxies() else ()
-        return f"the hub cannot be reached and {held}", *proxy, *elsewhere
-    return ()
+    rows: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (
+            is_a(errors.GatedRepoError),
+            ("it is gated", f"accept the terms at {page}, then {LOGIN}"),
+        ),
+        (is_a(errors.DisabledRepoError), ("the hub has closed this repository", f"see {page}")),
+        (
+            is_a(errors.RevisionNotFoundError),
+            ("the hub has it, and not this revision", Words("check", Option("revision"))),
+        ),
+        (
+            is_a(errors.RepositoryNotFoundError) or status == 404,
+            (
+                f"the hub shows no {kind} of this name",
+                "check the name",
+                f"if it is private, {LOGIN}",
+            ),
+        ),
+        (
+            is_a(errors.HFValidationError),
+            (f"this is no hub id ({reason(error)})", "write it org/name", "check the path"),
+        ),
+        (
+            status in (401, 403),
+            (f"the hub refuses the token that is set, or wants one ({status})", LOGIN),
+        ),
+        (
+            status == 429,
+            ("the hub gets too many requests from here (429)", "try again later", LOGIN),
+        ),
+        (status >= 500, (f"the hub has a fault of its own ({status})", "try again later")),
+        (status, (f"{NOT_GIVEN} ({status})", CHECK)),
+        (
+            untrusted,
+            (
+                "the certificate of the hub is not trusted here",
+                "set SSL_CERT_FILE to the file of your network's certificate authority",
+            ),
+        ),
+        (
+            full,
+            (
+                f"the disk of the cache is full ({full})",
+                "free space there",
+                "set HF_HOME to a folder with more space",
+            ),
+        ),
+        (
+            forbidden,
+            (
+                f"no permission to write {forbidden}",
+                "give yourself the permission",
+                "set HF_HOME to a folder of yours",
+            ),
+        ),
+        (
+            proxied or misread,
+            (
+                f"a proxy or mirror does not pass the hub's answer on ({reason(chain[-1])})",
+                "check the variables HTTPS_PROXY, NO_PROXY and HF_ENDPOINT",
+            ),
+        ),
+        (
+            is_named(LATE),
+            (
+                "the hub does not answer in time",
+                "try again",
+                "set HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT to more seconds",
+            ),
+        ),
+        (
+            unnamed,
+            (
+                f"the address {constants.ENDPOINT} is not found and {held}",
+                "check the network's DNS, and HF_ENDPOINT if it is set",
+                *elsewhere,
+            ),
+        ),
+        (offline, (f"{variable} is set and {held}", "unset it", *elsewhere)),
+        (silent, (f"the hub cannot be reached and {held}", *proxy, *elsewhere)),
+    )
+    return next((found for holds, found in rows if holds), ())
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -68,6 +68,7 @@ def pack(
     requantize_scales: bool = False,
     max_shard_size: int = SHARD_BYTES,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`;
@@ -83,7 +84,7 @@ def pack(
     progress = progress or Progress(quiet=True)
     clock = Clock(torch.device("cpu"))
     with clock.phase("prepare"):
-        src = Checkpoint(Path(checkpoint))
+        src = Checkpoint(Path(checkpoint), trust_remote_code)
         if (given := src.layout) is None:
             held = f"{src.low_bit} weights, a source" if src.low_bit else "no quantized weights"
             way = Words("use", Command("quantize"), "first")
@@ -105,7 +106,7 @@ def pack(
             config = output_config(src, written, output.schemes, shapes, None)
             stated = config["quantization_config"]
             with suppress(NotTried):
-                refusal_by_transformers(outline, src, stated, dict(output.forms), False)
+                refusal_by_transformers(outline, src, stated, dict(output.forms), src.trusted)
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
     known, known_files = list(src.notices), recorded_hashes(src)
@@ -144,7 +145,8 @@ def pack(
         changed = {each["name"] for key in LOSSES for each in _lost(layers, recorded, key)}
         report["same_values"] = len(layers) - len(changed)
         schemes = planned.output.schemes
-        return finish(writer, Path(out), schemes, report, planned.share, clock, overwrite)
+        published: Any = {"overwrite": overwrite, "trust_remote_code": trust_remote_code}
+        return finish(writer, Path(out), schemes, report, planned.share, clock, **published)
 
 
 def repacked(

@@ -104,6 +104,7 @@ class PackKeywords(TypedDict, total=False):
     requantize_scales: bool
     max_shard_size: int
     overwrite: bool
+    trust_remote_code: bool
 
 
 class VerifyKeywords(TypedDict, total=False):
@@ -113,6 +114,7 @@ class VerifyKeywords(TypedDict, total=False):
     unsealed: bool
     engine: Literal["vllm"] | None
     engine_args: Mapping[str, Any] | None
+    trust_remote_code: bool
 
 
 class TextKeywords(LoadKeywords, total=False):

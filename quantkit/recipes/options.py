@@ -301,6 +301,7 @@ class PackOptions(Checked):
     overwrite: bool = option(
         "Replace OUT when the new folder is complete", default=False, section="Output"
     )
+    trust_remote_code: bool = option("Run Python code that comes with the model", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,140 @@
+"""Whoever trusts a model's code trusts all of it, in every command, and outputs open as their source did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from tests.command_line import call, refused
+from tests.folders import TEXT
+
+MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_type"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+#: A tokenizer in Python, with a module beside it and a file of its own.
+TOKENIZER = """
+import json
+import os
+
+from transformers import PythonBackend
+
+from .own_words import pieces
+
+
+class OwnTokenizer(PythonBackend):
+    vocab_files_names = {"own_file": "own.codes"}
+    model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(self, own_file=None, **more):
+        self.words = json.load(open(own_file))
+        super().__init__(**more)
+
+    @property
+    def vocab_size(self):
+        return len(self.words)
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+    def _tokenize(self, text, **_):
+        return pieces(text)
+
+    def _convert_token_to_id(self, token):
+        return self.words.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self.words[index % len(self.words)]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+"""
+WORDS = """
+def pieces(text):
+    return [each if each.isascii() else "?" for each in text]
+"""
+PROCESSOR = """
+from transformers import BaseImageProcessor
+
+
+class OwnProcessor(BaseImageProcessor):
+    pass
+"""
+CODE = {"own_model.py": MODEL, "own_tokenizer.py": TOKENIZER, "own_words.py": WORDS, "own_processor.py": PROCESSOR}
+TRUST = "--trust-remote-code"
+
+
+def state(path: Path, **entries: object) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **entries}))
+
+
+@pytest.fixture(scope="module")
+def own(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of which config, model, tokenizer and image processor are its own code."""
+    folder = tmp_path_factory.mktemp("own") / "model"
+    shutil.copytree(tiny_llama, folder)
+    for path in folder.glob("*token*"):
+        path.unlink()
+    for name, text in CODE.items():
+        (folder / name).write_text(text)
+    (folder / "own.codes").write_text(json.dumps([chr(i) for i in range(128)]))
+    autos = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnModel"}
+    state(folder / "config.json", model_type="own_type", architectures=["OwnModel"], auto_map=autos)
+    tokenizer = {"AutoTokenizer": ["own_tokenizer.OwnTokenizer", None]}
+    state(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=tokenizer)
+    image = {"AutoImageProcessor": "own_processor.OwnProcessor"}
+    state(folder / "preprocessor_config.json", image_processor_type="OwnProcessor", auto_map=image)
+    return folder
+
+
+def test_trusted_code_runs_in_every_command_and_goes_along(own: Path, tmp_path: Path) -> None:
+    text, out, packed = tmp_path / "text.txt", tmp_path / "out", tmp_path / "packed"
+    text.write_text(TEXT.encode("ascii", "replace").decode())
+    few = ("--calib", text, "--samples", 2, "--max-length", 32, "--group-size", 32)
+    call("quantize", own, "-o", out, TRUST, *few, "-q")
+    call("pack", out, "--layout", "gptq", "-o", packed, TRUST, "-q")
+    call("verify", packed, "--against", out, "--device", "cpu", TRUST, "-q")
+    for folder in (out, packed):
+        assert {name: (folder / name).read_text() for name in CODE} == CODE
+        for auto in (AutoConfig, AutoTokenizer):
+            assert type(auto.from_pretrained(folder, trust_remote_code=True)).__name__.startswith("Own")
+        call("generate", folder, "Hi", "--max-new-tokens", 2, TRUST, "-q")
+        call("eval", "ppl", folder, "--data", text, "--window", 16, TRUST, "-q")
+
+
+@pytest.mark.parametrize("command", ["quantize", "pack", "verify", "generate"])
+def test_code_that_is_not_trusted_is_refused_by_the_option_that_helps(command: str, own: Path, tmp_path: Path) -> None:
+    more = {"pack": ("--layout", "gptq"), "generate": ("Hi",)}.get(command, ())
+    out = tmp_path / "out" if command in ("quantize", "pack") else None
+    error = refused(command, own, *more, out=out)
+    assert "asks to run code that comes with the model: add --trust-remote-code if you trust it" in error
+
+
+def test_only_a_tokenizer_with_code_is_named(own: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    shutil.copy(tiny_llama / "config.json", model)
+    says = f"{model}: its tokenizer asks to run code that comes with the model: add --trust-remote-code"
+    assert says in refused("generate", model, "Hi")
+    out = tmp_path / "out"
+    notices = call("quantize", model, "-o", out, "--method", "rtn", "--group-size", 32).stderr
+    assert "tokenizer_config.json asks to run code that comes with the model, which is left out" in notices
+    assert not list(out.glob("*.py"))
+
+
+def test_a_package_that_the_code_needs_is_named(own: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    (model / "own_model.py").write_text("import a_package_of_theirs\n" + MODEL)
+    error = refused("quantize", model, TRUST, "--method", "rtn", out=tmp_path / "out")
+    assert "pip install a_package_of_theirs" in error and "install the packages that it names" in error
