@@ -266,11 +266,11 @@ def _by_index(
             chosen[name] = listed if listed in held else held[0]
             if [listed] == held:
                 continue
-            what = (
-                "is in several files: the copy that the index names is read"
-                if listed in held
-                else "is not in the file that the index names: it is read from another"
-            )
+            what = "is not in the file that the index names: it is read from another"
+            if listed in held:
+                what = "is in several files: the copy that the index names is read"
+            if listed in held[:-1]:
+                what += ", and transformers reads the last"
         differences.setdefault(what, []).append(name)
     for what, names in differences.items():
         notices.append(f"{shown(names[0])} {what} ({len(names)} in all)")

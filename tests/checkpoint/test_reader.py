@@ -190,7 +190,7 @@ DISAGREEING: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
     ),
     "another copy in the last file": (
         lambda m: save_file({**TWO, "b.bias": torch.zeros(3)}, second(m)),
-        "'b.bias' is in several files",
+        "'b.bias' is in several files: the copy that the index names is read, and transformers reads the last",
         ["a.weight", "b.bias", "c.weight"],
     ),
     "in another file": (
