@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from quantkit.core.ranks import ranks
-from quantkit.errors import Command, Option, QuantkitError, RecipeError, Words, in_python
+from quantkit.errors import Command, Option, QuantkitError, RecipeError, Setting, Words, in_python
 from quantkit.evaluation import compare as comparing, divergence, perplexity, tasks as asking
 from quantkit.evaluation.compare import Comparison
 from quantkit.evaluation.divergence import Divergence, measurement
@@ -499,6 +499,7 @@ def placed(options: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
             value = str(value) if isinstance(value, str | Path) else list(map(str, value))
             if not value:
                 continue
+        known[name].read(value, named=Setting(name))
         *section, last = known[name].path
         (found.setdefault(section[0], {}) if section else found)[last] = (
             not value if known[name].negated else value

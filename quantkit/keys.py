@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 import msgspec
 
-from quantkit.errors import RecipeError
+from quantkit.errors import FILE, Option, RecipeError, Setting, Words
 
 #: An option of `--help`, one that `--help-all` lists, a key that is `--set KEY=VALUE` there (for
 #: options of a run: an option), or a key of a recipe that has no keyword in Python.
@@ -32,6 +32,43 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 TwoOrMore = Annotated[int, msgspec.Meta(ge=2)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+#: Names of options in other tools, without dashes, and the options here that do the same: a command
+#: names the first that it has.
+FOREIGN: Mapping[str, tuple[Option, ...]] = {
+    "bits wbits wbit nbits weightbits loadin4bit qtype quanttype dtype quantization outtype": (
+        Setting("format", "int4"),
+    ),
+    "dataset datasets datasetname datasetpath data calibdataset text": (
+        Setting("calib", FILE),
+        Option("data", FILE),
+    ),
+    "seqlen seqlength sequencelength maxseqlen maxseqlength blocksize": (
+        Setting("max_length", 2048),
+        Option("window", 2048),
+    ),
+    "numsamples nsample limit": (Setting("samples", 128), Option("limit", 128)),
+    "qgroupsize wgroup": (Setting("group_size", 128),),
+    "zeropoint zeropoints asymmetric": (Setting("asym", True),),
+    "symmetric": (Setting("asym", False),),
+    "descact": (Setting("act_order", "static"),),
+    "percdamp damppercent dampingfrac": (Setting("damp", 0.02),),
+    "algorithm algo quantmethod": (Setting("method", "gptq"),),
+    "ignore exclude modulestonotconvert": (Setting("skip", Words("REGEX")),),
+    "savedir savepath savepretrained save exportpath dest": (Option("out", Words("OUT")),),
+    "modelpath modelid modelname model pretrained": (Option("model"),),
+    "force": (Option("overwrite", True),),
+    "gpu cuda usegpu": (Option("device", "cuda"),),
+    "mode": (Setting("layout", Words("LAYOUT")),),
+}
+
+
+def same_elsewhere(word: str, known: Collection[str]) -> Option | None:
+    """Find which of the `known` keywords does what an option of this name does in other tools."""
+    bare = word.replace("-", "").replace("_", "").lower()
+    for words, options in FOREIGN.items():
+        if bare in words.split():
+            return next((option for option in options if option.name in known), None)
+    return None
 
 
 @dataclass(frozen=True)
@@ -147,10 +184,11 @@ class Key:
         """The help and the default as one sentence."""
         return f"{self.help} [{self.default_text}]." if self.default_text else f"{self.help}."
 
-    def read(self, value: Any, strict: bool = True) -> Any:
+    def read(self, value: Any, strict: bool = True, named: str = "") -> Any:
         """Convert a value of a file, or of a shell if not `strict`, to that of the field;
-        RecipeError if it is none.
+        RecipeError if it is none, with the name that the user gave, usually the key's.
         """
+        named = named or self.name
         if value is False and "off" in self.values:
             value = "off"  # YAML reads an unquoted off as False
         try:
@@ -158,14 +196,14 @@ class Key:
             msgspec.json.encode(found)
         except UnicodeEncodeError:
             raise RecipeError(
-                f"{self.name} is {value!r}, and the report is UTF-8", "rename it"
+                Words(named, f"is {value!r}, and the report is UTF-8"), "rename it"
             ) from None
         except (msgspec.ValidationError, OverflowError):
             with suppress(msgspec.ValidationError):  # as a file would have it
                 value = value if strict else msgspec.convert(value, int | float, strict=False)
-            raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}") from None
+            raise RecipeError(Words(named, f"is {value!r}"), f"use {self.rule}") from None
         if self.choices and found is not None and found not in self.known:
-            raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}")
+            raise RecipeError(Words(named, f"is {value!r}"), f"use {self.rule}")
         return msgspec.to_builtins(found) if isinstance(found, dict) else found  # YAML reads dates
 
     @property

@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ def command(
 
         own = vars(run).pop("__click_params__", [])
         for option in (
-            *([_HELP_ALL] if keys else []),
+            _help_all(hidden=not keys),
             flag("-v", "Say more about what is done and found.", "--verbose"),
             flag("-q", "Print one line, and only warnings besides.", "--quiet"),
             flag("--json", "Print one JSON object instead of text.", "as_json"),
@@ -239,7 +239,8 @@ def command(
 
 def group(name: str | None, example: str, **settings: Any) -> Callable[[Function], Group]:
     """Make a function a group of commands, whose help ends with `example`."""
-    return click.group(name, cls=Group, epilog=_example(example), **settings)
+    made = click.group(name, cls=Group, epilog=_example(example), **settings)
+    return lambda function: made(_help_all(hidden=True)(function))
 
 
 def _example(line: str) -> str:
@@ -426,8 +427,13 @@ folder = click.argument("checkpoint", type=PATH)
 checkpoint = click.argument("checkpoint", shell_complete=folders)
 
 _everything = "Show every option, and every key of --set, and stop."
-_HELP_ALL = flag(
-    "--help-all", _everything, is_eager=True, expose_value=False, callback=_show_everything
+_help_all = partial(
+    flag,
+    "--help-all",
+    _everything,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_everything,
 )
 
 

@@ -4,6 +4,7 @@ words.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -12,7 +13,7 @@ from typing import Any
 import click
 
 from quantkit.errors import Option, Setting, Words
-from quantkit.keys import OPTIONS, Key, Level, at_home
+from quantkit.keys import OPTIONS, Key, Level, at_home, same_elsewhere
 
 Function = Callable[..., Any]
 
@@ -23,6 +24,20 @@ OTHERS = "Other"
 EVERYTHING = "quantkit.everything"
 #: Commands of former versions, and their replacements.
 GONE = {"run": "quantkit quantize MODEL -o OUT --recipe RECIPE"}
+#: What other tools write, and which tool that is.
+WRITERS = {
+    "gguf": "llama.cpp's convert_hf_to_gguf.py and llama-quantize do",
+    "mlx": "mlx_lm.convert does",
+    "exl2": "ExLlamaV2 does",
+    "exl3": "ExLlamaV3 does",
+    "bitsandbytes": "transformers does",
+    "bnb": "transformers does",
+    "nf4": "transformers does, with bitsandbytes",
+    "onnx": "optimum does",
+    "fp8": "llm-compressor does",
+    "nvfp4": "llm-compressor does",
+    "mxfp4": "llm-compressor does",
+}
 #: Least similarity of a suggestion (difflib's ratio, dashes not counted). At 0.6 words are
 #: suggested that only share some letters.
 CUTOFF = 0.75
@@ -103,7 +118,7 @@ class Command(click.Command):
                 formatter.write_dl(
                     [record for param in params if (record := param.get_help_record(ctx))]
                 )
-        if everything:
+        if everything and self.keys:
             with formatter.section("Keys of --set KEY=VALUE"):
                 formatter.write_dl(self.set_keys())
 
@@ -113,6 +128,7 @@ class Command(click.Command):
         return [(f"{key.name}={'|'.join(key.values) or key.kind}", key.help_text) for key in free]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        typed = " ".join(args)
         try:
             rest = super().parse_args(ctx, args)
             ctx.params |= {
@@ -131,6 +147,12 @@ class Command(click.Command):
             near = did_you_mean(
                 error.option_name, [name for name in options if name.startswith("--")]
             )
+            known = {*(str(param.name) for param in self.get_params(ctx))}
+            known |= {key.keyword for key in self.keys}
+            if (meant := same_elsewhere(error.option_name, known)) is not None:
+                bits = re.search(rf"{re.escape(error.option_name)}[ =]([2-8])\b", typed)
+                way = meant.spelled().replace("int4", f"int{bits[1]}" if bits else "int4")
+                near = " Give MODEL by itself." if meant.name == "model" else f" Use {way}."
             for key in self.keys:
                 if error.option_name == Option(key.keyword).spelled():
                     near = f" Use --set {key.name}=VALUE."
@@ -149,8 +171,23 @@ class Choice(click.Choice):  # type: ignore[type-arg]
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            near = did_you_mean(str(value), map(str, self.choices))
-            raise click.BadParameter(error.message + near, ctx, param) from None
+            message = error.message + self._near(str(value), ctx)
+            raise click.BadParameter(message, ctx, param) from None
+
+    def _near(self, value: str, ctx: click.Context | None) -> str:
+        """Name the value that was meant, or the option that it belongs to."""
+        words = [str(word) for word in self.choices]
+        number = re.search(r"\d+", value)
+        if near := did_you_mean(value, words):
+            return near
+        if value.lower() in WRITERS:
+            return f" quantkit does not write it: {WRITERS[value.lower()]}."
+        if number and f"int{number[0]}" in words:
+            return f" Did you mean 'int{number[0]}'?"
+        for param in ctx.command.params if ctx else ():
+            if isinstance(param.type, Choice) and value in param.type.choices:
+                return f" Did you mean '{param.opts[0]} {value}'?"
+        return ""
 
 
 class Range(click.FloatRange):
@@ -165,10 +202,10 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Make the sentence that names the word nearest to `word`; empty if none is near.
 
     A word is near if it is similar, or if one of the two begins with the other: `--calibration` and
-    `--calib`.
+    `--calib`. Dashes do not count.
     """
-    bare = {name.lstrip("-").lower(): name for name in words}
-    word = word.lstrip("-").lower()
+    bare = {re.sub("[-_]", "", name).lower(): name for name in words}
+    word = re.sub("[-_]", "", word).lower()
     prefixes = [
         name
         for name in bare

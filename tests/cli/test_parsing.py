@@ -11,10 +11,12 @@ import click
 import pytest
 
 from quantkit import names
+from quantkit.api import build_recipe
 from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import OTHERS, SECTIONS, Command, did_you_mean
 from quantkit.core.formats import FORMATS
 from quantkit.core.tensors import dtype_name
+from quantkit.errors import RecipeError
 from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
@@ -108,7 +110,7 @@ def test_help_shows_at_most_twenty_options() -> None:
         ("quantize m --layout exl3 -o o", None),
         ("quantize m --sampels 3 -o o", "Did you mean '--samples'?"),
         ("quantize m --calibration wikitext2 -o o", "Did you mean '--calib'?"),
-        ("quantize m --target marlin -o o", None),
+        ("quantize m --target marlin -o o", "Did you mean '--layout marlin'?"),
         ("quantize m --trust-remote -o o", "Did you mean '--trust-remote-code'?"),
         ("quantize m --no-refit -o o", "--no-refit is now --set gptq.refit=false."),
         ("quantize m --unsigned -o o", "--unsigned is now --set signed=false."),
@@ -130,3 +132,39 @@ def test_a_wrong_word_is_answered_by_the_nearest_one(line: str, near: str | None
 def test_every_word_of_a_list_is_nearest_to_itself() -> None:
     for words in (LAYOUTS, FORMATS, quantkit.commands, get_args(names.Rule)):
         assert [did_you_mean(word, words) for word in words] == [f" Did you mean {word!r}?" for word in words]
+
+
+@pytest.mark.parametrize(
+    ("line", "way"),
+    [
+        ("quantize m -o o --nbits 3", "Use --format int3."),
+        ("quantize m -o o --load-in-4bit", "Use --format int4."),
+        ("plan m --dataset_name c4", "Use --calib FILE."),
+        ("prune m -o o --seq-len 512", "Use --max-length 2048."),
+        ("eval ppl m --dataset c4", "Use --data FILE."),
+        ("plan m --damp-percent 0.1", "Use --set gptq.damp=0.02."),
+        ("plan m --format w8a16", "Did you mean 'int8'?"),
+        ("plan m --format awq", "Did you mean '--layout awq'?"),
+        ("pack m -o o --layout exl2", "quantkit does not write it: ExLlamaV2 does."),
+        ("pack m -o o --layout marlin_24", "Did you mean 'marlin24'?"),
+        ("plan m --max-length 0", "--max-length is 0: use an integer from 1"),
+        ("plan m --group-size 0", "--group-size is 0: use channel or an integer from 1"),
+        ("prune m -o o --samples -3", "--samples is -3: use an integer from 1"),
+    ],
+)
+def test_words_of_other_tools_get_the_next_step(line: str, way: str) -> None:
+    assert call(*line.split(), code=2).stderr.rstrip().endswith(way)
+
+
+def test_every_command_and_group_shows_all_of_its_help() -> None:
+    for path, command in [((), quantkit), *commands(quantkit)]:
+        printed = call(*path, "--help-all").stdout
+        assert "Example:" in printed and ("Keys of --set" in printed) is bool(getattr(command, "keys", ())), path
+
+
+def test_python_names_keywords_and_files_their_keys() -> None:
+    with pytest.raises(RecipeError) as error:
+        build_recipe(samples=0)
+    assert error.value.typed.python == "samples is 0: use an integer from 1"
+    with pytest.raises(RecipeError, match=r"^calibration\.samples is 0: use"):
+        build_recipe({"calibration": {"samples": 0}})
