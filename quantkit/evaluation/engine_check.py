@@ -36,9 +36,8 @@ from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.models.weights import load_dense_model
 from quantkit.names import SERVERS
 from quantkit.progress import Clock, Progress
-from quantkit.text.prompts import affixes
 from quantkit.text.sources import PACKAGED, load_documents
-from quantkit.text.tokenizer import load_tokenizer, token_ids
+from quantkit.text.tokenizer import affixes, load_tokenizer, token_ids
 
 #: Prompts, tokens of each, and tokens that the engine adds to each.
 PROMPTS, LENGTH, NEW = 8, 240, 16

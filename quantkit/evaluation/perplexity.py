@@ -21,8 +21,7 @@ from quantkit.evaluation.options import TextOptions
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
-from quantkit.text.prompts import affixes
-from quantkit.text.tokenizer import check_tokens, token_ids
+from quantkit.text.tokenizer import affixes, check_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -57,6 +57,9 @@ from quantkit.recipes.recipe import Recipe
 SAVING = "activations that are saved"
 #: Passes that wait in a block until linears are solved.
 PASSES = "passes that wait"
+#: The text that is drawn from, with its tokens, if it has more characters than `SHORT_TEXT`; and
+#: the bytes for a character: measured are 3 to 11.
+TEXT, TEXT_BYTES, SHORT_TEXT = "calibration text", 12, 2**23
 #: The other processes of a run on this machine.
 OTHERS = "other processes"
 #: Parts with values of all documents: a budget bounds them, and a GPU holds those that fit.
@@ -161,6 +164,15 @@ class Memory:
         others = tuple(stage.of_sequences(tokens, act_budget) for stage in self.others)
         ram, vram = bounded(self.ram, most), bounded(self.vram, real)
         return replace(self, ram=ram, vram=vram, others=others)
+
+    def of_text(self, characters: int) -> Memory:
+        """Return the estimate for a calibration text of so many characters, which is in memory
+        before the first block.
+        """
+        if characters <= SHORT_TEXT or "program" not in self.ram:
+            return self
+        drawing = Memory({"program": self.ram["program"], TEXT: TEXT_BYTES * characters})
+        return replace(self, others=(*self.others, drawing))
 
     def of_processes(self, count: int) -> Memory:
         """Return the estimate for `count` processes of a run that share this machine, each with a

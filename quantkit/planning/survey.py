@@ -466,7 +466,7 @@ def require_runnable(
     of_rank = max(sum(lengths[part.start : part.stop]) for part in split_documents(lengths, count))
     memory = made.needs.memory.of_sequences(of_rank, run.act_budget).of_processes(ranks().local)
     memory.require()
-    needs = replace(made.needs, memory=memory)
+    needs = replace(made.needs, memory=memory.of_text(job.text.characters))
     if resumed is not None:
         known = identity({**heading("", "", None, {}), **job.report()})
         known.pop("source")

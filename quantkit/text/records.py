@@ -153,7 +153,8 @@ def documents(
     Records that are left out are counted in `left_out`. BrokenRecord if too many are broken.
     """
     texts: list[str | Conversation] = []
-    keys, talk = (text_column or "text",), False
+    keys: tuple[str, ...] = (text_column or "text",)
+    talk = False
     for where, row in rows:
         try:
             if isinstance(row, BrokenRecord):

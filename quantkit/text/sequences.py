@@ -49,12 +49,14 @@ class Calibration:
     journal.
 
     `notices` are lines about the data for the user. `more` are sequences that do not calibrate.
+    `characters` are those of the longest source, which is in memory while it is drawn.
     """
 
     sequences: list[Tensor]
     facts: dict[str, Any]
     notices: tuple[str, ...] = ()
     more: Sequence[Tensor] = ()
+    characters: int = 0
 
 
 def draw_calibration(
@@ -110,6 +112,7 @@ def draw_calibration(
     further: list[Tensor] = []
     each: list[dict[str, Any]] = []
     plain: list[str] = []
+    characters = 0
     template = ChatTemplate(tokenizer, template_args or {}, date or present_date())
     for source, share in sorted(shares.items(), key=lambda item: item[0] == SELF):
         name = name_of_text(source)
@@ -121,6 +124,7 @@ def draw_calibration(
             found = load_documents(
                 source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
             )
+            characters = max(characters, found.characters)
             tokens = _Tokens(found, replace(template), share)
             amount = _Amount(counts[source], max_length, most_tokens * share, ceil(more * share))
             drawn, facts = _draw(tokens, amount, seed, lengths, notices)
@@ -175,7 +179,7 @@ def draw_calibration(
         "sources": each,
         **({"date": template.date} if template.is_dated else {}),
     }
-    return Calibration(every, facts, tuple(notices), further)
+    return Calibration(every, facts, tuple(notices), further, characters)
 
 
 def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:

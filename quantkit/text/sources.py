@@ -130,6 +130,13 @@ class Documents:
         """Whether the documents are conversations; a source has one kind only."""
         return isinstance(self.texts[0], Conversation)
 
+    @property
+    def characters(self) -> int:
+        """The characters of all documents."""
+        talks = (each.messages for each in self.texts if isinstance(each, Conversation))
+        of_talks = sum(len(message["content"]) for talk in talks for message in talk)
+        return of_talks + sum(len(each) for each in self.texts if isinstance(each, str))
+
 
 def name_of_text(source: str) -> str:
     """Name a calibration source for reports and recipes: a data set as it is, a file or folder by
@@ -281,10 +288,8 @@ def _text_files(source: str, split: str | None, kind: Kind) -> list[Path]:
 def _file(source: str, option: Setting | Option) -> Path:
     path = Path(source)
     if path.is_dir():
-        way = Words("give one of its files with", option)
-        raise CheckpointError(
-            "is a folder, and a text to judge by is one file", way, subject=source
-        )
+        rule = "is a folder, and a text to judge by is one file"
+        raise CheckpointError(rule, Words("give one of its files with", option), subject=source)
     if not path.is_file():
         ways = Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"
         raise CheckpointError("no such text", *ways, subject=source)

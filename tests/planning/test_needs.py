@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.calibration.budget import GRADIENTS
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.planning import needs
 from quantkit.planning.needs import Memory, disk_peak, streamed_memory
 from quantkit.planning.output import Files
+from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping
+from tests.folders import gptq
 
 #: Hidden states of two documents of ten tokens take 40 bytes, the sum of a block's gradients 7.
 MEMORY, LENGTHS, BLOCKS = Memory({}, token_bytes=2, sum_bytes=7), (10, 10), 3
@@ -44,3 +48,16 @@ def test_rounding_needs_its_largest_linear_or_a_copy_of_its_largest_tensor(small
     for n, k in ((1, 1), (4096, 4096)):
         largest = streamed_memory(src, [(n, k), (1, 1)]).ram["largest weight"]
         assert largest == max(copied, ROUNDING_BYTES * n * k)
+
+
+def test_a_long_calibration_text_is_a_part_of_the_peak(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "SHORT_TEXT", 10_000)
+    peaks = []
+    for count in (9_000, 4_000_000):
+        (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "x" * 1000}) for _ in range(count // 1000)))
+        recipe = from_mapping(gptq(str(tmp_path / "a.jsonl")))
+        peaks.append(plan(small_llama, recipe, probe=False).needs.memory.to_dict())
+    assert "calibration text" not in peaks[0]["ram_parts"]
+    assert peaks[1]["ram_parts"]["calibration text"] == 12 * 4_000_000 and peaks[1]["ram"] > peaks[0]["ram"]
