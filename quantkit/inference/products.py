@@ -116,11 +116,8 @@ class DecodedProduct:
     def decode(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply on any device and in any dtype, with the weight decoded to the dtype of `x`.
 
-        One tensor instead of those in `names` is a weight that was decoded before. LayoutError for
-        tensors that hold no weight.
+        LayoutError for tensors that hold no weight.
         """
-        if len(tensors) == 1:
-            return functional.linear(x, tensors[0], bias)
         parts = dict(zip(self.names, tensors, strict=True))
         given = LAYOUTS[self.layout].unpacking(parts, self.scheme)
         if x.device.type == "cpu":

@@ -223,20 +223,18 @@ def keep_decoded(linears: Linears, free: float) -> tuple[str | None, str | None]
 
     Returns a notice about them, and a notice about the others, which are decoded at each call.
     """
-    total, kept, left = 0, Counter[str](), dict[str, int]()
+    total, kept, left = 0, list[str](), dict[str, int]()
     for name, linear in linears.items():
         nbytes = linear.out_features * linear.in_features * linear.dense_dtype.itemsize
-        if linear.device.type != "cpu":
-            continue
-        if total + nbytes > KEPT * free:
+        if linear.device.type == "cpu" and total + nbytes <= KEPT * free:
+            with about(name):
+                linear.keep_decoded(linear.dense_dtype)
+            total += nbytes
+            kept.append(dtype_name(linear.dense_dtype))
+        elif linear.device.type == "cpu":
             left[name] = nbytes
-            continue
-        with about(name):
-            linear.keep_decoded(linear.dense_dtype)
-        total += nbytes
-        kept[dtype_name(linear.dense_dtype)] += 1
     once = (
-        f"{sum(kept.values())} weights are decoded once, to {' and '.join(kept)}: they take "
+        f"{len(kept)} weights are decoded once, to {' and '.join(sorted({*kept}))}: they take "
         f"{format_bytes(total)} of memory"
     )
     if not left:  # the free bytes may be unknown, which is infinity
