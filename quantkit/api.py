@@ -132,7 +132,7 @@ def quantize(
         "model-int4",
         format="int4",
         calib="calibration.txt",
-        samples=32,
+        samples=16,
         max_length=128,
         skip=["lm_head", ".*layers.0.*k_proj"],
         min_share=0.5,

@@ -88,6 +88,7 @@ class Progress:
     ) -> None:
         self.quiet = quiet
         self.verbose = verbose
+        self.noted: set[str] = set()
         self._stop = stop or Stop()
 
     def bar(
@@ -141,6 +142,7 @@ class Progress:
         """Print notes, unless the user asked for quiet (-q)."""
         for text in texts if not self.quiet else ():
             _say(text)
+            self.noted.add(str(text))
 
     def warn(self, text: str) -> None:
         """Say what a user must know, always."""

@@ -14,6 +14,7 @@ import pytest
 
 # Spinning threads make a busy machine many times slower; set before torch starts any.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("COLUMNS", None)  # tables wrap there
 MEMORY = Path("/dev/shm")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

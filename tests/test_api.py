@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import quantkit
-from quantkit.cli.demo import texts
 from quantkit.errors import LayoutError, Option, RecipeError, ThresholdError, Words
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
@@ -21,40 +20,37 @@ from quantkit.evaluation.verify import Verification
 from quantkit.io.files import hash_of_file
 from quantkit.pipeline.publish import Result
 from quantkit.progress import Event, Progress, Reporter
+from tests.properties.pages import Typist, prepare, shell
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 EXAMPLE = re.compile(r"^## (\w+)$|^Example:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SETUP = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CALIBRATED: dict[str, Any] = {"calib": "calibration.txt", "samples": 16, "max_length": 64}
 
 
 @pytest.fixture(scope="module")
-def work(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working folder with what the examples start from."""
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder with what the page's first block makes for the examples."""
     folder = tmp_path_factory.mktemp("api")
-    (folder / "model").symlink_to(tiny_llama)
-    calibration, evaluation = texts()
-    (folder / "calibration.txt").write_text("\n\n".join(calibration), encoding="utf-8")
-    (folder / "evaluation.txt").write_text(evaluation[:8_000], encoding="utf-8")
-    question = {"goal": "To read", "sol1": "open a book", "sol2": "close it", "label": 0}
-    (folder / "tasks" / "piqa").mkdir(parents=True)
-    (folder / "tasks" / "piqa" / "validation.jsonl").write_text(f"{json.dumps(question)}\n" * 4, encoding="utf-8")
+    prepare(folder)
     before = Path.cwd()
     os.chdir(folder)
+    for line in SETUP.findall(PAGE.read_text(encoding="utf-8"))[0].splitlines():
+        shell(line)
     yield folder
     os.chdir(before)
 
 
 @pytest.fixture(scope="module")
 def shown(work: Path) -> dict[str, dict[str, Any]]:
-    """The variables that each example of the page leaves; the examples run in the page's order."""
+    """The variables after each example of the page; the examples are typed into one prompt, in the page's order."""
     found: dict[str, dict[str, Any]] = {}
-    name = ""
+    prompt, name = Typist(), ""
     for heading, program in EXAMPLE.findall(PAGE.read_text(encoding="utf-8")):
         name = heading or name
         if program:
-            code = compile(program, f"the example of {name}", "exec")
-            found[name] = {}
-            exec(code, found[name])
+            prompt.type(program)
+            found[name] = dict(prompt.locals)
     return found
 
 

@@ -57,12 +57,13 @@ FACTS = {"general.license": "license", "general.languages": "language", "general
 
 
 class GgufSource(NamedTuple):
-    """Hold the files of a GGUF model, the form of its weights in words, its tensors by their names
-    in the model, their bytes, and why no text can be read, if none can.
+    """Hold the files of a GGUF model, the form of its weights in words, the words for their loss,
+    its tensors by their names in the model, their bytes, and why no text can be read, if none can.
     """
 
     files: list[StoredFile]
     form: str
+    loss: str
     tensors: dict[str, Derived]
     nbytes: int
     notices: tuple[str, ...]
@@ -229,11 +230,14 @@ def _source(
     tensors: dict[str, Derived],
     unreadable: str | None = None,
 ) -> GgufSource:
-    form, notices = _form(header)
+    form, loss = _form(header)
+    notices = []
     if unreadable is not None:
         notices.append(f"{unreadable}: outputs get no tokenizer, and no text can be read")
     nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
-    return GgufSource(stored, form, tensors, nbytes, tuple(notices), unreadable, header.metadata)
+    return GgufSource(
+        stored, form, loss, tensors, nbytes, tuple(notices), unreadable, header.metadata
+    )
 
 
 def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
@@ -509,25 +513,19 @@ def _kinds(header: GgufHeader) -> Counter[str]:
     return found
 
 
-def _form(header: GgufHeader) -> tuple[str, list[str]]:
-    """Describe the number formats of the matrices and their bits; and a notice if these are a
-    coarse grid.
-    """
+def _form(header: GgufHeader) -> tuple[str, str]:
+    """Describe the number formats of the matrices and their bits; and the loss of a coarse grid."""
     matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1]
     bits = (
         8
         * sum(tensor.nbytes for tensor in matrices)
         / max(1, sum(prod(tensor.shape) for tensor in matrices))
     )
-    notice = (
-        f"the source was quantized before: its weights lie on a grid of {bits:.2f} bits, what it "
-        "lost stays lost"
-    )
     form = (
         f"GGUF {'/'.join(kind for kind, _ in _kinds(header).most_common())} ({bits:.2f} bits a "
         "weight)"
     )
-    return form, [notice] if bits < 16 else []
+    return form, "; what they lost before stays lost" if bits < 16 else ""
 
 
 def _require_dequantizable(path: Path, header: GgufHeader) -> None:

@@ -118,7 +118,9 @@ class Checkpoint(StoredTensors):
         self.low_bit: str | None = None
         if source is not None:
             self.low_bit = source.form
-            self.notices.append(f"source weights are {source.form}, {self._dequantized()}")
+            self.notices.append(
+                f"source weights are {source.form}, {self._dequantized()}{source.loss}"
+            )
         elif self.stated is not None:
             # An index of the model before it was quantized lacks the parts of packed weights.
             owners = {name.rpartition(".")[0] for name in (*self.names(), *self.absent)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +209,8 @@ def _held(found: Mapping[str, Any]) -> str:
 
 
 def _description(found: Mapping[str, Any]) -> str:
+    from quantkit.reporting import facts
+
     bits = found["bits_per_weight"]
     return show.facts(
         [
@@ -247,7 +250,7 @@ def _description(found: Mapping[str, Any]) -> str:
             ("  dense", format_bytes(found["bytes"]["dense"])),
             *(("shape", f"{shape} x {count}") for shape, count in found["shapes"].items()),
             *(("file", f"{name} {format_bytes(count)}") for name, count in found["files"].items()),
-            ("loads in", found["readers"]),
+            *facts.readers({"readers": re.split(r", (?!not tried)", found["readers"])}),
             *(("note", notice) for notice in found["notices"]),
         ]
     )

@@ -234,6 +234,8 @@ def _schemes(output: Output) -> str:
 
 def _plan(found: Plan) -> str:
     """Format a plan: the output, the memory, the kernels that will serve it."""
+    from quantkit.reporting import facts
+
     output, memory = found.output, found.needs.memory.to_dict()
     needs = [
         f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory
@@ -272,7 +274,7 @@ def _plan(found: Plan) -> str:
             ),
             ("peak memory", f"about {' and '.join(needs)}"),
             ("disk free", format_bytes(found.needs.disk_free) if found.needs.disk_free else None),
-            ("loads in", facts_["readers"]),
+            *facts.readers({"readers": output.readers}),
             ("kernel", facts_["kernel"] or "none of quantkit's own"),
             *(("note", notice) for notice in found.notices),
         ]

@@ -81,6 +81,7 @@ def load(
 
     with torch.inference_mode():
         difference = packed(**prompt).logits - dense(**prompt).logits
+
     print("largest difference of a logit:", difference.abs().max().item())
     print(packed.model.layers[1].self_attn.q_proj)  # a PackedLinear with the stored tensors
     ```

@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.checkpoint.report import ROW_SUM, WORDS
 from quantkit.core.units import format_bytes
-from quantkit.engines.tables import BY_QUANTKIT
+from quantkit.engines.tables import BY_QUANTKIT, UNTRIED
 from quantkit.errors import Setting, Words, more_samples
 from quantkit.reporting import layer_errors as errors
 
@@ -140,18 +140,22 @@ def share(report: Mapping[str, Any]) -> str:
     return "" if found is None else f"{100 * found:.2f} % of the decoder's weights"
 
 
-def openings(report: Mapping[str, Any]) -> str:
-    """List the readers that opened the folder before it was published, empty if the report does not
-    know.
+def readers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """List the programs that load the folder: tried on it before it was published, known to, and
+    said to by their documentation.
     """
-    readers = [str(reader) for reader in report.get("opened_by", [])]
-    return (
-        ", ".join(readers)
-        if readers
-        else "no reader here, see the notes"
-        if "opened_by" in report
-        else ""
-    )
+    labels = [str(reader) for reader in report.get("readers", [])]
+    untried = [label.removesuffix(UNTRIED) for label in labels if label.endswith(UNTRIED)]
+    known = [label for label in labels if not label.endswith(UNTRIED)]
+    tried = [str(reader) for reader in report.get("opened_by", [])]
+    here = [next((label for label in known if label.startswith(name)), name) for name in tried]
+    others = ", ".join(label for label in known if label not in here)
+    if here:
+        others = "; ".join(filter(None, [f"{', '.join(here)}, tried on this folder", others]))
+    elif "opened_by" in report:
+        others = "; ".join(filter(None, [others, "none was tried on this folder, see the notes"]))
+    by_pages = f"{', '.join(untried)}: by documentation, not tried" if untried else ""
+    return [("loads in", others), ("perhaps in", by_pages)]
 
 
 def methods(layers: Iterable[Mapping[str, Any]]) -> str:

@@ -141,8 +141,7 @@ def _facts(
         ("Method", facts.methods(layers)),
         ("2:4 sparsity", facts.sparsity(layers)),
         ("Output loss", facts.losses(layers)),
-        ("Opened by", facts.openings(report) or "not recorded"),
-        ("Loads in", ", ".join(map(str, report.get("readers", [])))),
+        *((label.capitalize(), text) for label, text in facts.readers(report)),
         ("Verified", verified),
     ]
 
@@ -266,7 +265,7 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, str, list[Bar]]]:
 
 def _unopened(report: Mapping[str, Any]) -> Iterator[str]:
     for key, what in (
-        ("not_opened_by", "did not open the folder"),
+        ("not_opened_by", "did not load the folder"),
         ("not_tried", "was not tried on the folder"),
     ):
         yield from (f"{reader} {what}: {why}" for reader, why in report.get(key, {}).items())

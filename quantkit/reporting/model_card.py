@@ -9,6 +9,7 @@ from typing import Any
 from quantkit.checkpoint.report import CARD_KEYS, REPORT
 from quantkit.engines.readers import CAUSAL, engine_of, use_of
 from quantkit.reporting import charts, facts, layer_errors as errors
+from quantkit.reporting.tables import pieces
 
 #: Linears in the table of the largest errors.
 WORST = 10
@@ -39,7 +40,11 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
         revision=source.get("revision"),
         scheme=facts.schemes(report),
         pruned=report.get("command") == "prune",
-        facts=_facts(report),
+        facts=[
+            (label if row == 0 else "", piece)
+            for label, value in _facts(report)
+            for row, piece in enumerate(pieces(str(value or "")))
+        ],
         happened=[*facts.events(report), *([f"left out: {left}"] if left else [])],
         uses=list(_uses(report)),
         sections=[
@@ -111,13 +116,14 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
         report.get("layout"),
     )
     unknown = "what loads the source" if layout == "dense" else "unknown"
+    (loads, certain), doubtful = facts.readers(report)
     return [
         ("source", report.get("source", {}).get("weights")),
         ("scheme", facts.schemes(report)),
         ("method", facts.methods(layers)),
         ("layout", str(layout)),
-        ("loads in", ", ".join(map(str, report.get("readers", []))) or unknown),
-        ("opened by", facts.openings(report)),
+        (loads, certain or unknown),
+        doubtful,
         ("size", facts.sizes(totals)),
         ("dense", facts.dense(totals)),
         ("share", facts.share(report)),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quantkit.core.units import format_bytes
-from quantkit.reporting import facts
+from quantkit.reporting import facts, tables
 from quantkit.reporting.charts import printable
 
 
-def summary(report: Mapping[str, Any]) -> str:
+def summary(report: Mapping[str, Any], above: Collection[str] = ()) -> str:
     """Format the closing table for a terminal: figures, then one line for each event that must not
-    be silent.
+    be silent. Notes that stand `above` in the same output are only counted.
     """
+    notes = [*facts.explained_size(report), *facts.events(report)]
+    new = [note for note in notes if note not in above]
     layers, totals = report.get("layers", []), report.get("totals", {})
     peak, ranks = totals.get("peak_memory", {}), report.get("ranks", [])
     rows = [
@@ -27,8 +29,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("size", facts.sizes(totals)),
         ("dense", facts.dense(totals)),
         ("share", facts.share(report)),
-        ("opened by", facts.openings(report)),
-        ("loads in", ", ".join(map(str, report.get("readers", [])))),
+        *facts.readers(report),
         ("2:4", facts.sparsity(layers)),
         ("weight error", facts.weight_error(layers)),
         ("output loss", facts.losses(layers)),
@@ -42,9 +43,10 @@ def summary(report: Mapping[str, Any]) -> str:
             "memory",
             ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items()),
         ),
-        *(("note", line) for line in [*facts.explained_size(report), *facts.events(report)]),
+        *(("note", note) for note in new),
+        ("note", f"{len(notes) - len(new)} more, above" if len(notes) > len(new) else ""),
     ]
-    return "\n".join(f"{label:<13} {printable(text)}" for label, text in rows if text)
+    return tables.facts([(label, printable(text)) for label, text in rows], 13)
 
 
 def line(report: Mapping[str, Any]) -> str:

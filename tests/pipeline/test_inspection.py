@@ -26,6 +26,7 @@ from quantkit.io.json_files import load_json
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, Opening, describe, open_folder
+from quantkit.reporting import facts
 from tests.command_line import RTN, call, refused
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model
@@ -210,7 +211,8 @@ def test_a_conversion_of_a_family_that_transformers_does_not_know(int4: Path, tm
     )
     (source / REPORT).unlink()
     printed = call("pack", source, "--layout", "marlin", "-o", tmp_path / "out").stdout
-    assert "opened by     no reader here" in printed and "'abacus' is unknown to transformers" in printed
+    assert "none was tried on this folder, see the notes" in printed
+    assert "'abacus' is unknown to transformers" in printed
     report: Mapping[str, Any] = load_json(tmp_path / "out" / REPORT)
     assert report["opened_by"] == [] and set(report["not_tried"]) == {OURS, THEIRS}
     layout, _ = read_config(load_json(tmp_path / "out" / "config.json")["quantization_config"], "config.json")
@@ -284,7 +286,8 @@ def test_an_indexer_stays_dense_where_engines_join_it(tmp_path: Path) -> None:
 def test_report_table_and_card_name_the_readers(int4: Path) -> None:
     report = load_json(int4 / REPORT)
     assert report["opened_by"][0] == OURS and report["totals"]["share"] == 1
-    assert f"opened by     {', '.join(report['opened_by'])}" in call("report", int4).stdout
+    loads = facts.readers(report)[0][1]
+    assert loads.startswith(f"{OURS}") and "tried on this folder; vLLM" in loads
     card = (int4 / "README.md").read_text()
-    assert f"| opened by | {', '.join(report['opened_by'])} |" in card
+    assert f"loads in      {loads}\n" in call("report", int4).stdout and f"| loads in | {loads} |" in card
     assert "| share | 100.00 % of the decoder's weights |" in card

@@ -126,7 +126,7 @@ def constant(path: Path) -> bytes:
     if path.name == REPORT:
         return json.dumps(_constant(json.loads(data)), indent=1).encode()
     if path.name == "README.md":
-        text = re.sub(r"\| opened by \|.*", "| opened by | ... |", data.decode())
+        text = re.sub(r"\| loads in \|.*", "| loads in | ... |", data.decode())
         return re.sub(r"\d+\.\d[\d.]*(e-\d+)?", "#", text).encode()
     if path.suffix == ".json":
         return data.replace(f'"version": "{quantkit.__version__}"'.encode(), b'"version": "VERSION"')

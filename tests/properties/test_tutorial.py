@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.properties.pages import agree, shell
+from tests.properties.pages import Typist, agree, prepare, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/tutorial.md"
@@ -29,7 +29,7 @@ HOME = "/home/you/quantkit"
 def python(program: str) -> str:
     """Run a program and return what it prints on stdout."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(program, PAGE.name, "exec"), {})
+        Typist().type(program)
     return printed.getvalue()
 
 
@@ -50,13 +50,6 @@ def output(block: re.Match[str], command: str, shown: list[str]) -> list[str]:
     head = shown.index("...")
     tail = len(lines) - (len(shown) - head - 1)
     return [*lines[:head], "...", *lines[tail:]]
-
-
-def prepare(folder: Path) -> None:
-    """Give `folder` what the page's reader has in a clone: the licence's text and the packaged model."""
-    (folder / "LICENSE").symlink_to(ROOT / "LICENSE")
-    (folder / "quantkit").mkdir()
-    (folder / "quantkit/demo_model").symlink_to(ROOT / "quantkit/demo_model")
 
 
 @pytest.fixture

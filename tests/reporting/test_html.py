@@ -152,7 +152,7 @@ def test_the_headline_shows_the_figures_of_the_report() -> None:
     found = Page(page(report))
     for figure in ("4.125", "2.7 MB", "98.76 %", "5.0 s", "400.0 MB"):
         assert figure in found.all("dd"), figure
-    for fact in ("some/model abc", "int4:g128", "marlin", "gptq", "quantkit.load"):
+    for fact in ("some/model abc", "int4:g128", "marlin", "gptq", "quantkit.load, tried on this folder"):
         assert fact in found.all("dd"), fact
     assert found.all("h1") == ["some/model"]
 
