@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.calibration.budget import gradient_documents
+from quantkit.calibration.budget import RATE, gradient_documents, solving_work
 from quantkit.calibration.loop import calibrated, new_run
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.calibration.stages.solve import solve_uncalibrated
@@ -33,16 +33,19 @@ from quantkit.recipes.recipe import Recipe
 #: Blocks of a probe. The second is measured: it is neither slow like the first, nor without a
 #: successor like the last.
 BLOCKS = 3
+#: The phases that grow with tokens, and the fewest tokens of a document of a probe.
+GROWING, LEAST = ("forward", "hessian", "save"), 16
 #: Tokens of a probe without tuning, which needs some whole documents.
 TOKENS = 4096
-#: Seconds after which a probe ends.
-MOST_SECONDS = 60.0
-#: The range that is stated, relative to the estimate.
-SPREAD = 0.7, 1.5
+#: Seconds after which a probe ends, and what it says before it begins.
+MOST_SECONDS = 30.0
+BEGINS = f"the speed of this machine is measured on a few blocks, in about {MOST_SECONDS:.0f} s"
+#: The range that is stated, relative to the estimate; and if the probe was stopped.
+SPREAD, WIDE = (0.7, 1.5), (0.5, 2.0)
 #: Seconds of each run, and bytes of the source a second, for hashing, writing and opening.
 FIXED, BYTES_A_SECOND = 3.0, 3e8
 #: Products of weights and tokens below which a run takes less time than it is worth to be probed.
-SMALL = {"cpu": 5e10, "cuda": 1e14}
+SMALL = {device: 3 * rate for device, rate in RATE.items()}
 #: The same for runs without text, in weights.
 FEW_WEIGHTS = 5e7
 
@@ -65,25 +68,39 @@ def probe(
     sequences: Sequence[Tensor],
     *,
     progress: Progress,
-) -> tuple[float, float | None]:
-    """Measure a small part of a run and estimate the least and the most seconds of the whole; the
-    most are None if the probe was stopped.
+    evaluated: int = 0,
+) -> tuple[float, float]:
+    """Measure a small part of a run and estimate the least and the most seconds of the whole.
 
-    `model` has not run. `goals` has the goal of each linear, and `sequences` are int64 `[t]`.
-    Raises as the run would.
+    `model` has not run. `goals` has the goal of each linear, and `sequences` are int64 `[t]`. The
+    run also measures on `evaluated` tokens, before and after. Raises as the run would.
     """
-    src, blocks = model.src, len(model.blocks)
-    fixed = FIXED + src.source_bytes / BYTES_A_SECOND
-    try:
-        if recipe.calibrated:
+    src, watch = model.src, _Watch(progress)
+    shapes = [model.linears[name] for name, goal in goals.items() if goal is not None]
+    weights, (low, high) = sum(n * k for n, k in shapes), SPREAD
+    seconds = FIXED + src.source_bytes / BYTES_A_SECOND
+    each = 1 / RATE[model.device.type]
+    if not recipe.calibrated:
+        seconds += _rounding(src, recipe, goals)
+    else:
+        meter = _Meter(model.linears, watch)
+        try:
             some = model.first_blocks(BLOCKS)
-            seconds = _calibrating(recipe, some, blocks, sequences, _Watch(progress))
-        else:
-            seconds = _rounding(src, recipe, goals)
-    except _Late:
-        return fixed + MOST_SECONDS * blocks / BLOCKS, None
-    low, high = SPREAD
-    return low * (fixed + seconds), high * (fixed + seconds)
+            seconds += _calibrating(recipe, some, len(model.blocks), sequences, watch, meter)
+            each = meter.each(each)
+        except _Late:
+            # What was done in time tells of the rest: each product with a token, and solving.
+            each, (low, high) = meter.each(each), WIDE
+            lengths = [*map(len, sequences)]
+            tokens = sum(lengths) + (_passes(lengths, recipe.tune) if recipe.tune else 0)
+            seconds += each * weights * tokens + meter.solving(each) * solving_work(shapes)
+    seconds += 2 * each * evaluated * (weights + _outside(src))
+    return low * seconds, high * seconds
+
+
+def _outside(src: Checkpoint) -> int:
+    """Count the weights of the head."""
+    return max((prod(src.shape(name)) for name in src.names()), default=0)
 
 
 def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None]) -> float:
@@ -106,21 +123,27 @@ def _calibrating(
     blocks: int,
     sequences: Sequence[Tensor],
     watch: _Watch,
+    meter: _Meter,
 ) -> float:
     lengths = [len(tokens) for tokens in sequences]
     some = _typical(
         sequences, HELD_OUT if recipe.tune else ceil(TOKENS * len(lengths) / sum(lengths))
     )
+    if model.device.type == "cpu":  # a part of the time passes before the first linear is solved
+        weights = max(1, sum(n * k for n, k in model.linears.values()) // len(model.blocks))
+        most = MOST_SECONDS * RATE["cpu"] / 6 / weights / len(some)
+        some = [tokens[: max(LEAST, int(most))] for tokens in some]
     here = list(map(len, some))
     times = sum(lengths) / sum(here)
     with tempfile.TemporaryDirectory() as work:
         once = replace(recipe, tune=min(recipe.tune, 1))
         run = new_run(once, model, some, Path(work), progress=watch)
-        steps = calibrated(run, [], _Enlarge(times))
+        meter.begin(times)
+        steps = calibrated(run, [], meter)
         phases = (step.facts["phases"] for step in steps if isinstance(step, Commit))
         commits: list[dict[str, float]] = list(islice(phases, min(2, len(model.blocks))))
     first, each = commits[0], commits[-1]
-    grows = times * sum(each.get(phase, 0.0) for phase in ("forward", "hessian", "save"))
+    grows = times * sum(each.get(phase, 0.0) for phase in GROWING)
     tuned = each.get("tune", 0.0) * _passes(lengths, recipe.tune) / _passes(here, 1)
     of_blocks = blocks * (each.get("load", 0.0) + each.get("solve", 0.0) + grows + tuned)
     share = sum(lengths[: gradient_documents(lengths)]) / sum(here[: gradient_documents(here)])
@@ -151,18 +174,47 @@ def _typical(sequences: Sequence[Tensor], count: int) -> list[Tensor]:
     return [by_length[(2 * i + 1) * len(by_length) // (2 * count)] for i in range(count)]
 
 
-class _Enlarge(Stage):
-    """Let Hessians count the tokens of the whole run, so that the probe skips no step
-    of the run.
+class _Meter(Stage):
+    """Let Hessians count the tokens of the whole run, so that the probe skips no step of the run,
+    and relate the work that is done to its seconds.
+
+    It ends the probe where the next group would take longer than is left.
     """
 
-    def __init__(self, times: float) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], watch: _Watch) -> None:
+        self._shapes, self._watch, self._times = shapes, watch, 1.0
+        self._solved = list[tuple[int, int]]()
+        self._best: tuple[float, float, float] = 0.0, 0.0, 0.0
+
+    def begin(self, times: float) -> None:
+        """Begin with a run that has 1 / `times` of all tokens."""
         self._times = times
+
+    def enter(self, block: LoadedBlock) -> None:
+        self._solved = []
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
         for task in tasks:
             if task.hessian is not None:
                 task.hessian.tokens = round(task.hessian.tokens * self._times)
+        run, done = block.run, solving_work(self._solved)
+        if done > self._best[2]:
+            passed = sum(n * k for n, k in self._solved) * sum(map(len, run.sequences))
+            seconds = run.clock.seconds
+            grows = sum(seconds.get(phase, 0.0) for phase in GROWING)
+            self._best = grows / passed, seconds.get("solve", 0.0) / done, done
+        here = [self._shapes[name] for task in tasks for name in task.group.linears]
+        if run.model.device.type == "cpu":
+            self._watch.require(self.solving(1 / RATE["cpu"]) * solving_work(here))
+        self._solved += here
+
+    def each(self, usual: float) -> float:
+        """Return the seconds of a product of a weight and a token, `usual` if none is known."""
+        return self._best[0] or usual
+
+    def solving(self, usual: float) -> float:
+        """Return the seconds of such a product that stands for solving."""
+        return self._best[1] or usual
 
 
 class _Late(Exception):
@@ -189,6 +241,11 @@ class _Watch(Recorder):
     def check(self) -> None:
         super().check()
         if time.perf_counter() > self._end:
+            raise _Late
+
+    def require(self, seconds: float) -> None:
+        """End the probe if work of so many seconds would end too late."""
+        if time.perf_counter() + seconds > self._end:
             raise _Late
 
     def _measured(self, work: Iterable[Any], label: str) -> Iterator[Any]:

@@ -18,6 +18,7 @@ import click
 
 from quantkit.cli.process import (
     catch_signals,
+    end_if_signalled,
     exits,
     ignore_signals,
     limit_grace,
@@ -59,6 +60,7 @@ def main(args: Sequence[str] | None = None) -> None:
         with exits():
             _run(args)
     except SystemExit as left:
+        end_if_signalled(left.code)
         if is_out_of_memory(left):
             # Libraries that clean up at the end would fail as well, each with a traceback.
             sys.unraisablehook = lambda _: None

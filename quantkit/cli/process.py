@@ -19,7 +19,7 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -99,6 +99,16 @@ def _end_after_grace(read: int) -> None:
     if not _LAST_WORDS:
         _say_last(code)
     os._exit(code)
+
+
+def end_if_signalled(code: Any) -> None:
+    """End the process without the interpreter's own end, which takes seconds, if the last words
+    after a signal are said.
+    """
+    if _LAST_WORDS:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def ignore_signals() -> None:

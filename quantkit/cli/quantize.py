@@ -184,6 +184,7 @@ def plan(
     running: Any = {**vars(run), **vars(asked)}
     # The table lists all warnings, one line does not.
     running["progress"] = progress if progress.quiet else None
+    running["announce"] = progress.note
     fitted = replace(fitted, target=target)
     found = fit.plan(model, _built(**given), out=out, fitted=fitted, **running)
     if as_json or found.refusal is None:

@@ -22,14 +22,9 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def format_range(low: float, high: float | None) -> str:
-    """Format an estimated duration as short text, such as "about 3 to 5 min"; without `high` it is
-    more than `low`.
-    """
-    longest = high or low
-    unit, seconds = ("s", 1) if longest < 100 else ("min", 60) if longest < 6000 else ("h", 3600)
-    if high is None:
-        return f"more than {max(1, floor(low / seconds))} {unit}"
+def format_range(low: float, high: float) -> str:
+    """Format an estimated duration as short text, such as "about 3 to 5 min"."""
+    unit, seconds = ("s", 1) if high < 100 else ("min", 60) if high < 6000 else ("h", 3600)
     first, last = max(1, floor(low / seconds)), max(1, ceil(high / seconds))
     return f"about {first} to {last} {unit}" if first < last else f"about {last} {unit}"
 

@@ -27,7 +27,7 @@ from quantkit.checkpoint.report import load as load_report, peak_memory
 from quantkit.core.formats import INT4
 from quantkit.core.ranks import ranks
 from quantkit.core.scheme import Scheme
-from quantkit.core.units import format_bytes
+from quantkit.core.units import format_bytes, format_range
 from quantkit.engines.readers import Folder, refusal
 from quantkit.engines.tables import TARGETS
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Setting, Words
@@ -235,6 +235,9 @@ def plan(
     ]
     facts = {"best_uniform": found[0].name if found else None, "curve": curve}
     planned = _with_sensitivities(surveys.plan(model, best.job.recipe, out=out, **options), search)
+    if planned.needs.duration is not None:
+        searching = _of_search(planned.needs.duration)
+        planned = replace(planned, needs=replace(planned.needs, duration=searching))
     return replace(planned, fit=facts, verdict=planned.verdict.with_remarks(*search.notices))
 
 
@@ -271,6 +274,10 @@ def quantize(
     job = surveys.require_runnable(job, None, run, more=more, date=date)
     notice = (run.progress or Progress(quiet=True)).note
     notice(*search.notices)
+    if not (run.progress or Progress(quiet=True)).quiet and not run.resume:
+        duration, why = surveys.estimate_duration(job, run, notice)
+        found = [] if duration is None else [format_range(*_of_search(duration))]
+        notice(*why, *(f"{each} for the whole search, by a probe of one block" for each in found))
     with staging(
         out, resume=run.resume, overwrite=run.overwrite, source=job.src.home, notice=notice
     ) as work:
@@ -282,6 +289,11 @@ def quantize(
             f"takes {size} bytes, more than the target: a bug, please report it", subject=out
         )
     return load_report(out)
+
+
+def _of_search(duration: tuple[float, float]) -> tuple[float, float]:
+    """Estimate the seconds of a search, given those of one folder: it makes two to four."""
+    return 2 * duration[0], 4 * duration[1]
 
 
 def _make(
@@ -342,7 +354,10 @@ def _decide(
                 begun = any(work.glob(f"{each.folder}.partial-*"))
                 given = {**vars(options), "overwrite": False, "resume": begun}
                 drawn = text if each.job.recipe.calibrated else None
-                pipeline.quantize(model, work / each.folder, each.job.recipe, text=drawn, **given)
+                inner = work / each.folder
+                pipeline.quantize(
+                    model, inner, each.job.recipe, text=drawn, estimated=False, **given
+                )
         return Checkpoint(work / each.folder, options.trust_remote_code)
 
     expected = partial(expected_increase, job.recipe)

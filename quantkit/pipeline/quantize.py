@@ -30,6 +30,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.units import format_range
 from quantkit.io.staging import is_complete, staging
+from quantkit.names import MOST_TOKENS
 from quantkit.pipeline.publish import (
     Measure,
     begin_report,
@@ -57,6 +58,7 @@ def quantize(
     recipe: Recipe,
     measure: Measure | None = None,
     text: Calibration | None = None,
+    estimated: bool = True,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Quantize or prune (ALGORITHMS 9) a causal LM (folder or hub id) into a new folder `out`;
@@ -64,7 +66,8 @@ def quantize(
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves
     `out.partial-*`, which `resume` continues. `measure` evaluates the finished folder before it is
-    published. `text` is the recipe's, if it is drawn. If the caller has joined a process group, its
+    published. `text` is the recipe's, if it is drawn. The duration is noted if it is `estimated`.
+    If the caller has joined a process group, its
     ranks share a calibrated run. All of them call this alike, and the first one reads, writes and
     prints. All return the same report or raise the same error.
     """
@@ -76,7 +79,8 @@ def quantize(
         if not here.first:
             _assist(model, run, here)
             return here.broadcast(None)
-        return here.broadcast(_lead(model, Path(out), recipe, measure, text, run, here, progress))
+        led = _lead(model, Path(out), recipe, measure, text, run, here, progress, estimated)
+        return here.broadcast(led)
 
 
 def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
@@ -108,6 +112,7 @@ def _lead(
     run: RunOptions,
     here: Ranks,
     progress: Progress,
+    estimated: bool,
 ) -> dict[str, Any]:
     """Prepare, stage and publish a run, and compute this rank's part of it."""
     clock = Clock(torch.device("cpu"))
@@ -120,9 +125,11 @@ def _lead(
         require_devices(job.model.device, here)
     # On a GPU the first block soon gives the time that is left, and a probe would take a tenth of
     # the run.
-    if not progress.quiet and not run.resume and here.count == 1 and job.model.device.type == "cpu":
+    estimated = estimated and not progress.quiet and not run.resume and here.count == 1
+    if estimated and job.model.device.type == "cpu":
         with clock.phase("probe"):
-            duration, why = estimate_duration(job, run)
+            evaluated = 0 if measure is None else MOST_TOKENS
+            duration, why = estimate_duration(job, run, progress.note, evaluated)
         found = f"{format_range(*duration)}, by a probe of one block" if duration else None
         progress.note(*(why if found is None else [found]))
     src, recipe = job.src, job.recipe

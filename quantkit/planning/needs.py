@@ -235,14 +235,13 @@ def _smaller(parts: Mapping[str, int]) -> Words | None:
 class Needs:
     """The needs of a run: peak memory, peak disk space by part, and free disk space.
 
-    `duration` are the least and the most seconds by a measured probe; the most is None if they are
-    only known to be more.
+    `duration` are the least and the most seconds by a measured probe.
     """
 
     memory: Memory
     disk: Mapping[str, int] = field(default_factory=dict)
     disk_free: int | None = None
-    duration: tuple[float, float | None] | None = None
+    duration: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the needs as `plan --json` prints them."""

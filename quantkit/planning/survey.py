@@ -6,7 +6,7 @@ computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
@@ -24,7 +24,7 @@ from quantkit.calibration.budget import (
     split_documents,
 )
 from quantkit.calibration.loop import check_sequences, units_of
-from quantkit.calibration.probe import is_worth_a_probe, probe as probe_run
+from quantkit.calibration.probe import BEGINS, is_worth_a_probe, probe as probe_run
 from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
@@ -67,6 +67,10 @@ from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
 #: The layouts to take in this order where the usual one opens in no program. vLLM was asked to open
 #: AWQ folders of the families that transformers does not open (docs/models.md).
 OTHERS = ("awq", "gptq", "humming", *LAYOUTS)
+
+
+#: Is told of a step that takes long.
+Announce = Callable[[str], object]
 
 
 class Job(NamedTuple):
@@ -115,6 +119,7 @@ def plan(
     target: str | None = None,
     gpu: str | None = None,
     probe: bool = False,
+    announce: Announce = lambda text: None,
     **options: Unpack[RunKeywords],
 ) -> Plan:
     """Plan the output of `quantize` from config, headers and calibration text.
@@ -146,7 +151,7 @@ def plan(
         )
         facts = {key: value for key, value in facts.items() if key not in ("sha256", "sources")}
     elif probe and gpu_memory is None:
-        duration, why = estimate_duration(job, run)
+        duration, why = estimate_duration(job, run, announce)
         remarks += why
         if duration is not None:
             made = replace(made, needs=replace(made.needs, duration=duration))
@@ -154,10 +159,12 @@ def plan(
 
 
 def estimate_duration(
-    job: Job, run: RunOptions
-) -> tuple[tuple[float, float | None] | None, list[str]]:
+    job: Job, run: RunOptions, announce: Announce, evaluated: int = 0
+) -> tuple[tuple[float, float] | None, list[str]]:
     """Estimate the least and the most seconds of a run by a probe, if it is long; else, or if the
     probe fails, None and the reason.
+
+    `announce` is told before the probe. The run also measures on `evaluated` tokens.
     """
     sequences, device = job.text.sequences, job.model.device.type
     if job.recipe.calibrated and not sequences:  # only the last step is left
@@ -165,8 +172,10 @@ def estimate_duration(
     if not is_worth_a_probe(job.recipe, job.plan.output.weights, sequences, device):
         return None, []
     progress = run.progress or Progress(quiet=True)
+    announce(BEGINS)
+    asked: Any = {"progress": progress, "evaluated": evaluated}
     try:
-        found = probe_run(job.model, job.recipe, job.goals, sequences, progress=progress)
+        found = probe_run(job.model, job.recipe, job.goals, sequences, **asked)
     except QuantkitError as error:
         return None, [Words("the duration is not known, a probe of one block failed:", error.typed)]
     return found, []

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quantkit.calibration import probe
 from quantkit.core.units import format_range
+from quantkit.planning import survey
 from quantkit.planning.survey import plan
 from quantkit.progress import Progress
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import RTN, call
 from tests.promises.model import TEXT, write_model
@@ -51,13 +54,28 @@ def test_a_probe_changes_no_byte_and_is_left_out_where_nobody_reads(model: Path,
 
 
 @pytest.mark.usefixtures("always")
-def test_a_probe_that_takes_too_long_is_stopped_and_says_the_least(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 30.0])
+def test_a_probe_is_announced_and_extrapolates_what_was_done_in_time(
+    seconds: float, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(probe, "MOST_SECONDS", seconds)
+    args = (model, "--calib", model.parent / "text.txt", "--max-length", 64, "--device", "cpu", "--set", "tune=8")
+    done = call("plan", *args, "--samples", 16)
+    assert "the speed of this machine is measured" in done.stderr
+    assert "duration       about" in done.stdout and "more than" not in done.stdout
+    assert "duration" not in call("plan", *args, "--samples", 16, "--no-probe").stdout
+
+
+@pytest.mark.usefixtures("always")
+def test_a_stopped_probe_counts_the_text_and_the_evaluation(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MOST_SECONDS", 0.0)
-    args = ("plan", model, "--calib", model.parent / "text.txt", "--samples", 4, "--max-length", 32)
-    assert "duration       more than" in call(*args).stdout
-    assert "duration" not in call(*args, "--no-probe").stdout
+    monkeypatch.setattr(probe, "RATE", {"cpu": 1e6, "cuda": 1.0})
+    job = survey.survey(survey.dense_source(model, RunOptions()), from_mapping({}), None, RunOptions(device="cpu"))
+    found = [
+        probe.probe(job.model, job.recipe, job.goals, [torch.arange(64)] * count, progress=Progress(), evaluated=tokens)
+        for count, tokens in ((4, 0), (16, 0), (16, 4096))
+    ]
+    assert found == sorted(found) and found[2][1] > 1.2 * found[1][1] > found[0][1]
 
 
 @pytest.mark.usefixtures("always")
@@ -93,4 +111,3 @@ def test_ranges_are_round_and_in_one_unit() -> None:
     assert format_range(190, 290) == "about 3 to 5 min"
     assert format_range(7000, 9000) == "about 1 to 3 h"
     assert format_range(0.2, 0.4) == "about 1 s"
-    assert format_range(700, None) == "more than 11 min"
