@@ -24,7 +24,7 @@ from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.tasks import TaskScores
 from quantkit.evaluation.verify import Verification, verify as verify_folder
 from quantkit.inference.load import load as load_model
-from quantkit.keys import Key, built, keys_of
+from quantkit.keys import OPTIONS, Key, built, keys_of
 from quantkit.keywords import api_function
 from quantkit.layouts import recast
 from quantkit.pipeline import fit
@@ -499,7 +499,8 @@ def placed(options: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
             value = str(value) if isinstance(value, str | Path) else list(map(str, value))
             if not value:
                 continue
-        known[name].read(value, named=Setting(name))
+        # What has no option of its own was typed as `--set KEY=VALUE`.
+        known[name].read(value, named=Setting(name) if known[name].level in OPTIONS else "")
         *section, last = known[name].path
         (found.setdefault(section[0], {}) if section else found)[last] = (
             not value if known[name].negated else value
