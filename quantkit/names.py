@@ -44,7 +44,7 @@ OPTIONAL = {
     "compressed-tensors": ("0.15", "for transformers to load our default INT4 output"),
     "gguf": ("0.18", "to quantize GGUF files"),
     "lm-eval": ("0.4.13", "for eval tasks"),
-    "vllm": ("0.26", "on Linux, to serve, and for verify --engine"),
+    "vllm": ("0.26", "on Linux, to serve, and for verify by an engine"),
     "cupy-cuda12x": ("13.6", "for kernels on a GPU, CUDA 12"),
     "cupy-cuda13x": ("13.6", "for kernels on a GPU, CUDA 13"),
 }

@@ -215,7 +215,8 @@ def drop_auto_map(config: dict[str, Any]) -> list[str]:
 
 #: transformers' own implementations of attention and experts, which a config may name.
 OWN_IMPLEMENTATIONS = re.compile(
-    r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d)|(batched|grouped)_mm|deepgemm|sonicmoe"
+    r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d)"
+    r"|(batched|grouped)_mm|deepgemm|sonicmoe"
 )
 
 

@@ -237,8 +237,8 @@ def unbuildable(src: Checkpoint, error: Exception) -> CheckpointError:
     """
     if is_out_of_memory(error):
         raise error
-    ways = ("mend it", "upgrade transformers")
+    ways = ["mend it", "upgrade transformers"]
     if isinstance(error, ImportError):  # of the model's own code
-        ways = ("install the packages that it names",)
+        ways = ["install the packages that it names"]
     rule = f"transformers cannot build the model of config.json ({reason(error)})"
     return CheckpointError(rule, *ways, subject=src.path)

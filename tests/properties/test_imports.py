@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 #: Third-party package -> the packages or modules of quantkit that import it.
 IMPORTERS = {
     "transformers": {
+        "checkpoint.gguf_config",
         "checkpoint.gguf_source",
         "checkpoint.gguf_tokenizer",
         "models",
@@ -47,7 +48,7 @@ IMPORTERS = {
         "serving.vllm_plugin",
     },
     "sglang": {"serving.sglang_plugin", "serving.sglang_quantization"},
-    "numpy": {"evaluation", "core", "io", "layouts", "planning.fit"},
+    "numpy": {"evaluation", "core", "io", "layouts", "planning.fit", "text"},
     "scipy": {"planning.fit"},
     "click": {"cli"},
     "filelock": {"io.staging"},
