@@ -11,7 +11,8 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, inf
 from pathlib import Path
@@ -125,7 +126,7 @@ def draw_calibration(
                 source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
             )
             characters = max(characters, found.characters)
-            tokens = _Tokens(found, replace(template), share)
+            tokens = _Tokens(found, copy(template), share)
             amount = _Amount(counts[source], max_length, most_tokens * share, ceil(more * share))
             drawn, facts = _draw(tokens, amount, seed, lengths, notices)
             sequences = drawn[: facts["sequences"]]

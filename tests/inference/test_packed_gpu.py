@@ -294,7 +294,7 @@ def test_a_gpu_that_is_too_small_is_refused_before_any_weight_is_read(
 ) -> None:
     path = write(sources[torch.float16], tmp_path / "out", "marlin", "int4:g128")
     assert free_gpu_memory(torch.device("cuda", 0)) > 0
-    monkeypatch.setattr(transformers_plugin, "free_gpu_memory", lambda device: 1000)
+    monkeypatch.setattr(transformers_plugin, "free_bytes", lambda device: 1000)
     before = torch.cuda.memory_allocated()
     with pytest.raises(CheckpointError, match=r"cuda:0, which has 1\.0 kB free"):
         quantkit.load(path, device="cuda")

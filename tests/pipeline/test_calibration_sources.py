@@ -97,7 +97,7 @@ def test_without_calibration_data_the_packaged_text_is_used_loudly(small_llama: 
 
 @pytest.mark.usefixtures("no_hub")
 def test_without_a_hub_each_command_names_its_own_option(small_llama: Path, tmp_path: Path) -> None:
-    says = "the hub cannot be reached and nothing is cached: give a .txt, .json, .jsonl, .parquet file with"
+    says = "the hub cannot be reached and nothing is cached: give a .txt, .json, .jsonl, .csv, .parquet file with"
     for command in ("quantize", "prune"):
         error = refused(command, small_llama, "--calib", "c4", out=tmp_path / "out")
         assert error == f"Error: c4: {says} --calib FILE\n"
