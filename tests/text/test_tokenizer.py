@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,8 @@ def test_a_package_that_a_tokenizer_needs_is_named(
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     with pytest.raises(CheckpointError, match=f"needs the Python package {package}.*pip install {package}$"):
         load_tokenizer(folder)
+
+
+def test_a_folder_whose_name_is_no_text_has_a_readable_tokenizer(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path / "m").rename(tmp_path / os.fsdecode(b"\xe6\x9d"))
+    tokenizer.require_readable_tokenizer(folder)
