@@ -6,11 +6,11 @@ An exception that is not listed here is a bug and shows its traceback.
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -88,7 +88,9 @@ def limit_grace() -> None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     if hasattr(os, "register_at_fork"):  # a signal to a child is none to this process
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    threading.Thread(target=_end_after_grace, args=[read], daemon=True).start()
+    # `Thread.start` would wait forever for a thread that finds no memory to begin.
+    with suppress(RuntimeError):
+        _thread.start_new_thread(_end_after_grace, (read,))
 
 
 def _end_after_grace(read: int) -> None:
