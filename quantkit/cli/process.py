@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import click
 
+from quantkit.core.memory_limits import unused_memory
 from quantkit.errors import QuantkitError, RecipeError, is_out_of_memory, reason
 from quantkit.progress import Progress, Stop
 
@@ -50,6 +51,8 @@ ENVIRONMENTAL = {
 STOP = Stop()
 #: Seconds that a command has to end in order after a signal.
 GRACE = 2.0
+#: Memory of a thread: its stack, and what Python makes for it.
+THREAD_BYTES = 2**24
 #: The command that runs, and its last words.
 _CONTEXTS: list[click.Context] = []
 _LAST_WORDS: list[str] = []
@@ -81,15 +84,15 @@ def limit_grace() -> None:
     The disk holds a resumable state at any moment.
     """
     _LAST_WORDS.clear()
-    if not hasattr(os, "set_blocking"):  # Windows, before Python 3.12: the handlers are all
+    # Windows before Python 3.12 has no such pipe, and a thread needs memory to begin.
+    if not hasattr(os, "set_blocking") or unused_memory(swap=True) < THREAD_BYTES:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     if hasattr(os, "register_at_fork"):  # a signal to a child is none to this process
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    # `Thread.start` would wait forever for a thread that finds no memory to begin.
-    with suppress(RuntimeError):
+    with suppress(RuntimeError):  # `Thread.start` would wait forever for one that cannot begin
         _thread.start_new_thread(_end_after_grace, (read,))
 
 

@@ -233,6 +233,10 @@ def survey(
             subject=src.path,
         )
     job = job_of(src, model, recipe, out, run, gpu_memory)
+    try:  # before transformers opens the output, in threads that would wait for memory forever
+        job.plan.needs.memory.of_sequences(0, run.act_budget).require()
+    except QuantkitError as error:
+        return _with_verdict(job, refusal=error)
     refused = refusal(job, run)
     if refused is None or recipe.layout is None:
         return _with_verdict(job, refusal=refused)
