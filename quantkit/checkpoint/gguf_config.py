@@ -20,10 +20,24 @@ from quantkit.io.json_files import shown
 ORIGINAL = "use the model's own folder"
 #: Architecture -> `model_type` of transformers, for the families whose tensors it reads.
 FAMILIES = {
-    **{"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"},
-    **{"gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"},
-    **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3", "stablelm", "falcon")},
-    **{name: name for name in ("bloom", "gpt2", "starcoder2", "mamba", "nemotron", "lfm2")},
+    "bloom": "bloom",
+    "falcon": "falcon",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
+    "gpt2": "gpt2",
+    "lfm2": "lfm2",
+    "llama": "llama",
+    "mamba": "mamba",
+    "minimax-m2": "minimax_m2",
+    "nemotron": "nemotron",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 #: Other names of keys.
 ALIASES = {
@@ -61,31 +75,32 @@ ENTRIES = {
     "ssm.time_step_rank": "time_step_rank",
 }
 OFF = (0, False)
+#: Keys that change nothing in a family without such an entry, whatever they say.
+ANY = (
+    "context_length tensor_data_layout use_parallel_residual rope.scaling.finetuned "
+    "rope.scaling.original_context_length"
+)
+#: Keys that change nothing there if they say that something is off.
+IF_OFF = (
+    "attention.head_count attention.clamp_kqv attention.shared_kv_layers attn_logit_softcapping "
+    "final_logit_softcapping router_logit_softcapping embedding_length_per_layer_input "
+    "expert_count expert_used_count expert_shared_count expert_feed_forward_length "
+    "expert_shared_feed_forward_length leading_dense_block_count nextn_predict_layers "
+    "pooling_type ssm.dt_b_c_rms rope.scaling.alpha rope.scaling.yarn_log_multiplier"
+)
+#: Keys that change nothing there if they say off or one.
+IF_OFF_OR_ONE = (
+    "embedding_scale residual_scale logit_scale expert_weights_scale expert_group_count "
+    "expert_group_used_count interleave_moe_layer_step moe_every_n_layers"
+)
 #: Key -> values that change nothing in a family without such an entry; None if none does.
 NEUTRAL: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("context_length", "tensor_data_layout", "use_parallel_residual"), None),
-    **dict.fromkeys(("rope.scaling.finetuned", "rope.scaling.original_context_length"), None),
-    **dict.fromkeys(("attention.causal", "expert_weights_norm"), (True,)),
-    **dict.fromkeys(
-        (
-            *("attention.head_count", "attention.clamp_kqv", "attention.shared_kv_layers"),
-            *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"),
-            *("embedding_length_per_layer_input", "expert_count", "expert_used_count"),
-            *("expert_shared_count", "expert_feed_forward_length", "leading_dense_block_count"),
-            *("expert_shared_feed_forward_length", "nextn_predict_layers", "pooling_type"),
-            *("ssm.dt_b_c_rms", "rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"),
-        ),
-        OFF,
-    ),
-    **dict.fromkeys(
-        (
-            *("embedding_scale", "residual_scale", "logit_scale", "expert_weights_scale"),
-            *("expert_group_count", "expert_group_used_count", "interleave_moe_layer_step"),
-            "moe_every_n_layers",
-        ),
-        (*OFF, 1),
-    ),
+    **dict.fromkeys(ANY.split(), None),
+    **dict.fromkeys(IF_OFF.split(), OFF),
+    **dict.fromkeys(IF_OFF_OR_ONE.split(), (*OFF, 1)),
+    "attention.causal": (True,),
     "attention.max_alibi_bias": (*OFF, 8),
+    "expert_weights_norm": (True,),
     "rope.dimension_sections": ([0, 0, 0, 0], 0),
     "rope.scaling.yarn_ext_factor": (1, -1),
 }
@@ -183,7 +198,7 @@ def _one(value: Any) -> Any:
 
 
 def _of_family(kind: str, stated: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    """Return what a family has by its tensors, or without a key."""
+    """Return the entries that no key states: they follow from the tensors, or from the family."""
     if kind == "lfm2":
         heads = stated.get("lfm2.attention.head_count_kv", [])
         types = ["full_attention" if each else "conv" for each in heads]

@@ -1,5 +1,5 @@
-"""Measure over all documents, on all ranks, what a solver needs: the Hessian of each group's input
-(ALGORITHMS 2), and the largest sums of rows that vLLM holds in float16 (docs/layouts.md 9b).
+"""The statistics of all documents, on all ranks, that a solver needs: the Hessian of each group's
+input (ALGORITHMS 2), and the largest sums of rows that vLLM holds in float16 (docs/layouts.md 9b).
 """
 
 from __future__ import annotations
