@@ -230,7 +230,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
     without a static cache, and KernelError without a GPU, CuPy or enough memory. KernelError for a
     model that cannot be captured.
     """
-    built = skeleton(model, load.dtype, False)
+    built = skeleton(model, load.dtype)
     positions = getattr(built.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and load.prompt + load.new > positions:
         raise RecipeError(
@@ -286,7 +286,7 @@ def _time_variant(
     held = torch.cuda.memory_allocated(where) - before
     for line in notices:
         progress.warn(line)
-    empty = skeleton(model, load.dtype, False)
+    empty = skeleton(model, load.dtype)
     expected, paths = sizes(empty, variant), find_blocks(empty)
     paces = []
     for batch in progress.bar(list(batches), f"{variant.layout} {variant.scheme}".strip()):

@@ -452,7 +452,7 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
     where = torch.device("cuda", torch.cuda.current_device())
     for name in figure.models:
         outline = random_model.Outline(name, Path(name), MODELS[name])
-        built = skeleton(outline, torch.float16, False)
+        built = skeleton(outline, torch.float16)
         for variant in random_model.variants(outline, figure.layouts, (), ()):
             if any((row["model"], row["layout"]) == (name, variant.layout) for row in before):
                 continue
@@ -493,7 +493,7 @@ def largest_batches(figure: Models, free: float) -> Iterator[str]:
     yield "|---|---|" + "---|" * len(figure.layouts)
     for name in figure.models:
         outline = random_model.Outline(name, Path(name), MODELS[name])
-        built = skeleton(outline, torch.float16, False)
+        built = skeleton(outline, torch.float16)
         forms = random_model.variants(outline, figure.layouts, (), ())
         found = [fitting(figure, name, built, form, free)[-1:] for form in forms]
         yield f"| {name} | " + " | ".join(str(fits[0]) if fits else "none" for fits in found) + " |"

@@ -166,7 +166,7 @@ def _planned(memory: Memory) -> dict[str, int]:
 
 
 def _source_bytes(model: Outline) -> int:
-    return sum(parameter.nbytes for parameter in skeleton(model, torch.bfloat16, False).parameters())
+    return sum(parameter.nbytes for parameter in skeleton(model, torch.bfloat16).parameters())
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

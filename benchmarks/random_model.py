@@ -164,7 +164,7 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
     matches. LayoutError if a layout does not hold all linears. RecipeError for
     an invalid pattern, and if no linear is left.
     """
-    built = skeleton(model, torch.float16, False)
+    built = skeleton(model, torch.float16)
     linears, every = (
         linears_of(built, model, skip),
         [p for p, m in built.named_modules() if isinstance(m, nn.Linear)],
@@ -300,7 +300,7 @@ def build(
     Linears of one shape and scheme get copies of one weight. Outputs are about as large as inputs,
     so that no depth overflows.
     """
-    built = skeleton(model, dtype, False)
+    built = skeleton(model, dtype)
     first: dict[tuple[Any, ...], PackedLinear] = {}
     notices: list[str] = []
     for path, scheme in progress.bar(list(variant.schemes.items()), "packing") if variant.schemes else ():

@@ -31,7 +31,7 @@ ROWS = 4096
 
 def blocks_of(model: Outline) -> int:
     """Count the blocks of a model."""
-    return len(find_blocks(skeleton(model, torch.bfloat16, False)))
+    return len(find_blocks(skeleton(model, torch.bfloat16)))
 
 
 def shortened(model: Outline, blocks: int) -> Outline:
@@ -55,7 +55,7 @@ def write_model(folder: Path, model: Outline, device: torch.device) -> None:
 
     RecipeError for a family whose tokenizer cannot be one of words.
     """
-    built = skeleton(model, torch.bfloat16, False)
+    built = skeleton(model, torch.bfloat16)
     words = min(WORDS, built.get_input_embeddings().get_parameter("weight").shape[0])
     _write(folder, CONFIG, model.config)
     _write(folder, "tokenizer.json", word_tokenizer(words))

@@ -84,7 +84,7 @@ def write_sources(folder: Path, shape: str, device: torch.device) -> dict[int, P
     outline.config["tie_word_embeddings"] = True
     drawn = torch.Generator(device).manual_seed(0)
     shards: dict[str, dict[str, torch.Tensor]] = {"first": {}, "rest": {}}
-    for name, like in skeleton(outline, torch.bfloat16, False).named_parameters():
+    for name, like in skeleton(outline, torch.bfloat16).named_parameters():
         if ".layers.1." not in name and name != "lm_head.weight":
             shards["first" if ".layers.0." in name else "rest"][name] = random_weight(like, drawn).cpu()
     shards["second"] = {name.replace(".0.", ".1."): tensor for name, tensor in shards["first"].items()}

@@ -201,7 +201,6 @@ def draw_text(
     calib: Calib,
     count: int,
     progress: Progress,
-    trust_remote_code: bool = False,
 ) -> Text:
     """Let the unquantized model write `count` sequences, int64 `[t]`; return them and their facts.
 
@@ -218,10 +217,8 @@ def draw_text(
     if turns is not None and len(turns.opening) >= longest:
         turns = None
     # That of the run presents some weights in another form.
-    src = Checkpoint(model.src.path, trust_remote_code, dequantize=True)
-    module = load_dense_model(
-        src, device=str(device), dtype=model.dtype, trust_remote_code=trust_remote_code
-    )
+    src = Checkpoint(model.src.path, model.src.trusted, dequantize=True)
+    module = load_dense_model(src, device=str(device), dtype=model.dtype)
     alphabet, first = alphabet_of(tokenizer, module, turns), first_token(tokenizer, turns)
     ordinary = sorted(alphabet.ordinary)
     order, draws = (

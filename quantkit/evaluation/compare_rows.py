@@ -223,9 +223,7 @@ class Rows:
 
     def _dense(self, src: Checkpoint) -> Any:
         """Load a model, decoded to float32 like every other, so that rows differ only in codes."""
-        return load_dense_model(
-            src, device=self._run["device"], trust_remote_code=self._run["trust_remote_code"]
-        )
+        return load_dense_model(src, device=self._run["device"])
 
     def _load(self, entry: Entry, folder: Path) -> Any:
         self._quantized(entry, folder)

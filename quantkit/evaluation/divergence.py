@@ -145,8 +145,9 @@ def measurement(
     CheckpointError, before any work, if the text cannot be read or is too short, or the memory does
     not hold both models.
     """
-    shared: Any = {"device": run.device, "trust_remote_code": run.trust_remote_code}
-    load = LoadOptions(revision=run.revision, **shared)
+    load = LoadOptions(
+        device=run.device, revision=run.revision, trust_remote_code=run.trust_remote_code
+    )
     opened = open_checkpoint(model, load, dequantize=True)
     text, what = opened.text(data, "eval")
     length = len(token_ids(opened.tokenizer, text, special=False, at_most=2))
@@ -163,7 +164,7 @@ def measurement(
         try:
             with about(Option("eval")):
                 reference = open_checkpoint(model, load, dequantize=True).load(progress)
-                ours = load_for_evaluation(made, **shared, progress=progress)
+                ours = load_for_evaluation(made, progress=progress, **vars(load))
                 pieces = cut([reference, ours], opened.tokenizer, text, tokens=MOST_TOKENS)
                 found = token_values(reference, ours, pieces, progress)
                 return {

@@ -107,7 +107,7 @@ def require_engine(folder: Path, asked: VerifyOptions) -> None:
         src = Checkpoint(folder, asked.trust_remote_code)
         require_decoder_only(
             src,
-            config_of(src, src.trusted),
+            config_of(src),
             f"and verify asks {engine} to continue texts",
             Words("leave", Option("engine"), "out"),
         )
@@ -139,8 +139,7 @@ def _prompts(src: Checkpoint) -> list[list[int]]:
     ids = token_ids(tokenizer, text, special=False).tolist()
     front, _ = affixes(tokenizer)
     positions = (
-        getattr(config_of(src, src.trusted).get_text_config(), "max_position_embeddings", None)
-        or LENGTH + NEW
+        getattr(config_of(src).get_text_config(), "max_position_embeddings", None) or LENGTH + NEW
     )
     length = max(2, min(LENGTH, positions - NEW) - len(front))
     return [front + ids[start : start + length] for start in range(0, PROMPTS * length, length)]
@@ -241,7 +240,7 @@ def _logprobs(
     """Compute the log-probabilities of each sequence's tokens except the first, `[t]` in float32 on
     the CPU.
     """
-    model = load_dense_model(src, device=str(device), dtype=dtype, trust_remote_code=src.trusted)
+    model = load_dense_model(src, device=str(device), dtype=dtype)
     found = []
     with torch.inference_mode():
         for tokens in progress.bar(sequences, f"decoded, {dtype_name(dtype)}", len(sequences)):

@@ -48,10 +48,7 @@ class Opened:
 
     def load(self, progress: Progress) -> PreTrainedModel:
         """Load the model as evaluations do."""
-        asked = {
-            key: getattr(self.options, key) for key in ("device", "trust_remote_code", "check")
-        }
-        return load_for_evaluation(self.src, **asked, progress=progress)
+        return load_for_evaluation(self.src, progress=progress, **vars(self.options))
 
     def text(self, source: str, option: str = "data") -> tuple[str, str]:
         """Read the text on which the model is judged, and a line that describes it; `option` of the
@@ -62,7 +59,7 @@ class Opened:
 
     def require_decoder_only(self) -> None:
         """Raise CheckpointError for an encoder-decoder, whose text does not continue its prompt."""
-        config = config_of(self.src, self.options.trust_remote_code)
+        config = config_of(self.src)
         rule = "and evaluations need a model that continues its prompt"
         require_decoder_only(self.src, config, rule)
 

@@ -101,20 +101,19 @@ def generate(
     or a model with too few positions.
     """
     asked, load = built(options, WriteOptions, LoadOptions)
-    chosen, trusted = sampling(asked), load.trust_remote_code
-    src = Checkpoint(resolve(str(checkpoint), load.revision, trusted), trusted)
-    config = config_of(src, trusted)
-    require_text(src, config, trusted)
-    tokenizer = load_tokenizer(src.path, trusted)
+    chosen = sampling(asked)
+    folder = resolve(str(checkpoint), load.revision, load.trust_remote_code)
+    src = Checkpoint(folder, load.trust_remote_code)
+    config = config_of(src)
+    require_text(src, config)
+    tokenizer = load_tokenizer(src.path, src.trusted)
     tokenizer = tokenizer if config.is_encoder_decoder else continued(tokenizer)
     ids = (message_tokens if asked.chat else prompt_tokens)(tokenizer, prompt)
     if not asked.chat and has_chat_template(tokenizer):
         (progress or Progress(quiet=True)).note(
             Words("the model has a chat template: add", Option("chat", True), "for an answer")
         )
-    model = load_for_evaluation(
-        src, device=load.device, trust_remote_code=trusted, check=load.check, progress=progress
-    )
+    model = load_for_evaluation(src, progress=progress, **vars(load))
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(asked.seed or 0)
         return _write(model, tokenizer, prompt, ids, asked.max_new_tokens, chosen, listener)

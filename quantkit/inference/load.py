@@ -20,12 +20,14 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Command, QuantkitError, Setting, Words, reason
 from quantkit.inference.swap_linears import require_kernels, require_memory
+from quantkit.keys import built
 from quantkit.layouts.compressed_tensors import METHOD
 from quantkit.models.devices import compute_dtype, device_of, free_bytes
 from quantkit.models.meta_model import (
     auto_class,
     config_of,
     generation_config_of,
+    runs_code,
     unbuildable,
 )
 from quantkit.models.modules import computed
@@ -33,6 +35,7 @@ from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
+from quantkit.recipes.options import LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +92,7 @@ def load(
     folder = resolve(str(checkpoint), revision, trust_remote_code)
     src = Checkpoint(folder, trust_remote_code)
     with checked(src, check):
-        model = _load(src, device, device_map, dtype, trust_remote_code)
+        model = _load(src, device, device_map, dtype)
     if notice := getattr(getattr(model, "hf_quantizer", None), "decoded_once", None):
         Progress().note(notice)
     return model
@@ -100,7 +103,6 @@ def _load(
     device: str,
     device_map: Any,
     dtype: torch.dtype | None,
-    trust_remote_code: bool,
 ) -> PreTrainedModel:
     if src.low_bit is not None or src.wrapped is not None:
         held = f"{src.low_bit} weights" if src.low_bit else f"{src.wrapped} of a wrapped model"
@@ -120,33 +122,27 @@ def _load(
         dtype = compute_dtype(src.dtype_of_model, torch.device("cuda" if gpu else "cpu"))
     if src.layout is None and device_map is None:
         _require_memory(src, place, dtype)
-    return _from_pretrained(
-        src, device_map or {"": place}, dtype, trust_remote_code, device == "auto"
-    )
+    return _from_pretrained(src, device_map or {"": place}, dtype, device == "auto")
 
 
 def load_for_evaluation(
-    src: Checkpoint,
-    *,
-    device: str,
-    trust_remote_code: bool,
-    check: bool = True,
-    progress: Progress | None = None,
+    src: Checkpoint, *, progress: Progress | None = None, **options: Any
 ) -> PreTrainedModel:
     """Load a packed model, or a dense one in float32; warnings about slow weights become notes of
     `progress`.
 
-    `check` is as for `load`.
+    The `options` are the fields of `LoadOptions`; `src` was opened with some of them.
     """
-    src = _with_its_scales(src, trust_remote_code)
-    with checked(src, check):
+    (asked,) = built(options, LoadOptions)
+    src = _with_its_scales(src)
+    with checked(src, asked.check):
         if src.layout is None:
             (progress or Progress(quiet=True)).note(*src.notices)
-            _require_memory(src, device_of(device), torch.float32)
-            return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
+            _require_memory(src, device_of(asked.device), torch.float32)
+            return load_dense_model(src, device=asked.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            model = _load(src, device, None, None, trust_remote_code)
+            model = _load(src, asked.device, None, None)
     quantizer: Any = model.hf_quantizer
     (progress or Progress(quiet=True)).note(*quantizer.notices)
     if quantizer.decoded_once is not None:
@@ -160,7 +156,7 @@ def _require_memory(src: Checkpoint, place: torch.device, dtype: torch.dtype) ->
     require_memory({place: needed}, free_bytes, src.path)
 
 
-def _with_its_scales(src: Checkpoint, trust_remote_code: bool) -> Checkpoint:
+def _with_its_scales(src: Checkpoint) -> Checkpoint:
     """Open another tool's packed folder as a dense model, because float16 cannot hold
     its scales.
     """
@@ -168,7 +164,7 @@ def _with_its_scales(src: Checkpoint, trust_remote_code: bool) -> Checkpoint:
         if name is not None and src.dtype(name) != torch.float16:
             scales = src.get(name)
             if bool((scales.half().float() != scales.float()).any()):
-                return Checkpoint(src.path, trust_remote_code, dequantize=True)
+                return Checkpoint(src.path, src.trusted, dequantize=True)
     return src
 
 
@@ -176,11 +172,10 @@ def _from_pretrained(
     src: Checkpoint,
     device_map: Any,
     dtype: torch.dtype,
-    trust_remote_code: bool,
     decodes_without_kernels: bool,
 ) -> PreTrainedModel:
-    config = config_of(src, trust_remote_code)
-    texts = generation_config_of(src, trust_remote_code)
+    config = config_of(src)
+    texts = generation_config_of(src)
     if src.stated is not None:
         from quantkit.inference import transformers_plugin
 
@@ -193,9 +188,12 @@ def _from_pretrained(
         config.transformers_weights = names[0]  # whatever its name is
     model: PreTrainedModel
     try:
-        remote = trust_remote_code and "auto_map" in src.config
-        options: Any = {"device_map": device_map, "dtype": dtype, "trust_remote_code": remote}
-        auto = auto_class(src, config, trust_remote_code)
+        options: Any = {
+            "device_map": device_map,
+            "dtype": dtype,
+            "trust_remote_code": runs_code(src),
+        }
+        auto = auto_class(src, config)
         with building(), silent_transformers():
             loaded: Any = auto.from_pretrained(
                 src.path, config=config, output_loading_info=True, **options
@@ -259,7 +257,6 @@ def refusal_by_transformers(
     src: Checkpoint,
     stated: dict[str, Any] | None,
     forms: Forms,
-    trust_remote_code: bool,
 ) -> str | None:
     """Open tensors with transformers' own quantizer; return the reason why it refuses, None if it
     opens them.
@@ -270,7 +267,7 @@ def refusal_by_transformers(
     from transformers import __version__
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    config: Any = config_of(src, trust_remote_code)
+    config: Any = config_of(src)
     if stated is not None:
         method = stated["quant_method"]
         if method not in AUTO_QUANTIZER_MAPPING:

@@ -58,16 +58,12 @@ class BlockRunner(LanguageModel):
     for an unknown device.
     """
 
-    def __init__(
-        self, src: Checkpoint, *, device: str = "auto", trust_remote_code: bool = False
-    ) -> None:
+    def __init__(self, src: Checkpoint, *, device: str = "auto") -> None:
         self.device = device_of(device)
         self.device_name = (
             "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         )
-        super().__init__(
-            src, compute_dtype(src.dtype_of_model, self.device), trust_remote_code=trust_remote_code
-        )
+        super().__init__(src, compute_dtype(src.dtype_of_model, self.device))
         self.fuses_attention = self.device.type == "cuda"
         self._begin()
 

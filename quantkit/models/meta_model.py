@@ -29,7 +29,12 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 _THREAD = threading.local()
 
 
-def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
+def runs_code(src: Checkpoint) -> bool:
+    """Return True if the user trusts the code of a model, and its config names some."""
+    return src.trusted and "auto_map" in src.config
+
+
+def config_of(src: Checkpoint) -> PretrainedConfig:
     """Return the configuration in config.json, without its quantization.
 
     CheckpointError for a model type or config that transformers cannot read.
@@ -38,7 +43,7 @@ def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
         from transformers import CONFIG_MAPPING, AutoConfig
 
     family = str(src.config.get("model_type"))
-    remote = trust_remote_code and "auto_map" in src.config
+    remote = runs_code(src)
     if not remote and family not in CONFIG_MAPPING:
         raise CheckpointError(
             f"model type {family!r} is unknown to transformers",
@@ -73,7 +78,7 @@ def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
-def generation_config_of(src: Checkpoint, trust_remote_code: bool) -> GenerationConfig:
+def generation_config_of(src: Checkpoint) -> GenerationConfig:
     """Return how a model begins, ends and restricts its texts, whether it is dense or packed.
 
     generation_config.json states it, or config.json if there is no such file. Special tokens that
@@ -81,7 +86,7 @@ def generation_config_of(src: Checkpoint, trust_remote_code: bool) -> Generation
     """
     from transformers import GenerationConfig
 
-    of_model = GenerationConfig.from_model_config(config_of(src, trust_remote_code))
+    of_model = GenerationConfig.from_model_config(config_of(src))
     of_model.update(**GenerationConfig.from_model_config({**src.config}).to_diff_dict())
     path = src.path / "generation_config.json"
     if not path.is_file():
@@ -99,7 +104,7 @@ def generation_config_of(src: Checkpoint, trust_remote_code: bool) -> Generation
     return found
 
 
-def auto_class(src: Checkpoint, config: PretrainedConfig, trust_remote_code: bool) -> Any:
+def auto_class(src: Checkpoint, config: PretrainedConfig) -> Any:
     """Return the auto class of transformers that builds the model.
 
     The class is for causal LMs or encoder-decoders, by the config, or for models of text and
@@ -110,7 +115,7 @@ def auto_class(src: Checkpoint, config: PretrainedConfig, trust_remote_code: boo
 
     kinds = AUTO_CLASSES[bool(config.is_encoder_decoder)]
     autos = [getattr(transformers, name) for name in kinds]
-    if trust_remote_code and "auto_map" in src.config:
+    if runs_code(src):
         return autos[0]
     named = src.config.get("architectures")
     able = [
@@ -142,11 +147,11 @@ def require_decoder_only(
         )
 
 
-def require_text(src: Checkpoint, config: PretrainedConfig, trust_remote_code: bool) -> None:
+def require_text(src: Checkpoint, config: PretrainedConfig) -> None:
     """Raise CheckpointError for an encoder-decoder whose encoder takes sound or images, and no
     text.
     """
-    known: Any = auto_class(src, config, trust_remote_code)._model_mapping
+    known: Any = auto_class(src, config)._model_mapping
     takes = (
         getattr(known[type(config)], "main_input_name", "input_ids")
         if type(config) in known
@@ -173,24 +178,23 @@ def positions_of(config: PretrainedConfig) -> tuple[int | None, int | None]:
     return encoder, decoder
 
 
-def skeleton(src: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with meta parameters and real buffers (rotary tables are computed, not
     stored).
 
     transformers chooses the attention implementation: sdpa, except for models that need another.
     CheckpointError if it cannot build the model.
     """
-    config = config_of(src, trust_remote_code)
+    config = config_of(src)
     for each in (config, config.get_text_config()):
         each.use_cache = False
-    auto = auto_class(src, config, trust_remote_code)
-    remote = trust_remote_code and "auto_map" in src.config
+    auto = auto_class(src, config)
     _hook()
     _THREAD.builds = True
     try:
         with building():
             module: PreTrainedModel = auto.from_config(
-                config, dtype=dtype, trust_remote_code=remote
+                config, dtype=dtype, trust_remote_code=runs_code(src)
             )
     except Exception as error:  # as above
         raise unbuildable(src, error) from error

@@ -194,10 +194,8 @@ class LanguageModel(Outline):
     than it.
     """
 
-    def __init__(
-        self, src: Checkpoint, dtype: torch.dtype, *, trust_remote_code: bool = False
-    ) -> None:
-        super().__init__(src, skeleton(src, dtype, trust_remote_code), as_matrices=True)
+    def __init__(self, src: Checkpoint, dtype: torch.dtype) -> None:
+        super().__init__(src, skeleton(src, dtype), as_matrices=True)
         self.dtype = dtype
         decoder, module = language_model(self.module)
         self.blocks = [f"{decoder}.{path}" if decoder else path for path in find_blocks(module)]

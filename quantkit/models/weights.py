@@ -169,16 +169,15 @@ def load_dense_model(
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the whole model of a dense or quantized checkpoint, every weight decoded to `dtype`.
 
     CheckpointError for a tensor that is missing, of another shape, or not part of the model.
     Tensors that only its class or config.json declares are left out.
     """
-    model = Outline(src, skeleton(src, dtype, trust_remote_code), as_matrices=True)
+    model = Outline(src, skeleton(src, dtype), as_matrices=True)
     module, (stored, merged, *_) = model.module, model.states
-    module.generation_config = generation_config_of(src, trust_remote_code)
+    module.generation_config = generation_config_of(src)
     missing = model.states.missing(module)
     for state in missing:
         if (table := computed(module, state)) is not None:

@@ -106,7 +106,7 @@ def pack(
             config = output_config(src, written, output.schemes, shapes, None)
             stated = config["quantization_config"]
             with suppress(NotTried):
-                refusal_by_transformers(outline, src, stated, dict(output.forms), src.trusted)
+                refusal_by_transformers(outline, src, stated, dict(output.forms))
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
     known, known_files = list(src.notices), recorded_hashes(src)
@@ -145,8 +145,7 @@ def pack(
         changed = {each["name"] for key in LOSSES for each in _lost(layers, recorded, key)}
         report["same_values"] = len(layers) - len(changed)
         schemes = planned.output.schemes
-        published: Any = {"overwrite": overwrite, "trust_remote_code": trust_remote_code}
-        return finish(writer, Path(out), schemes, report, planned.share, clock, **published)
+        return finish(writer, Path(out), schemes, report, planned.share, clock, overwrite)
 
 
 def repacked(

@@ -113,9 +113,7 @@ class Opening(NamedTuple):
     untried: dict[str, str]
 
 
-def open_folder(
-    folder: Path, config: dict[str, Any], src: Checkpoint, trust_remote_code: bool = False
-) -> Opening:
+def open_folder(folder: Path, config: dict[str, Any], src: Checkpoint) -> Opening:
     """Open a folder made from `src` that gets `config` as its config.json.
 
     No reader is tried if transformers cannot build the model here. CheckpointError names the
@@ -123,11 +121,11 @@ def open_folder(
     """
     module: PreTrainedModel | str
     try:
-        module = skeleton(src, src.dtype_of_model, trust_remote_code)
+        module = skeleton(src, src.dtype_of_model)
     except CheckpointError as error:
         module = str(error)
     try:
-        made = Checkpoint(folder, trust_remote_code, config=config)
+        made = Checkpoint(folder, src.trusted, config=config)
         forms = {name: (made.dtype(name), made.shape(name)) for name in made.names()}
         _require_tensors_of(src, made, forms)
         if isinstance(module, str):
@@ -140,7 +138,7 @@ def open_folder(
             "a bug, please report it",
         ) from error
     try:
-        refusal = refusal_by_transformers(outline, src, made.stated, forms, trust_remote_code)
+        refusal = refusal_by_transformers(outline, src, made.stated, forms)
     except NotTried as why:
         return Opening((OURS,), {}, {THEIRS: str(why)})
     return Opening((OURS,), {THEIRS: refusal}, {}) if refusal else Opening((OURS, THEIRS), {}, {})

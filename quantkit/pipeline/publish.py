@@ -212,7 +212,6 @@ def finish(
     clock: Clock,
     overwrite: bool,
     recipe: Recipe | None = None,
-    trust_remote_code: bool = False,
     measure: Measure | None = None,
 ) -> dict[str, Any]:
     """Open the folder as its readers do, write config, report, recipe and model card, then publish
@@ -254,7 +253,7 @@ def finish(
     def described() -> dict[str, bytes]:
         try:
             with clock.phase("open"):
-                opening = open_folder(partial, copy.deepcopy(config), src, trust_remote_code)
+                opening = open_folder(partial, copy.deepcopy(config), src)
         except CheckpointError as error:
             _leave_report(writer, report, error)
             raise
@@ -267,7 +266,7 @@ def finish(
                 f"the output could not be opened here: {opening.untried[OURS]}"
             )
         if opening.readers and src.config.get("is_encoder_decoder") is True:
-            auto = auto_class(src, config_of(src, trust_remote_code), trust_remote_code)
+            auto = auto_class(src, config_of(src))
             report["auto_class"] = auto.__name__
         report["left_out"], report["chat_template"] = (
             list(writer.left_out),
@@ -276,7 +275,7 @@ def finish(
         if measure is not None:
             try:
                 with clock.phase("evaluate"):
-                    made = Checkpoint(partial, trust_remote_code, config=copy.deepcopy(config))
+                    made = Checkpoint(partial, src.trusted, config=copy.deepcopy(config))
                     report["evaluation"] = measure(made)
             except QuantkitError as error:
                 _leave_report(writer, report, error)

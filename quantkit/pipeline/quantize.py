@@ -190,7 +190,6 @@ def _lead(
             clock,
             run.overwrite,
             None if recipe.layout is None else without_paths(recipe),
-            run.trust_remote_code,
             measure,
         )
 

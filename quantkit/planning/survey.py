@@ -200,7 +200,7 @@ def dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = Non
 
 def runner_of(src: Checkpoint, run: RunOptions) -> BlockRunner:
     """Build the model of a dense source on the device of a run."""
-    return BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
+    return BlockRunner(src, device=run.device)
 
 
 def survey(
@@ -265,9 +265,8 @@ def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
     try:
         job.plan.verdict.require()
         if output.schemes is not None:
-            forms, trusts = dict(output.forms), run.trust_remote_code
             with suppress(NotTried):
-                refusal_by_transformers(job.model, job.src, stated, forms, trusts)
+                refusal_by_transformers(job.model, job.src, stated, dict(output.forms))
     except QuantkitError as error:
         return error
     return None
@@ -516,7 +515,7 @@ def calibration_text(
             return load_text(saved)
         if is_plan:
             return expected_text(model, calib, count)
-        return draw_text(model, calib, count, progress, run.trust_remote_code)
+        return draw_text(model, calib, count, progress)
 
     text = draw_calibration(
         calib.data,

@@ -399,7 +399,7 @@ def require_complete_source(src: Checkpoint) -> tuple[Outside, Outline | None]:
     build here is None and not checked, and draft layers are found by their names.
     """
     try:
-        module = skeleton(src, src.dtype_of_model, src.trusted)
+        module = skeleton(src, src.dtype_of_model)
     except CheckpointError:
         if src.absent:  # nobody knows whether the model needs it
             raise

@@ -47,7 +47,7 @@ def packed(path: Path, layout: str, schemes: Schemes) -> Path:
 @pytest.mark.parametrize(("name", "parameters"), [("llama3-8b", 8_030_261_248), ("llama2-70b", 68_976_648_192)])
 def test_the_models_by_name_have_the_published_sizes_and_layers(name: str, parameters: int) -> None:
     model = random_model.read(name)
-    blank = skeleton(model, torch.float16, False)
+    blank = skeleton(model, torch.float16)
     assert sizes(blank, Variant(DENSE, {})).weights == 2 * parameters
     fused = MODELS[name]
     shapes = {path.rpartition(".")[2]: shape for path, shape in random_model.linears_of(blank).items()}
@@ -58,7 +58,7 @@ def test_the_models_by_name_have_the_published_sizes_and_layers(name: str, param
 
 def test_the_size_of_a_70b_model_in_fp6_follows_from_its_bits() -> None:
     model = random_model.read("llama2-70b")
-    blank = skeleton(model, torch.float16, False)
+    blank = skeleton(model, torch.float16)
     shapes = random_model.linears_of(blank).values()
     weights, rows = sum(n * k for n, k in shapes), sum(n for n, _ in shapes)
     found = sizes(blank, variant("tcfpx", "fp6:channel", model))
@@ -103,7 +103,7 @@ def test_expected_sizes_are_those_in_memory_and_layers_share_none(layout: str, l
     model = tiny()
     found = variant(layout, label, model) if label else Variant(DENSE, {})
     made = built(model, found, torch.float16)
-    assert sizes(skeleton(model, torch.float16, False), found).weights == sum(p.nbytes for p in made.parameters())
+    assert sizes(skeleton(model, torch.float16), found).weights == sum(p.nbytes for p in made.parameters())
     places = [p.data_ptr() for p in made.parameters()]
     assert len(set(places)) == len(places)
     assert {type(m) for m in made.model.layers.modules() if hasattr(m, "in_features")} == {
@@ -113,7 +113,7 @@ def test_expected_sizes_are_those_in_memory_and_layers_share_none(layout: str, l
 
 def test_a_dense_model_that_does_not_fit_is_left_out_with_a_notice() -> None:
     model = random_model.read("llama2-70b")
-    blank, load = skeleton(model, torch.float16, False), Workload((1, 64), 512, 64, torch.float16)
+    blank, load = skeleton(model, torch.float16), Workload((1, 64), 512, 64, torch.float16)
     found = variants(model, ["tcfpx"], [], [])
     jobs, notices = fit_batches(model.name, blank, found, load, 149_500_000_000)
     assert [(job.layout, batches) for job, batches in jobs] == [(DENSE, (1,)), ("tcfpx", (1, 64))]
@@ -124,6 +124,6 @@ def test_a_dense_model_that_does_not_fit_is_left_out_with_a_notice() -> None:
 
 
 def test_the_cache_is_counted() -> None:
-    blank = skeleton(random_model.read("llama2-70b"), torch.float16, False)
+    blank = skeleton(random_model.read("llama2-70b"), torch.float16)
     few, many = (working_bytes(blank, Workload((64,), 512, new, torch.float16), 64) for new in (64, 576))
     assert many - few == 64 * 512 * 2 * 80 * 8 * 128 * 2

@@ -25,10 +25,7 @@ def _texts(folder: Path, **stated: Any) -> list[Any]:
     if stated:
         (folder / "generation_config.json").write_text(json.dumps(stated))
     quantkit.quantize(folder, folder.parent / "packed", method="rtn", group_size=64)
-    models = [
-        load_for_evaluation(Checkpoint(path), device="cpu", trust_remote_code=False)
-        for path in (folder, folder.parent / "packed")
-    ]
+    models = [load_for_evaluation(Checkpoint(path), device="cpu") for path in (folder, folder.parent / "packed")]
     return [model.generation_config for model in models]
 
 

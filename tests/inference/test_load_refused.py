@@ -146,7 +146,7 @@ def test_an_old_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_error_says_how_much_memory_is_missing(folder: Folders) -> None:
     path = folder("marlin", "int4:g128")
     src = Checkpoint(path)
-    model = skeleton(src, torch.float16, False)
+    model = skeleton(src, torch.float16)
     swap_linears.swap(Outline(src, model, as_matrices=False))
     gpu = torch.device("cuda", 0)
     needs = swap_linears.memory_needs(model, {state: 0 for state in model.state_dict()})

@@ -31,7 +31,7 @@ def test_modules_that_another_thread_makes_meanwhile_have_values(
         return real(*args, **more)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", meanwhile)
-    built = skeleton(Checkpoint(tiny_llama), torch.float16, trust_remote_code=False)
+    built = skeleton(Checkpoint(tiny_llama), torch.float16)
     assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
     assert made[0].weight.device.type == "cpu" and nn.Linear(2, 2).weight.device.type == "cpu"
 
@@ -46,7 +46,7 @@ def test_threads_that_build_models_leave_the_default_dtype(tiny_llama: Path, mon
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", meet)
     src = Checkpoint(tiny_llama)
-    threads = [threading.Thread(target=skeleton, args=(src, torch.bfloat16, False)) for _ in range(2)]
+    threads = [threading.Thread(target=skeleton, args=(src, torch.bfloat16)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -62,7 +62,7 @@ def test_blocks_compute_the_same_and_call_each_stored_linear_once(family: str, f
 @pytest.mark.parametrize("family", STORED)
 def test_a_stored_linear_has_its_stored_name_and_shape(family: str, folder: Callable[[str], Path]) -> None:
     src = Checkpoint(folder(family))
-    names = StateNames(skeleton(src, torch.float32, False))
+    names = StateNames(skeleton(src, torch.float32))
     name, readers = STORED[family]
     stored = follow_storage(names, src, names.match(src).merged)
     (found,) = [linear for path, linear in stored.items() if name.endswith(".".join(path.split(".")[-2:]))][-1:]
@@ -73,7 +73,7 @@ def test_a_stored_linear_has_its_stored_name_and_shape(family: str, folder: Call
 
 def test_a_rule_is_followed_everywhere_or_nowhere(folder: Callable[[str], Path]) -> None:
     src = Checkpoint(folder("molmo2"))
-    module = skeleton(src, torch.float32, False)
+    module = skeleton(src, torch.float32)
     names = StateNames(module)
     module.get_submodule("model.language_model.layers.1.self_attn").att_proj = nn.Identity()
     names.refresh()
