@@ -94,6 +94,7 @@ class Outline:
     config: dict[str, Any]
     layout: str | None = None
     schemes: Schemes | None = None
+    trusted: bool = False
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def _language_model(
         progress.check()
         bar.update(min(batch_size, bar.total - bar.n))
 
-    model.generation_config.max_new_tokens = None  # it would exceed the task's own number
+    model.generation_config.stop_strings = None  # tasks end their texts by strings of their own
     hook = model.register_forward_hook(tell)
     try:
         yield Language(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)

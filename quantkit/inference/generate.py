@@ -102,8 +102,9 @@ def generate(
     """
     asked, load = built(options, WriteOptions, LoadOptions)
     chosen = sampling(asked)
-    folder = resolve(str(checkpoint), load.revision, load.trust_remote_code)
-    src = Checkpoint(folder, load.trust_remote_code)
+    src = Checkpoint(
+        resolve(str(checkpoint), load.revision, load.trust_remote_code), load.trust_remote_code
+    )
     config = config_of(src)
     require_text(src, config)
     tokenizer = load_tokenizer(src.path, src.trusted)
@@ -214,7 +215,11 @@ def _write(
     start = time.perf_counter()
     with writing():
         output: Any = model.generate(  # type: ignore[operator]
-            batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
+            batch,
+            attention_mask=torch.ones_like(batch),
+            streamer=streamer,
+            tokenizer=tokenizer,
+            **options,
         )
     seconds = time.perf_counter() - start
     made = output[0].tolist()

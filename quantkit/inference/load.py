@@ -24,6 +24,8 @@ from quantkit.keys import built
 from quantkit.layouts.compressed_tensors import METHOD
 from quantkit.models.devices import compute_dtype, device_of, free_bytes
 from quantkit.models.meta_model import (
+    RESTRICTIONS,
+    SPECIAL,
     auto_class,
     config_of,
     generation_config_of,
@@ -131,7 +133,9 @@ def load_for_evaluation(
     """Load a packed model, or a dense one in float32; warnings about slow weights become notes of
     `progress`.
 
-    The `options` are the fields of `LoadOptions`; `src` was opened with some of them.
+    Its generation config keeps only what concerns the texts themselves, so that callers alone
+    choose how to search them. The `options` are the fields of `LoadOptions`; `src` was opened with
+    some of them.
     """
     (asked,) = built(options, LoadOptions)
     src = _with_its_scales(src)
@@ -139,14 +143,17 @@ def load_for_evaluation(
         if src.layout is None:
             (progress or Progress(quiet=True)).note(*src.notices)
             _require_memory(src, device_of(asked.device), torch.float32)
-            return load_dense_model(src, device=asked.device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            model = _load(src, asked.device, None, None)
-    quantizer: Any = model.hf_quantizer
-    (progress or Progress(quiet=True)).note(*quantizer.notices)
-    if quantizer.decoded_once is not None:
-        (progress or Progress(quiet=True)).detail(quantizer.decoded_once)
+            model = load_dense_model(src, device=asked.device)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                model = _load(src, asked.device, None, None)
+            quantizer: Any = model.hf_quantizer
+            (progress or Progress(quiet=True)).note(*quantizer.notices)
+            if quantizer.decoded_once is not None:
+                (progress or Progress(quiet=True)).detail(quantizer.decoded_once)
+    texts, names = model.generation_config, (*SPECIAL, *RESTRICTIONS)
+    model.generation_config = type(texts)(**{name: getattr(texts, name, None) for name in names})
     return model
 
 

@@ -259,7 +259,7 @@ def _rendered(
         try:
             for shape in (form, in_parts):
                 written = str(tokenizer.apply_chat_template(shape, tokenize=False, **given))
-                if any(text in written for text in texts):
+                if not texts or any(text in written for text in texts):
                     return written
         except (
             Exception

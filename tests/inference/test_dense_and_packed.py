@@ -45,6 +45,35 @@ def test_an_encoder_decoder_begins_and_ends_alike_without_a_file(tmp_path: Path)
     assert (dense.forced_eos_token_id, dense.decoder_start_token_id, dense.eos_token_id) == (7, 9, 256)
 
 
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"num_beams": 4, "do_sample": True, "num_return_sequences": 3},
+        {"force_words_ids": [[5]]},
+        {"dola_layers": "high"},
+        {"cache_implementation": "quantized"},
+        {"token_healing": True},
+        {"max_time": 1e-9, "max_length": 2, "watermarking_config": {"bias": 9.0}},
+    ],
+)
+def test_no_search_or_cache_of_the_file_changes_or_stops_a_text(search: dict[str, Any], tmp_path: Path) -> None:
+    path = write_model("llama", tmp_path / "model")
+    expected = generate(path, "abc", max_new_tokens=6, device="cpu")
+    dense, packed = _texts(path, eos_token_id=256, **search)
+    assert dense.to_dict() == packed.to_dict()
+    found = generate(path, "abc", max_new_tokens=6, device="cpu")
+    assert (found.text, found.tokens) == (expected.text, expected.tokens)
+
+
+def test_strings_that_end_texts_end_them_dense_and_packed(tmp_path: Path) -> None:
+    path = write_model("llama", tmp_path / "model")
+    whole = generate(path, "abc", max_new_tokens=8, device="cpu")
+    _texts(path, stop_strings=[whole.text[0]])
+    for folder in (path, tmp_path / "packed"):
+        found = generate(folder, "abc", max_new_tokens=8, device="cpu")
+        assert found.tokens < whole.tokens and found.text.startswith(whole.text[0]), folder
+
+
 @pytest.mark.parametrize("content", ["{", '{"eos_token_id": "</s>"}', "[1]"])
 def test_a_generation_config_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
     path = write_model("llama", tmp_path / "model")

@@ -93,6 +93,11 @@ def test_a_template_that_refuses_a_message_is_one_error(templated: Path) -> None
         generate(templated, "one", chat=True, device="cpu")
 
 
+@pytest.mark.parametrize("message", ["", "  "])
+def test_a_message_without_words_is_a_message(message: str, templated: Path) -> None:
+    assert generate(templated, message, chat=True, max_new_tokens=2, device="cpu").tokens
+
+
 def test_a_model_without_template_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(RecipeError, match="has no chat template: use quantkit generate without --chat"):
         generate(tiny_llama, "one", chat=True, device="cpu")
