@@ -35,18 +35,30 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 #: Names of options in other tools, without dashes, and the options here that do the same: a command
 #: names the first that it has.
 FOREIGN: Mapping[str, tuple[Option, ...]] = {
-    "bits wbits wbit nbits weightbits loadin4bit qtype quanttype dtype quantization outtype": (
+    "bit bits wbits wbit nbits weightbits loadin4bit qtype quanttype quantization outtype scheme": (
         Setting("format", "int4"),
     ),
-    "dataset datasets datasetname datasetpath data calibdataset text": (
+    "dataset datasets datasetname datasetpath data calibdataset text calib": (
         Setting("calib", FILE),
         Option("data", FILE),
     ),
-    "seqlen seqlength sequencelength maxseqlen maxseqlength blocksize": (
+    "seqlen seqlength sequencelength maxseqlen maxseqlength maxlength contextlength ctxsize "
+    "nctx blocksize": (
         Setting("max_length", 2048),
         Option("window", 2048),
+        Option("max_new_tokens", 64),
     ),
-    "numsamples nsample limit": (Setting("samples", 128), Option("limit", 128)),
+    "numsamples nsample limit": (
+        Setting("samples", 128),
+        Option("limit", 128),
+        Option("tokens", 8192),
+    ),
+    "dtype torchdtype": (Setting("dense_dtype", "bfloat16"),),
+    "reference ref base basemodel baseline original": (Option("against", Words("MODEL")),),
+    "fewshot numfewshot nshot": (Option("shots", 5),),
+    "n npredict ntokens tokens": (Option("max_new_tokens", 64),),
+    "to target format": (Setting("layout", Words("LAYOUT")),),
+    "sparsity ratio": (Setting("prune", "2:4"),),
     "qgroupsize wgroup": (Setting("group_size", 128),),
     "zeropoint zeropoints asymmetric": (Setting("asym", True),),
     "symmetric": (Setting("asym", False),),
@@ -55,7 +67,8 @@ FOREIGN: Mapping[str, tuple[Option, ...]] = {
     "algorithm algo quantmethod": (Setting("method", "gptq"),),
     "ignore exclude modulestonotconvert": (Setting("skip", Words("REGEX")),),
     "savedir savepath savepretrained save exportpath dest": (Option("out", Words("OUT")),),
-    "modelpath modelid modelname model pretrained": (Option("model"),),
+    "modelpath modelid modelname model pretrained": (Option("model"), Option("checkpoint")),
+    "prompt input": (Option("prompt"),),
     "force": (Option("overwrite", True),),
     "gpu cuda usegpu": (Option("device", "cuda"),),
     "mode": (Setting("layout", Words("LAYOUT")),),

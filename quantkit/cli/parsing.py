@@ -22,8 +22,18 @@ SECTIONS = ("Basic", "Calibration", "Method", "Output", "Advanced")
 OTHERS = "Other"
 #: Where a context says that help shows every option.
 EVERYTHING = "quantkit.everything"
-#: Commands of former versions, and their replacements.
-GONE = {"run": "quantkit quantize MODEL -o OUT --recipe RECIPE"}
+#: Commands of former versions and of other programs, and what does the same here.
+ELSEWHERE = {
+    "run": "quantkit quantize MODEL -o OUT --recipe RECIPE",
+    "export": "quantkit quantize MODEL -o OUT",
+    "chat": "quantkit generate CHECKPOINT PROMPT --chat",
+    "serve": "vllm serve FOLDER",
+    "info": "quantkit inspect CHECKPOINT",
+    "show": "quantkit inspect CHECKPOINT",
+    "benchmark": "quantkit eval tasks CHECKPOINT",
+    "perplexity": "quantkit eval ppl CHECKPOINT",
+    "help": "quantkit --help",
+}
 #: What other tools write, and which tool that is.
 WRITERS = {
     "gguf": "llama.cpp's convert_hf_to_gguf.py and llama-quantize do",
@@ -82,8 +92,8 @@ class Group(click.Group):
             and not args[0].startswith("-")
             and not ctx.resilient_parsing
         ):
-            if args[0] in GONE:
-                ctx.fail(f"quantkit {args[0]} is now {GONE[args[0]]}")
+            if (meant := ELSEWHERE.get(args[0])) is not None:
+                ctx.fail(f"No such command {args[0]!r}. Use {meant}")
             ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
 
@@ -147,12 +157,13 @@ class Command(click.Command):
             near = did_you_mean(
                 error.option_name, [name for name in options if name.startswith("--")]
             )
-            known = {*(str(param.name) for param in self.get_params(ctx))}
-            known |= {key.keyword for key in self.keys}
+            params = {str(param.name): param for param in self.get_params(ctx)}
+            known = {*params, *(key.keyword for key in self.keys)}
             if (meant := same_elsewhere(error.option_name, known)) is not None:
                 bits = re.search(rf"{re.escape(error.option_name)}[ =]([2-8])\b", typed)
                 way = meant.spelled().replace("int4", f"int{bits[1]}" if bits else "int4")
-                near = " Give MODEL by itself." if meant.name == "model" else f" Use {way}."
+                alone = isinstance(params.get(meant.name), click.Argument)
+                near = f" Give {meant.name.upper()} by itself." if alone else f" Use {way}."
             for key in self.keys:
                 if error.option_name == Option(key.keyword).spelled():
                     near = f" Use --set {key.name}=VALUE."
@@ -201,17 +212,18 @@ class Range(click.FloatRange):
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Make the sentence that names the word nearest to `word`; empty if none is near.
 
-    A word is near if it is similar, or if one of the two begins with the other: `--calibration` and
-    `--calib`. Dashes do not count.
+    A word is near if it is similar, or if one of the two begins with the other, `--calibration` and
+    `--calib`, or ends with it, `autoawq` and `awq`. Dashes do not count.
     """
     bare = {re.sub("[-_]", "", name).lower(): name for name in words}
     word = re.sub("[-_]", "", word).lower()
-    prefixes = [
+    parts = [
         name
         for name in bare
-        if name and (word.startswith(name) or (word and name.startswith(word)))
+        for short, long in [sorted((name, word), key=len)]
+        if (len(short) > 1 and long.startswith(short)) or (len(short) > 2 and long.endswith(short))
     ]
-    near = sorted(prefixes, key=lambda name: abs(len(name) - len(word)))
+    near = sorted(parts, key=lambda name: abs(len(name) - len(word)))
     near += get_close_matches(word, bare, n=1, cutoff=CUTOFF)
     return f" Did you mean {bare[near[0]]!r}?" if near else ""
 

@@ -277,7 +277,7 @@ def _plan(found: Plan) -> str:
             ("disk free", format_bytes(found.needs.disk_free) if found.needs.disk_free else None),
             *facts.readers({"readers": output.readers}),
             ("kernel", facts_["kernel"] or "none of quantkit's own"),
-            *(("note", notice) for notice in found.notices),
+            *(("note", notice) for notice in (*found.size_notes, *found.notices)),
         ]
     )
     parts = [

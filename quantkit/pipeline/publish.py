@@ -8,8 +8,6 @@ report so far.
 from __future__ import annotations
 
 import copy
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +46,7 @@ from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import auto_class, config_of
 from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, open_folder
+from quantkit.planning.output import dense_totals
 from quantkit.planning.survey import Job
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.identity import difference, identity
@@ -57,8 +56,6 @@ from quantkit.reporting.summary import ShortRepr, summary
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
 Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
-#: The most kinds of dense tensors that a report names as the largest.
-MOST_KINDS = 3
 
 
 def begin_report(
@@ -304,27 +301,15 @@ def rewrite_report(folder: Path, report: dict[str, Any]) -> None:
 
 
 def _dense(partial: Path, files_: Iterable[str], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Add up the bytes of the tensors that stay dense, and name the largest kinds: the same tensor
-    of all blocks.
-    """
-    packed = {layer["name"] for layer in report["layers"]}
+    """Add up the bytes of the tensors that stay dense, from the headers of the shards."""
     stored = {
-        name: info for file in files_ for name, info in read_header(partial / file)[0].items()
+        name: (info.end - info.start, 8 * info.dtype.itemsize)
+        for file in files_
+        for name, info in read_header(partial / file)[0].items()
     }
-    dense = {name: info for name, info in stored.items() if name.rpartition(".")[0] not in packed}
-    sizes = Counter[str]()
-    for name, info in dense.items():
-        sizes[re.sub(r"\.\d+\.", ".N.", name).removesuffix(".weight")] += info.end - info.start
-    total, most = sum(sizes.values()), sizes.most_common(MOST_KINDS)
-    widths = Counter[int]()
-    for info in dense.values():
-        widths[8 * info.dtype.itemsize] += info.end - info.start
-    return {
-        "dense_bytes": total,
-        "dense_bits": widths.most_common(1)[0][0] if widths else None,
-        "dense_largest": {name: size for name, size in most if size >= total / 10},
-        "tied_head": any(f"{name}.weight" not in stored for name in report.get("dense", ())),
-    }
+    return dense_totals(
+        stored, {layer["name"] for layer in report["layers"]}, report.get("dense", ())
+    )
 
 
 def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -34,15 +34,41 @@ from quantkit.models.outline import largest_others, share_of
 from quantkit.models.outside import Outside
 from quantkit.recipes.goals import Goal, label
 from quantkit.recipes.recipe import Recipe, without_paths
+from quantkit.reporting import facts
 
 #: The layout name of a pruned model that is not quantized.
 DENSE = "dense"
+#: The most kinds of dense tensors that a report names as the largest.
+MOST_KINDS = 3
 #: Upper bounds of the bytes of report and model card: for a model, for each changed linear, for
 #: each other tensor or file.
 REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
 
 #: The dtype and shape of tensors, by name.
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def dense_totals(
+    stored: Mapping[str, tuple[int, int]], packed: Collection[str], dense: Iterable[str]
+) -> dict[str, Any]:
+    """Add up the bytes of the tensors that stay dense, and name the largest kinds: the same tensor
+    of all blocks.
+
+    `stored` has the bytes and the bits of an element of each tensor of the output. `packed` are its
+    packed linears, and `dense` the others.
+    """
+    sizes, widths = Counter[str](), Counter[int]()
+    for name, (size, bits) in stored.items():
+        if name.rpartition(".")[0] not in packed:
+            sizes[re.sub(r"\.\d+\.", ".N.", name).removesuffix(".weight")] += size
+            widths[bits] += size
+    total, most = sizes.total(), sizes.most_common(MOST_KINDS)
+    return {
+        "dense_bytes": total,
+        "dense_bits": widths.most_common(1)[0][0] if widths else None,
+        "dense_largest": {name: size for name, size in most if size >= total / 10},
+        "tied_head": any(f"{name}.weight" not in stored for name in dense),
+    }
 
 
 def bytes_of(forms: Forms) -> int:
@@ -140,8 +166,8 @@ class Output:
     `scheme` is the label of most linears. `tensors` has the outcome for each tensor of the source,
     by the names of `Checkpoint.logical`. `decoder` has the elements of each matrix in the decoder's
     blocks. `folder` has the facts on which readers depend, and `readers` are the programs that open
-    it. `schemes`, `config` and `files` are known if all linears fit; the layout and `schemes` are
-    None for a dense output.
+    it. `schemes`, `config`, `files` and the `size_notes` that explain a size are known if all
+    linears fit; the layout and `schemes` are None for a dense output.
     """
 
     layout: Layout | None
@@ -155,6 +181,7 @@ class Output:
     schemes: Schemes | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Files | None = None
+    size_notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -290,7 +317,21 @@ class Output:
         joined = max(size for size, _ in shards.values()) if len(shards) < len(written) else 0
         before_last = sum(sum(unit.values()) for unit in written[:-2])
         files = Files(sizes, report, before_last, joined)
-        return replace(self, schemes=schemes, config=config, files=files)
+        notes: list[str] = []
+        if self.layout is not None:
+            stored = {
+                name: (dtype.itemsize * prod(shape), 8 * dtype.itemsize)
+                for name, (dtype, shape) in self.forms.items()
+            }
+            left = [row.module for row in self.rows if row.goal is None]
+            totals = {
+                "source_bytes": self.source_bytes,
+                "bytes": sum(size for size, _ in shards.values()),
+                **dense_totals(stored, {row.module for row in self.quantized}, left),
+            }
+            low_bit = {"weights": f"{src.low_bit}, dequantized"} if src.low_bit else {}
+            notes = facts.explained_size({"totals": totals, "source": low_bit})
+        return replace(self, schemes=schemes, config=config, files=files, size_notes=tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the output as `plan --json` prints it."""

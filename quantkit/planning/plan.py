@@ -7,7 +7,7 @@ stored tensors, and the writer its files. Memory is an estimate, with its parts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,17 @@ class Plan(ShortRepr):
     @property
     def notices(self) -> list[str]:
         """All remarks, and a warning for each kind of memory that may not suffice."""
-        found = [*self.verdict.layout_remarks, *self.verdict.remarks, *self.needs.memory.notices()]
-        return [in_python(line) for line in found] if self.for_python else found
+        return self._spelled(
+            [*self.verdict.layout_remarks, *self.verdict.remarks, *self.needs.memory.notices()]
+        )
+
+    @property
+    def size_notes(self) -> list[str]:
+        """What explains the size of the output, as the closing table of a run says it."""
+        return self._spelled(self.output.size_notes)
+
+    def _spelled(self, lines: Iterable[str]) -> list[str]:
+        return [in_python(line) for line in lines] if self.for_python else [*lines]
 
     def require(self) -> None:
         """Raise one LayoutError with a line for each broken rule and problem, if there are any."""
@@ -120,7 +129,7 @@ class Plan(ShortRepr):
             "calibration": dict(self.calibration) or None,
             "serving": None if self.serving is None else self.serving.to_dict(),
             "fit": None if self.fit is None else dict(self.fit),
-            "notices": self.notices,
+            "notices": [*self.size_notes, *self.notices],
         }
 
     def _shown(self) -> dict[str, Any]:

@@ -240,13 +240,17 @@ def survey(
     refused = refusal(job, run)
     if refused is None or recipe.layout is None:
         return _with_verdict(job, refusal=refused)
-    plans = (replace(recipe, layout=name) for name in OTHERS if name != recipe.layout)
-    others = (job_of(src, model, each, out, run, gpu_memory) for each in plans)
-    opened = [other for other in others if refusal(other, run) is None]
+    opened: list[Job] = []
+    for pad in dict.fromkeys((recipe.pad, True)):  # only without another way
+        plans = (replace(recipe, layout=name, pad=pad) for name in OTHERS if name != recipe.layout)
+        others = (job_of(src, model, each, out, run, gpu_memory) for each in plans)
+        opened = opened or [other for other in others if refusal(other, run) is None]
     opened.sort(key=lambda other: not _asked(other))  # equal ones stay in order
-    if not opened or recipe.layout_stated:
+    padded = bool(opened) and opened[0].recipe.pad and not recipe.pad
+    if not opened or recipe.layout_stated or padded:
         if opened and not isinstance(refused, LayoutError):  # else its ways out are known to help
-            refused.ways_out = (Words("use", Setting("layout", opened[0].plan.layout)),)
+            more = [Setting("pad", True)] if padded else []
+            refused.ways_out = (Words("use", Setting("layout", opened[0].plan.layout), *more),)
         return _with_verdict(job, refusal=refused)
     taken = opened[0]
     reader = [*_asked(taken), *taken.plan.output.readers][0]
@@ -254,7 +258,9 @@ def survey(
     now, usual = Setting("layout", taken.plan.layout), Setting("layout", recipe.layout)
     rule = [*rules, refused.rule][0]
     why = Words(now, f"is taken, which {reader} opens, and not", usual, ":", rule)
-    return _with_verdict(taken, remarks=(why, *taken.plan.verdict.remarks))
+    here = taken.plan.verdict
+    limits = (line.replace(f": {Words('use', usual)}", "") for line in here.layout_remarks)
+    return _with_verdict(taken, layout_remarks=tuple(limits), remarks=(why, *here.remarks))
 
 
 def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
@@ -444,6 +450,11 @@ def require_runnable(
         run.progress.note(*made.notices)
     if not any(job.goals.values()):
         what = "prune" if recipe.only_prunes else "quantize"
+        kept = {name: why for name, why in job.model.kept_dense.items() if name in job.goals}
+        if len(kept) + 1 >= len(job.goals) and kept:  # all but a head
+            first, why = next(iter(kept.items()))
+            rule = f"nothing to {what}: every linear stays dense, {first} for {why}"
+            raise RecipeError(rule, "take a larger model of this family", subject=job.src.path)
         raise RecipeError(
             "every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip"))
         )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NAME, CheckpointError, Setting, Words, reason
+from quantkit.errors import FILE, NAME, CheckpointError, Setting, Words, reason
 from quantkit.text.conversations import (
     BrokenRecord,
     Conversation,
@@ -40,6 +40,9 @@ RECORD = '{"text": "..."}'
 COMPRESSED = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
 #: Characters between the columns of a .csv file; the most frequent one of its first line counts.
 SEPARATORS = ",;\t|"
+#: Ways out for a record without a text, and for one unlike the first of its source.
+_COLUMN = Words("use", Setting("text_column", NAME), "or for question and answer NAME,NAME")
+_APART = Words("give records of each kind in a file of their own with", Setting("calib", FILE))
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 
 
@@ -76,10 +79,14 @@ def decoded(path: Path) -> str:
     """
     data = read_bytes(path)
     try:
-        return data.decode(_encoding(data))
+        text = data.decode(_encoding(data))
+        if "\0" in text:  # UTF-16 without a mark, UTF-32, or no text at all
+            raise UnicodeError("it has NUL characters")
+        return text
     except UnicodeError as error:
-        at = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
-        raise CheckpointError(f"is not UTF-8 text{at}", "convert it first", subject=path) from error
+        at = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+        rule = f"is not UTF-8 text ({at})"
+        raise CheckpointError(rule, "convert it first", subject=path) from error
 
 
 def read_bytes(path: Path) -> bytes:
@@ -113,7 +120,8 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     encoding = _encoding(data)
     if encoding == "utf-16":
         data = decoded(path).encode()
-    whole = data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    first = data.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0].rstrip()
+    whole = first.startswith(b"[") or first == b"{"  # one object on several lines
     return (
         _json_array(path) if whole else _json_lines(path, data)
     )  # whatever the name: files are called either way
@@ -234,7 +242,7 @@ def _pair(row: Any, keys: tuple[str, ...], where: str) -> Conversation | Without
         return Without.NULL if row is None else Without.EMPTY
     *asked, answer = keys
     if not isinstance(row, dict) or asked[0] not in row or answer not in row:
-        raise _without_key(f"{asked[0]} and {answer}", row, where)
+        raise _without_key(f"{asked[0]} and {answer}", row, where, _APART)
     given = [row[key] for key in asked if row.get(key)]
     if asked[0] not in row or not row[asked[0]] or not row[answer]:
         return Without.NULL if None in (row[asked[0]], row[answer]) else Without.EMPTY
@@ -267,7 +275,7 @@ def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation 
     if row in (None, {}):
         return Without.NULL if row is None else Without.EMPTY
     if not isinstance(row, dict) or key not in row:
-        raise _without_key(f"text called {key}", row, where)
+        raise _without_key(key, row, where, _APART)
     value = row[key]
     if talk:
         return read_conversation(value, key, where, row)
@@ -278,12 +286,8 @@ def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation 
     return value if value.strip() else Without.EMPTY
 
 
-def _without_key(what: str, row: Any, where: str) -> BrokenRecord:
-    way = (
-        Words("use", Setting("text_column", NAME), "or for question and answer NAME,NAME")
-        if isinstance(row, dict)
-        else f"write it as {RECORD}"
-    )
+def _without_key(what: str, row: Any, where: str, way: str = _COLUMN) -> BrokenRecord:
+    way = way if isinstance(row, dict) else f"write it as {RECORD}"
     return BrokenRecord(f"has no {what}: {_keys(row)}", where, way)
 
 
@@ -304,7 +308,7 @@ def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
     except (ValueError, RecursionError) as error:
         way = f"repair the file: one array, or a record {RECORD} a line"
         raise CheckpointError(f"is not JSON ({reason(error)})", way, subject=path) from error
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
         yield f"{path}: record {number}", row
 
 

@@ -296,6 +296,8 @@ def _remarks(tokens: _Tokens) -> Iterator[str]:
         yield f"{len(left_out)} records were left out: {left_out.why}"
     if left_out.broken:
         yield f"the first broken record: {left_out.broken[0]}"
+    if unread := tokens.found.unread:
+        yield f"files of another kind than most are not read, {len(unread)} in all: {unread[0]}"
     if dropped := Counter(kind for talk in talks for kind in talk.dropped):
         kinds = ", ".join(f"{count} {kind}" for kind, count in dropped.items())
         yield f"{dropped.total()} parts of messages are no text and were left out: {kinds}"
@@ -395,11 +397,15 @@ def _fixed(
     stream = torch.cat([torch.empty(0, dtype=torch.int64), *tokens.of(range(len(found.texts)))])
     windows = len(stream) // max_length
     if windows < samples:
+        short = len(stream) // samples
+        ways = [tokens.fewer(windows)] if windows else []
+        if not windows and short > 1:
+            ways = [Words("use", Setting("max_length", short))]
         raise CheckpointError(
             f"holds {len(stream)} tokens, {samples} windows of {max_length} need "
             f"{samples * max_length}",
-            tokens.fewer(windows) if windows else Words("use a smaller", Setting("max_length")),
-            Words("a longer", Setting("calib"), "file"),
+            *ways,
+            Words("a longer" if ways else "use a longer", Setting("calib"), "file"),
             subject=found.source,
         )
     chosen = torch.randperm(windows, generator=generator)[: samples + amount.more].tolist()

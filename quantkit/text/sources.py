@@ -116,6 +116,7 @@ class Documents:
 
     `undivided`: the text has no blank line that would separate documents. `left_out` counts the
     records without a document. `pair` are the keys of questions, and of answers, the last one.
+    `unread` are the names of files of a folder that are of another kind than most.
     """
 
     texts: list[str | Conversation]
@@ -124,6 +125,7 @@ class Documents:
     undivided: bool = False
     left_out: LeftOut = field(default_factory=LeftOut)
     pair: tuple[str, ...] = ()
+    unread: Sequence[str] = ()
 
     @property
     def conversations(self) -> bool:
@@ -184,7 +186,7 @@ def load_documents(
     kind, left_out = kind_of(source), LeftOut(skip_bad_records)
     texts: Sequence[str | Conversation]
     pair: tuple[str, ...] = ()
-    plain = [Path(source)] if kind == "plain text" else _text_files(source, split, kind)
+    plain, unread = _files_of(source, split, kind)
     if kind == "data set":
         named = NAMED[source]
         found = _fetch(source, named, named.train, named.rows, Setting("calib", FILE))
@@ -213,7 +215,7 @@ def load_documents(
         raise CheckpointError(
             f"holds no text{why}", Words("give another file with", Setting("calib")), subject=source
         )
-    return Documents(texts, source, rule, undivided, left_out, pair)
+    return Documents(texts, source, rule, undivided, left_out, pair, unread)
 
 
 def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:
@@ -271,18 +273,26 @@ def _split(text: str) -> tuple[list[str], str]:
     )
 
 
-def _text_files(source: str, split: str | None, kind: Kind) -> list[Path]:
-    """List the files of a split of a folder that has .txt files alone; [] for another source."""
+def _files_of(source: str, split: str | None, kind: Kind) -> tuple[list[Path], list[str]]:
+    """List the .txt files of a source, if it has no others to read, and the names of the files of a
+    folder that are not read, because most are of another kind.
+    """
+    if kind == "plain text":
+        return [Path(source)], []
     if kind != "hub" or not Path(source).is_dir():
-        return []
+        return [], []
     import datasets
 
     try:
         builder = datasets.load_dataset_builder(source)
     except Exception:  # what is wrong is said where the rows are read
-        return []
-    files = builder.config.data_files if builder.name == "text" else None
-    return sorted(Path(name) for name in (files or {}).get(split or "train", ()))
+        return [], []
+    named = builder.config.data_files or {}
+    read = {Path(name).resolve() for names in named.values() for name in names}
+    found = (path for path in sorted(Path(source).rglob("*")) if suffix_of(path) in KNOWN)
+    unread = [path.name for path in found if read and path.resolve() not in read]
+    texts = named.get(split or "train", ()) if builder.name == "text" else ()
+    return sorted(map(Path, texts)), unread
 
 
 def _file(source: str, option: Setting | Option) -> Path:

@@ -47,3 +47,22 @@ def test_a_target_size_is_fitted_in_layouts_that_open(tmp_path: Path) -> None:
     model = families.write("gpt2", tmp_path / "model")
     fit = quantkit.plan(model, **RTN, target_bits=5).fit
     assert fit is not None and {row["layout"] for row in fit["curve"]} == {"awq", "humming"}
+
+
+def test_linears_that_are_too_small_are_no_fault_of_skip(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", hidden_size=36, intermediate_size=70, num_attention_heads=2)
+    refused = str(quantkit.plan(model, **RTN).refusal)
+    assert "fewer than 64 inputs or outputs: take a larger model" in refused and "skip" not in refused
+
+
+def test_a_family_that_opens_only_with_padding_is_told_so(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    model = write_model("gpt2", tmp_path / "model", n_embd=68, n_inner=71)
+    assert str(quantkit.plan(model, **RTN).refusal).endswith(': use layout="humming" pad=True')
+    assert quantkit.plan(model, **RTN, layout="humming", pad=True).refusal is None
+
+
+def test_no_way_out_names_the_layout_that_was_refused(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    found = quantkit.plan(write_model("gpt_oss", tmp_path / "model"), **RTN)
+    assert found.layout == "humming" and not any('use layout="compressed' in line for line in found.notices)

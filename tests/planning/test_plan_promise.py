@@ -226,6 +226,13 @@ def test_a_gpu_that_is_not_here_is_judged_by_its_memory(small_llama: Path, calib
     assert "drop one of them" in call(*args, "--gpu-memory", "1GB", "--device", "cpu", code=2).stderr
 
 
+def test_a_plan_explains_the_size_as_the_closing_table_does(small_llama: Path, tmp_path: Path) -> None:
+    plan = call("plan", small_llama, *RTN).stdout
+    made = call("quantize", small_llama, *RTN, "-o", tmp_path / "out").stdout
+    says = [[line for line in text.splitlines() if "no layout packs embeddings" in line] for text in (plan, made)]
+    assert len(says[0]) == 1 and [line.split(maxsplit=1) for line in says[0]] == [x.split(maxsplit=1) for x in says[1]]
+
+
 def test_long_documents_name_another_way_out_than_large_blocks() -> None:
     small = {"block": 10, "one document": 100}
     assert "--max-length" in "\n".join(Memory({}, small, least_vram=10, gpu_memory=50).notices())

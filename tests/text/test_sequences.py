@@ -116,7 +116,7 @@ def test_a_text_without_blank_lines_is_cut_into_windows(tmp_path: Path, tokenize
         CheckpointError, match="holds 100 tokens, 6 windows of 20 need 120: use --samples 5, or a longer"
     ):
         draw_calibration(source, tokenizer, samples=6, max_length=20, seed=0)
-    with pytest.raises(CheckpointError, match="2 windows of 200 need 400: use a smaller --max-length, or"):
+    with pytest.raises(CheckpointError, match="2 windows of 200 need 400: use --max-length 50, or"):
         draw_calibration(source, tokenizer, samples=2, max_length=200, seed=0)
     with pytest.raises(CheckpointError, match=r"\(the whole text is one document\): use a longer --calib file"):
         draw_calibration(write(tmp_path / "b.txt", "a"), tokenizer, samples=1, max_length=200, seed=0)

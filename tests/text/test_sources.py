@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.byte_tokenizer import byte_tokenizer
 from quantkit.errors import CheckpointError
 from quantkit.text.conversations import Conversation
+from quantkit.text.sequences import draw_calibration
 from quantkit.text.sources import kind_of, load_documents, load_evaluation_text, name_of_text
 
 WIKI = " \n = One = \n \n Text of one , x = 5 . \n \n = = Part = = \n \n More . \n \n = Two = \n \n Text of two . \n"
@@ -180,8 +182,16 @@ def test_line_ends_of_windows_change_neither_documents_nor_perplexity(tmp_path: 
         ("a.txt", b"", "no text"),
         ("a.txt", b" \n\n\t\n", "no text"),
         ("a.txt", b"abc\xff\xfe", "not UTF-8"),
+        ("a.txt", "UTF-16 without a mark".encode("utf-16-le"), "not UTF-8 text .it has NUL characters.: convert"),
+        ("a.csv", "text,n\nUTF-32,1\n".encode("utf-32"), "not UTF-8 text"),
+        ("a.json", b'{\n "text": "x",\n}', "a.json: is not JSON"),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": "x"}]}\n{"text": "y"}\n',
+            "line 2: has no messages: found the keys text: give records of each kind in a file of their own",
+        ),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2: is not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2: has no text called text: found the keys txt: use"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2: has no text: found the keys txt: give records of each"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: is not JSON"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": ["x"]}\n', "line 3: text is no text"),
         ("a.jsonl", b'{"text": null}\n{"text": ""}\nnull\n{}\n', r"holds no text \(4 records: 2 null, 2 empty\)"),
@@ -404,3 +414,21 @@ def test_a_source_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytes
     files = ["/secret/a.txt", "../secret/a.jsonl:0.5", "secret/a.parquet"]
     for source in [*files, "texts/chats", "texts/chats:2", f"{tmp_path}/texts"]:
         assert name_of_text(source) == source.rpartition("/")[2]
+
+
+def test_one_object_on_several_lines_is_one_record(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.json", '{\n  "text": "one record",\n  "id": 1\n}\n')
+    assert load_documents(path).texts == ["one record"]
+    assert load_evaluation_text(path)[0] == "one record"
+
+
+def test_files_of_another_kind_in_a_folder_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    write(folder / "a.jsonl", '{"text": "read"}\n')
+    write(folder / "b.jsonl", '{"text": "read too"}\n')
+    write(folder / "notes.txt", "not read")
+    found = load_documents(str(folder))
+    assert len(found.texts) == 2 and found.unread == ["notes.txt"]
+    drawn = draw_calibration(str(folder), byte_tokenizer(), samples=1, max_length=8, seed=0)
+    assert any("not read, 1 in all: notes.txt" in line for line in drawn.notices)
