@@ -523,8 +523,7 @@ def build_recipe(
     to the recipe's list. `override` goes before the recipe's own: the first match wins. Raises a
     RecipeError for an unknown recipe, option or value.
     """
-    base = _mapping(recipe)
-    merged = merge(merge(base, placed(options, keys_of(Recipe))), settings or {})
+    merged = merge(merge(_mapping(recipe), placed(options, keys_of(Recipe))), settings or {})
     if skip:
         merged["skip"] = [*merged.get("skip", Recipe.skip), *_patterns(skip)]
     if override:

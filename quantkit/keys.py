@@ -261,10 +261,9 @@ def _keys(declared: Any, above: tuple[str, ...]) -> tuple[Key, ...]:
     for each in fields(declared):
         if "section" in each.metadata:
             _, kind, heading, pruning = each.metadata["section"]
-            inner = keys_of(kind, *above, each.name)
             found += [
                 replace(k, section=heading or k.section, pruning=pruning or k.pruning)
-                for k in inner
+                for k in keys_of(kind, *above, each.name)
             ]
         elif "key" in each.metadata:
             declaration: Key = each.metadata["key"]

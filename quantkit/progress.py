@@ -30,17 +30,17 @@ class Stop:
     items.
 
     Inside a loop an exception at any instruction could leave a lock taken that other threads wait
-    for.
+    for. `loops` counts those that run, one inside the other.
     """
 
     def __init__(self) -> None:
         self._reason: BaseException | None = None
-        self._loops = 0
+        self.loops = 0
 
     def request(self, reason: BaseException) -> None:
         """Raise `reason` at the next item of the loop that runs, or at once if there is none."""
         self._reason = reason
-        if not self._loops:
+        if not self.loops:
             raise reason
 
     def check(self) -> None:
@@ -51,10 +51,6 @@ class Stop:
     def clear(self) -> None:
         """Forget a request."""
         self._reason = None
-
-    def is_in_loop(self) -> bool:
-        """Say whether a request waits for the next item of a loop."""
-        return self._loops > 0
 
     def between(self, items: Iterable[_T]) -> Iterator[_T]:
         """Yield `items`, and ask for a request between them."""
@@ -69,11 +65,11 @@ class Stop:
         """Defer requests inside the context. The caller polls them with `check`, and once more
         afterwards.
         """
-        self._loops += 1
+        self.loops += 1
         try:
             yield
         finally:
-            self._loops -= 1
+            self.loops -= 1
 
 
 class Progress:

@@ -48,14 +48,13 @@ def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
 def check_fixed(rule: Rule) -> None:
     """Raise RecipeError if a rule needs more than rounding."""
     if rule == "sparsegpt":
-        sparsegpt = Setting("method", "sparsegpt")
         raise RecipeError(
             "sparsegpt moves the weights that stay, rounding does not",
             Words("use", Setting("method", "gptq")),
             Words(
                 Setting("prune_method", "magnitude"),
                 "on what",
-                Command("prune", sparsegpt),
+                Command("prune", Setting("method", "sparsegpt")),
                 "wrote",
             ),
         )

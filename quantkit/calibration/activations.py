@@ -77,8 +77,7 @@ class Activations:
         `[documents, t, h]`.
         """
         start, end = self._starts[numbers[0]], self._starts[numbers[-1] + 1]
-        shape = (len(numbers), self.rows[numbers[0]])
-        return State(self.hidden[start:end].unflatten(0, shape))
+        return State(self.hidden[start:end].unflatten(0, (len(numbers), self.rows[numbers[0]])))
 
     def put(self, number: int, state: State) -> None:
         """Replace the state of a document; the number of rows must not change."""

@@ -227,8 +227,7 @@ class Sizes:
 
     def most(self, tokens: int = 0) -> int:
         """Count the weights of the largest block, with inputs and outputs of some `tokens`."""
-        shapes = self.linears.items()
-        counts = {module: n * k + tokens * (n + k) for module, (n, k) in shapes}
+        counts = {module: n * k + tokens * (n + k) for module, (n, k) in self.linears.items()}
         return max(_in_blocks(counts).values(), default=0)
 
 

@@ -39,12 +39,12 @@ def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]
         range(len(model.blocks)), "divergence", len(model.blocks), "block"
     ):
         for name, stream in streams.items():
-            model.load_block(block)
+            model.weights.load_block(block)
             for linear in model.targets(block):
                 if linear in packed.get(name, ()):
                     run.put_back(linear, folders[name].unpadded(linear))
             stream.forward(block)
-            model.unload_block(block)
+            model.weights.unload_block(block)
     model.weights.load_head()
     sums = dict.fromkeys(folders, 0.0)
 
@@ -66,8 +66,7 @@ def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]
 def pass_bytes(sizes: Sizes) -> list[dict[str, int]]:
     """Count the memory of the two passes by part, with the errors of a block's linears."""
     drawing, back = gradients.pass_bytes(sizes, sizes.gradient_bytes(TOKENS))
-    once = max(sizes.longest, TUNED_AT_ONCE[sizes.device])
-    errors = 4 * sizes.most(once)
+    errors = 4 * sizes.most(max(sizes.longest, TUNED_AT_ONCE[sizes.device]))
     return [drawing, {**back, "errors of a block": errors}]
 
 

@@ -249,7 +249,7 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
         if wanted or index + 1 < len(model.blocks):
             stream.forward(index)
     stream.waiting.close()
-    model.unload_block(index)
+    model.weights.unload_block(index)
     for name in model.stored(index) if run.ranks.first else ():
         yield block.solved.pop(name) if name in block.solved else Item(name, model.src.get(name))
 
@@ -269,20 +269,15 @@ def _commit(run: Run, stream: Stream, index: int) -> Commit:
     """
     saved, late = save(run, stream, index)
     form = run.model.forms.get(index)
-    _print_warnings(run)
+    # The first rank prints the notes of the other ranks since the last block.
+    of_ranks = run.ranks.exchange(run.progress.take() if isinstance(run.progress, Recorder) else [])
+    for rank, warnings in enumerate(of_ranks) if run.ranks.first else ():
+        for text in warnings:
+            run.progress.warn(f"rank {rank}: {text}")
     phases, count = run.clock.take(), run.ranks.count
     return Commit(
         {"block": index, "phases": phases, "activations": saved, "form": form, "ranks": count}, late
     )
-
-
-def _print_warnings(run: Run) -> None:
-    """Let the first rank print the notes of the other ranks since the last call."""
-    said = run.progress.take() if isinstance(run.progress, Recorder) else []
-    of_ranks = run.ranks.exchange(said)
-    for rank, warnings in enumerate(of_ranks) if run.ranks.first else ():
-        for text in warnings:
-            run.progress.warn(f"rank {rank}: {text}")
 
 
 def _rest(run: Run) -> Iterator[Item]:
@@ -307,8 +302,7 @@ def save(
     has the facts of each rank's part, or the function that saves a copy.
     """
     model = run.model
-    every = SAVED_BLOCKS[model.device.type]
-    if block + 1 == len(model.blocks) or (block + 1) % every:
+    if block + 1 == len(model.blocks) or (block + 1) % SAVED_BLOCKS[model.device.type]:
         return None, None
     parity = _parity(run, block)
     with run.clock.phase("save"):
@@ -341,7 +335,7 @@ def resume(
             for linear, value in committed(run, run.model.targets(block), stored):
                 run.put_back(linear, value)
         stream.forward(block)
-        run.model.unload_block(block)
+        run.model.weights.unload_block(block)
     return stream
 
 

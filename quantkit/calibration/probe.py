@@ -83,24 +83,20 @@ def probe(
     if not recipe.calibrated:
         seconds += _rounding(src, recipe, goals)
     else:
-        meter = _Meter(model.linears, watch)
+        meter = _Meter(model.linears, watch, each)
         try:
             some = model.first_blocks(BLOCKS)
             seconds += _calibrating(recipe, some, len(model.blocks), sequences, watch, meter)
-            each = meter.each(each)
         except _Late:
             # What was done in time tells of the rest: each product with a token, and solving.
-            each, (low, high) = meter.each(each), WIDE
+            low, high = WIDE
             lengths = [*map(len, sequences)]
             tokens = sum(lengths) + (_passes(lengths, recipe.tune) if recipe.tune else 0)
-            seconds += each * weights * tokens + meter.solving(each) * solving_work(shapes)
-    seconds += 2 * each * evaluated * (weights + _outside(src))
+            seconds += meter.each * weights * tokens + meter.solving * solving_work(shapes)
+        each = meter.each
+    head = max((prod(src.shape(name)) for name in src.names()), default=0)
+    seconds += 2 * each * evaluated * (weights + head)
     return low * seconds, high * seconds
-
-
-def _outside(src: Checkpoint) -> int:
-    """Count the weights of the head."""
-    return max((prod(src.shape(name)) for name in src.names()), default=0)
 
 
 def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None]) -> float:
@@ -138,7 +134,7 @@ def _calibrating(
     with tempfile.TemporaryDirectory() as work:
         once = replace(recipe, tune=min(recipe.tune, 1))
         run = new_run(once, model, some, Path(work), progress=watch)
-        meter.begin(times)
+        meter.times = times
         steps = calibrated(run, [], meter)
         phases = (step.facts["phases"] for step in steps if isinstance(step, Commit))
         commits: list[dict[str, float]] = list(islice(phases, min(2, len(model.blocks))))
@@ -178,17 +174,15 @@ class _Meter(Stage):
     """Let Hessians count the tokens of the whole run, so that the probe skips no step of the run,
     and relate the work that is done to its seconds.
 
-    It ends the probe where the next group would take longer than is left.
+    It ends the probe where the next group would take longer than is left. The whole run has `times`
+    as many tokens. `each` are the seconds of a product of a weight and a token, `solving` those of
+    such a product that stands for solving: `usual`, until they are measured.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, int]], watch: _Watch) -> None:
-        self._shapes, self._watch, self._times = shapes, watch, 1.0
-        self._solved = list[tuple[int, int]]()
-        self._best: tuple[float, float, float] = 0.0, 0.0, 0.0
-
-    def begin(self, times: float) -> None:
-        """Begin with a run that has 1 / `times` of all tokens."""
-        self._times = times
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], watch: _Watch, usual: float) -> None:
+        self._shapes, self._watch, self.times = shapes, watch, 1.0
+        self._solved, self._most = list[tuple[int, int]](), 0.0
+        self.each = self.solving = usual
 
     def enter(self, block: LoadedBlock) -> None:
         self._solved = []
@@ -196,25 +190,18 @@ class _Meter(Stage):
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
         for task in tasks:
             if task.hessian is not None:
-                task.hessian.tokens = round(task.hessian.tokens * self._times)
+                task.hessian.tokens = round(task.hessian.tokens * self.times)
         run, done = block.run, solving_work(self._solved)
-        if done > self._best[2]:
+        if done > self._most:
             passed = sum(n * k for n, k in self._solved) * sum(map(len, run.sequences))
             seconds = run.clock.seconds
             grows = sum(seconds.get(phase, 0.0) for phase in GROWING)
-            self._best = grows / passed, seconds.get("solve", 0.0) / done, done
+            self.each = grows / passed or self.each
+            self.solving, self._most = seconds.get("solve", 0.0) / done or self.each, done
         here = [self._shapes[name] for task in tasks for name in task.group.linears]
         if run.model.device.type == "cpu":
-            self._watch.require(self.solving(1 / RATE["cpu"]) * solving_work(here))
+            self._watch.require(self.solving * solving_work(here))
         self._solved += here
-
-    def each(self, usual: float) -> float:
-        """Return the seconds of a product of a weight and a token, `usual` if none is known."""
-        return self._best[0] or usual
-
-    def solving(self, usual: float) -> float:
-        """Return the seconds of such a product that stands for solving."""
-        return self._best[1] or usual
 
 
 class _Late(Exception):

@@ -82,7 +82,7 @@ class Run:
         """Load a block. On a GPU, begin to read the block that comes after it, if there is one."""
         model = self.model
         with self.clock.phase("load"):
-            model.load_block(block)
+            model.weights.load_block(block)
         if model.device.type == "cuda" and 0 <= following < len(model.blocks):
             model.weights.read_ahead(following)
 

@@ -130,7 +130,7 @@ def _handler(code: int) -> Callable[[int, FrameType | None], None]:
             signal.signal(
                 other, lambda *_: os._exit(code)
             )  # the disk holds a resumable state at any moment
-        if STOP.is_in_loop() and sys.stderr.isatty():
+        if STOP.loops and sys.stderr.isatty():
             os.write(sys.stderr.fileno(), b"\nstopping within seconds; once more to stop at once\n")
         STOP.request(reason)
 

@@ -78,8 +78,7 @@ class Format:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Look up the float32 value of each uint8 code, in the shape of `codes`."""
-        table = _table(self, codes.device)
-        return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        return _table(self, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def nearest(self, x: Tensor) -> Tensor:
         """Compute `decode(encode(x))` in the dtype of `x` without the table: the inner step of

@@ -120,6 +120,8 @@ class Ranks:
         """Send the value of the rank `source`, which may hold tensors, to all."""
         if self.count == 1:
             return cast(T, value)
+        from torch import distributed
+
         with self.progress.loop():
             form, tensors = _separate(value) if self.rank == source else (None, [])
             form = self._exchange(form)[source]
@@ -128,7 +130,8 @@ class Ranks:
                 if self.rank != source:
                     tensors = self._allocate(form)
                 for tensor in tensors:
-                    self._broadcast(tensor, source)
+                    if tensor.numel():
+                        distributed.broadcast(_bytes(tensor), source, group=self._group(tensor))
             return cast(T, value if self.rank == source else _join(form, tensors))
 
     def gather(self, value: T) -> list[T]:
@@ -328,12 +331,6 @@ class Ranks:
             for work in distributed.batch_isend_irecv(of_kind):
                 work.wait()
         return found
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        from torch import distributed
-
-        if tensor.numel():
-            distributed.broadcast(_bytes(tensor), source, group=self._group(tensor))
 
     def _group(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda else self._control

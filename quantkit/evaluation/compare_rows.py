@@ -92,9 +92,10 @@ class Rows:
         self._opened.require_decoder_only()
         if self._tasks is not None:
             self._tasks.require(self._opened)
+            # The size of batches changes answers only by rounding.
+            lasting = {k: v for k, v in self._tasks.about.items() if k != "batch_size"}
             for name, task in self._tasks.asked.items():
-                digest = _digest([task, _lasting(self._tasks.about)])
-                self._names["task", name] = f"task {name} {digest}"
+                self._names["task", name] = f"task {name} {_digest([task, lasting])}"
         files_of_model = sorted(self._opened.src.sources().items())
         self._digests = {name: hash_of_file(path) for name, path in files_of_model}
         self._reference = cache(partial(self._dense, self._opened.src))
@@ -190,8 +191,7 @@ class Rows:
         """Return perplexity and divergence on a text; of the reference itself the perplexity."""
         windows = self._windows(which)
         if reference is None:
-            losses = window_losses(model(), windows, self._progress)
-            return {"ppl": exponential(mean_loss(losses))}
+            return {"ppl": exponential(mean_loss(window_losses(model(), windows, self._progress)))}
         found = token_values(reference, model(), windows, self._progress)
         return {"ppl": exponential(mean_loss(found.losses)), **found.figures()}
 
@@ -207,7 +207,12 @@ class Rows:
             "quantkit": __version__,
             "model": self._digests,
             "recipe": None if recipe is None else without_paths(recipe).to_mapping(),
-            "calibration": [_digest_of_source(source) for source in sources],
+            "calibration": [
+                hash_of_file(Path(source))
+                if kind_of(source) in ("plain text", "records")
+                else source
+                for source in sources
+            ],
         }
 
     def _work(self, entry: Entry) -> Path:
@@ -234,9 +239,8 @@ class Rows:
         width = 8.0 * src.dtype_of_model.itemsize
         if src.low_bit is not None:
             width = 8 * src.source_bytes / sum(prod(src.shape(name)) for name in src.names())
-        precision = src.low_bit or f"{width:.0f} bits"
         facts = {
-            "precision": precision,
+            "precision": src.low_bit or f"{width:.0f} bits",
             "grouping": "",
             "method": "",
             "stored": "dense",
@@ -257,15 +261,14 @@ class Rows:
         else:
             width = totals["bits_per_weight"]
             size = round((width or 0.0) * totals["quantized_weights"] / 8) + totals["dense_bytes"]
-        refined = f"{recipe.method}+tune" if recipe.tune else recipe.method
         facts = {
             "precision": form,
             "grouping": grouping,
-            "method": refined,
+            "method": f"{recipe.method}+tune" if recipe.tune else recipe.method,
             "stored": stored,
             "bits": width,
+            "calibration_tokens": report["calibration"].get("tokens"),
         }
-        facts["calibration_tokens"] = report["calibration"].get("tokens")
         return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
 
     def _quantized(self, entry: Entry, folder: Path) -> dict[str, Any]:
@@ -324,16 +327,6 @@ def _exam(asked: CompareOptions) -> Exam | None:
     shared = {key: getattr(asked, key) for key in ("data", "shots", "limit", "batch_size")}
     names = tuple(listed(asked.tasks))
     return Exam(TaskOptions(tasks=names, **shared)) if names else None
-
-
-def _lasting(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the size of batches, which changes answers only by rounding."""
-    return {key: value for key, value in facts.items() if key != "batch_size"}
-
-
-def _digest_of_source(source: str) -> str:
-    path = Path(source)
-    return hash_of_file(path) if kind_of(source) in ("plain text", "records") else source
 
 
 def _digest(facts: Any) -> str:

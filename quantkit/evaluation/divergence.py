@@ -130,8 +130,9 @@ def evaluate(
     text, what = theirs.text(asked.data)
     reference = theirs.load(progress)  # first, so that weights decoded once leave memory for it
     model = ours.load(progress)
-    shared: Any = {"data": what, "progress": progress, **asked.protocol}
-    found = kld(model, reference, theirs.tokenizer, text, **shared)
+    found = kld(
+        model, reference, theirs.tokenizer, text, data=what, progress=progress, **asked.protocol
+    )
     return replace(found, weights=describe_weights(model))
 
 
@@ -220,8 +221,8 @@ def kld(
     """
     pieces = cut([reference, model], tokenizer, text, **protocol)
     found = token_values(reference, model, pieces, progress)
-    facts = {**found.figures(), **pieces.protocol, "tokens": sum(map(len, found.kl))}
-    return Divergence(**facts, data=data)
+    tokens = sum(map(len, found.kl))
+    return Divergence(**found.figures(), **pieces.protocol, tokens=tokens, data=data)
 
 
 def token_values(

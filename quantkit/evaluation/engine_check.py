@@ -129,7 +129,22 @@ def prove_engine(
     with clock.phase(engine):
         answer = _ask(engine, asked.engine_args or {}, folder, _prompts(src), progress)
     with clock.phase("decoded model"):
-        return _compared(engine, answer, src, device_of(asked.device), progress)
+        tokens, half, device = answer["tokens"], answer["dtype"], device_of(asked.device)
+        exact = _logprobs(src, tokens, torch.float32, device, progress)
+        rounded = _logprobs(src, tokens, getattr(torch, half), device, progress)
+        given = torch.cat([torch.tensor(each) for each in answer["logprobs"]])
+        noise, off = (rounded - exact).abs(), (given - exact).abs()
+        return EngineProof(
+            engine,
+            answer["version"],
+            half,
+            len(exact),
+            float(off.mean()),
+            float(off.max()),
+            MEAN[0] * float(noise.mean()) + MEAN[1],
+            LARGEST[0] * float(noise.max()) + LARGEST[1],
+            answer["layers"],
+        )
 
 
 def _prompts(src: Checkpoint) -> list[list[int]]:
@@ -202,31 +217,6 @@ def _ask(
         f"{engine} ended with code {process.returncode}: "
         f"{' '.join(errors[-1:])[:300] or 'it said nothing'}",
         "-v prints its log",
-    )
-
-
-def _compared(
-    engine: str,
-    answer: Mapping[str, Any],
-    src: Checkpoint,
-    device: torch.device,
-    progress: Progress,
-) -> EngineProof:
-    """Compare the engine's log-probabilities with the decoded model's."""
-    exact = _logprobs(src, answer["tokens"], torch.float32, device, progress)
-    rounded = _logprobs(src, answer["tokens"], getattr(torch, answer["dtype"]), device, progress)
-    asked = torch.cat([torch.tensor(each) for each in answer["logprobs"]])
-    noise, off = (rounded - exact).abs(), (asked - exact).abs()
-    return EngineProof(
-        engine,
-        answer["version"],
-        answer["dtype"],
-        len(exact),
-        float(off.mean()),
-        float(off.max()),
-        MEAN[0] * float(noise.mean()) + MEAN[1],
-        LARGEST[0] * float(noise.max()) + LARGEST[1],
-        answer["layers"],
     )
 
 

@@ -59,9 +59,11 @@ class Opened:
 
     def require_decoder_only(self) -> None:
         """Raise CheckpointError for an encoder-decoder, whose text does not continue its prompt."""
-        config = config_of(self.src)
-        rule = "and evaluations need a model that continues its prompt"
-        require_decoder_only(self.src, config, rule)
+        require_decoder_only(
+            self.src,
+            config_of(self.src),
+            "and evaluations need a model that continues its prompt",
+        )
 
     def digest(self) -> str:
         """Return a digest of the names, sizes and times of the files: the same as long as nobody

@@ -87,7 +87,11 @@ class Windows:
             logits: Tensor = model(input_ids=ids, use_cache=False).logits[
                 0, first : first + len(tokens)
             ]
-        return require_finite(logits, f"window {number}")
+        if not all(bool(torch.isfinite(logits[rows]).all()) for rows in chunks(logits)):
+            raise NumericError(
+                f"window {number} gives logits that are NaN or infinite: the weights are damaged"
+            )
+        return logits
 
     def targets(self, number: int) -> Tensor:
         """Return the predicted tokens of a window: all except the first, or with BOS all."""
@@ -239,19 +243,11 @@ def _require_fit(window: int, stride: int, positions: float, bos: int) -> None:
             "use a window of 2 or more and a stride of 1 to the window",
         )
     if window + bos > positions:
-        what = f"window {window}{' and BOS' if bos else ''}"
         raise RecipeError(
             f"the model has {positions} positions",
             Words("use", Option("window", int(positions) - bos), "or less"),
-            subject=what,
+            subject=f"window {window}{' and BOS' if bos else ''}",
         )
-
-
-def require_finite(logits: Tensor, what: str) -> Tensor:
-    """Return logits `[t, v]`; NumericError, naming the piece of text, if some are not finite."""
-    if not all(bool(torch.isfinite(logits[rows]).all()) for rows in chunks(logits)):
-        raise NumericError(f"{what} gives logits that are NaN or infinite: the weights are damaged")
-    return logits
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:

@@ -161,20 +161,17 @@ def _load(
             task.doc_to_text(doc)
             task.doc_to_target(doc)
             wrong = wrong or _unanswerable(task, doc, number) or _null(task, doc, number)
-    except (
-        Exception
-    ) as error:  # lm-eval, the hub's client and a task's own code have no common base class
+    except Exception as error:  # of lm-eval, the hub, a task's own code: they share no class
         if local is None and (found := hub.reasons(error, name, "data set")):
             folder = Option("data", Words("DIR"))
             way = Words("give a folder with", folder, ", which benchmarks/task_data.py fills")
             raise CheckpointError(*found, way, subject=name) from error
-        subject = name if data is None else data / name
         raise CheckpointError(
             f"lm-eval cannot read the questions of {name} ({reason(error)})",
             "give records with the keys of the hub's data set"
             if data is not None
             else "check the task",
-            subject=subject,
+            subject=name if data is None else data / name,
         ) from error
     if wrong and data is not None:
         raise CheckpointError(wrong, "repair the record, or leave it out", subject=data / name)

@@ -107,11 +107,10 @@ class Verification(ShortRepr):
         asked = "" if self.engine is None else f"; {self.engine.note}"
         if self.kernel is None:
             return f"no kernel ran, the bits alone are proved: {self.unrun}{asked}"
-        worst = max(self.errors, default=0.0)
         return (
             f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights "
             "exactly, products are off "
-            f"by {worst:.1e} at most (bound {self.bound:g}){asked}"
+            f"by {max(self.errors, default=0.0):.1e} at most (bound {self.bound:g}){asked}"
         )
 
     def _shown(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class Verification(ShortRepr):
 def write(verification: Verification, folder: Path) -> Path:
     """Write verify.json into the folder of the checkpoint, and return its path."""
     path = Path(folder) / VERIFICATION
-    given = [Path(folder), *([Path(verification.against)] if verification.against else [])]
+    given = [folder, *([Path(verification.against)] if verification.against else [])]
     names = {
         one: each.resolve().name
         for each in given
@@ -224,7 +223,10 @@ def _check_bits(
         checked |= sealed
     if not (checked or asked.unsealed):
         failures.append(Words(f"{UNSEALED}: add", Option("unsealed", True), "to accept that"))
-    unrun = _why_no_kernel(src, place, asked=asked.device != "auto")
+    unrun = kernels.missing(src.layout.NAME, place)
+    on_gpu = place.type == "cuda" and asked.device != "auto"
+    if unrun and on_gpu and src.layout.NAME in kernels.MATMULS:
+        raise KernelError(f"its weights cannot be multiplied on {place}", unrun, subject=src.path)
     other = None if against is None else _quantized(Path(against), asked.trust_remote_code)
     if not src.modules():
         failures.append(f"{folder}: no packed weight found: the tensors are missing")
@@ -271,17 +273,6 @@ def verify_files(folder: Path) -> tuple[list[str], list[str]]:
             subject=folder,
         )
     return failures, notices
-
-
-def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | None:
-    """Give the reason why no kernel runs on `device`, or None; KernelError if a GPU was asked for
-    by name.
-    """
-    assert src.layout is not None
-    unrun = kernels.missing(src.layout.NAME, device)
-    if unrun and device.type == "cuda" and asked and src.layout.NAME in kernels.MATMULS:
-        raise KernelError(f"its weights cannot be multiplied on {device}", unrun, subject=src.path)
-    return unrun
 
 
 def _quantized(folder: Path, trust_remote_code: bool) -> Checkpoint:

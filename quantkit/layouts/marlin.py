@@ -168,8 +168,7 @@ class Marlin(Layout):
         return {"bits": 4, "sym": True, **config}
 
     def schemes(self, config: Any) -> Schemes:
-        scheme = replace(config.scheme, sparsity=self.SPARSITY)
-        return Schemes(scheme, ignore=config.dense_head)
+        return Schemes(replace(config.scheme, sparsity=self.SPARSITY), ignore=config.dense_head)
 
 
 class Marlin24(Marlin):

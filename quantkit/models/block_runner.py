@@ -176,14 +176,6 @@ class BlockRunner(LanguageModel):
         """
         return list(tensors_in(self._arguments(torch.arange(4), Pass(0))[:2]))
 
-    def load_block(self, index: int) -> None:
-        """Load a block's weights."""
-        self.weights.load_block(index)
-
-    def unload_block(self, index: int) -> None:
-        """Free a block's weights."""
-        self.weights.unload_block(index)
-
     def logits_of(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits `[t, v]` of a document from its hidden states `[t, h]` after the last
         block.
@@ -371,8 +363,7 @@ class BlockRunner(LanguageModel):
 
     def _given(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
         """Return the arguments of a block, if they are stored for batches of this shape."""
-        wide = torch.is_autocast_enabled(self.device.type)
-        shape = (tokens.shape, passed.hidden.dtype, wide)
+        shape = (tokens.shape, passed.hidden.dtype, torch.is_autocast_enabled(self.device.type))
         return self._repeated.get(index, shape, partial(self._unchanging, index, tokens, passed))
 
     def _unchanging(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:

@@ -121,8 +121,7 @@ def auto_class(src: Checkpoint, config: PretrainedConfig) -> Any:
     """
     import transformers
 
-    kinds = AUTO_CLASSES[bool(config.is_encoder_decoder)]
-    autos = [getattr(transformers, name) for name in kinds]
+    autos = [getattr(transformers, name) for name in AUTO_CLASSES[bool(config.is_encoder_decoder)]]
     if runs_code(src):
         return autos[0]
     named = src.config.get("architectures")

@@ -288,10 +288,9 @@ def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
 
 def _inputs(module: nn.Module) -> dict[str, bool]:
     """Return the arguments of a model's forward, and whether each may be absent."""
-    found = inspect.signature(module.forward).parameters.values()
     return {
         each.name: each.default is not each.empty or each.kind is each.VAR_POSITIONAL
-        for each in found
+        for each in inspect.signature(module.forward).parameters.values()
         if each.kind is not each.VAR_KEYWORD
     }
 

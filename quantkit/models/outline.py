@@ -88,7 +88,10 @@ class Outline:
             line = "left out, as it is zero and the model has no such bias"
             src.notices.append(f"{zeros[0]}: {line} ({len(zeros)} in all)")
             self.states = self.names.match(src)
-        self._require_shapes()
+        packed = {f"{module}.weight" for module in src.modules()}
+        for state, name in self.states.stored.items():
+            if name not in packed:
+                self._require_shape(state, name)
         if as_matrices:
             replace_transposed(module, self.states.stored, src)
 
@@ -166,12 +169,6 @@ class Outline:
         """The tensors that the model does not have, such as draft layers."""
         return Outside.of(self.src, self.states.outside)
 
-    def _require_shapes(self) -> None:
-        packed = {f"{module}.weight" for module in self.src.modules()}
-        for state, name in self.states.stored.items():
-            if name not in packed:
-                self._require_shape(state, name)
-
     def _require_shape(self, state: str, name: str) -> None:
         asked, shape = tuple(get_tensor(self.module, state).shape), self.src.shape(name)
         # An earlier model of this checkpoint may have transposed the tensor.
@@ -200,9 +197,8 @@ class LanguageModel(Outline):
         decoder, module = language_model(self.module)
         self.blocks = [f"{decoder}.{path}" if decoder else path for path in find_blocks(module)]
         if not self.blocks:
-            kind = type(self.module).__name__
             raise CheckpointError(
-                f"{kind} has no list of blocks with nn.Linear",
+                f"{type(self.module).__name__} has no list of blocks with nn.Linear",
                 "use another model",
                 subject=src.path,
             )

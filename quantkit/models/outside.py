@@ -113,8 +113,7 @@ def drafts_by_name(src: Checkpoint) -> list[str]:
 def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> list[str]:
     """List the stored names that neither the model's class nor config.json declares."""
     module, stated = states.module, src.config
-    text = module.config.get_text_config()
-    known = [*_entries(stated), *_entries(text.to_dict())]
+    known = [*_entries(stated), *_entries(module.config.get_text_config().to_dict())]
     declared = [COMPUTED, *map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
     if any(value for key, value in known if DRAFT_WORDS.search(key)):
         declared.append(DRAFT_PARTS)

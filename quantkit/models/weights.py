@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +38,7 @@ class BlockWeights:
         self._in_float32 = float32_states(model.module, model.dtype)
         self._inside = tuple(f"{path}." for path in model.blocks)
         self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
-
-    @cached_property
-    def _reading(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(2, "quantkit-read")
+        self._reading = ThreadPoolExecutor(2, "quantkit-read")  # starts no thread until it is used
 
     def load_before_blocks(self) -> None:
         """Load everything outside the blocks except the output head, and move buffers to the

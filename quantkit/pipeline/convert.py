@@ -97,8 +97,14 @@ def pack(
             )
         require_readable_tokenizer(src.path)
         outside, outline = require_complete_source(src)
-        options: Any = {"pad": pad, "requantize": requantize, "outside": outside}
-        planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)
+        planned = plan_pack(
+            src,
+            LAYOUTS[layout],
+            out=Path(out),
+            pad=pad,
+            requantize=requantize,
+            outside=outside,
+        )
         planned.require()
         if outline is not None:  # else this would show when the folder is finished
             output, written = planned.output, LAYOUTS[layout]
@@ -133,10 +139,8 @@ def pack(
                 report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of the bytes read
         src.notices += require_unchanged(src, report["source"]["files"], known_files)
-        for line in [
-            line for line in src.notices if line not in known
-        ]:  # found in the data or on the disk
-            progress.note(line)
+        # Those found in the data or on the disk.
+        progress.note(*(line for line in src.notices if line not in known))
         for line in (lost := _losses(layers, recorded)):
             progress.warn(line)
         if lost:  # then the figures describe other values
@@ -236,11 +240,10 @@ def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, An
         if lost := _lost(layers, recorded, key):
             worst, name = max((float(layer[key]), layer["name"]) for layer in lost)
             mean = sum(float(layer[mean_key]) for layer in lost) / len(lost)
-            words = (
+            found.append(
                 f"{len(lost)} of {len(layers)} linears {event}, mean {mean:.4g}, worst {worst:.4g} "
                 f"({name})"
             )
-            found.append(words)
     return found
 
 

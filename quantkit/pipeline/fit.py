@@ -354,9 +354,13 @@ def _decide(
                 begun = any(work.glob(f"{each.folder}.partial-*"))
                 given = {**vars(options), "overwrite": False, "resume": begun}
                 drawn = text if each.job.recipe.calibrated else None
-                inner = work / each.folder
                 pipeline.quantize(
-                    model, inner, each.job.recipe, text=drawn, estimated=False, **given
+                    model,
+                    work / each.folder,
+                    each.job.recipe,
+                    text=drawn,
+                    estimated=False,
+                    **given,
                 )
         return Checkpoint(work / each.folder, options.trust_remote_code)
 
@@ -470,8 +474,7 @@ def _search(
             "a size is fitted on a text that is there", Words("name one with", Option("calib"))
         )
     schemes = schemes_of(asked.allowed, recipe)
-    source = surveys.dense_source(model, run, recipe)
-    job = surveys.survey(source, recipe, None, run, gpu_memory)
+    job = surveys.survey(surveys.dense_source(model, run, recipe), recipe, None, run, gpu_memory)
     notices = notices if job.recipe.calibration.tokens is None else []
     search = _Search(job, asked, run, notices)
     usual = (
@@ -549,12 +552,11 @@ def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
 def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
     """Add the memory of the pass that measures loss increases."""
     job, gpu = search.job, plan.needs.memory.gpu_memory
-    device = job.model.device.type if gpu is None else "cuda"
     others = calibrated_memory(
         job.src,
         job.model.linears,
         job.recipe,
-        device,
+        job.model.device.type if gpu is None else "cuda",
         search.run.act_budget,
         gpu,
         sensitivities=True,

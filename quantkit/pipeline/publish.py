@@ -251,35 +251,33 @@ def finish(
         try:
             with clock.phase("open"):
                 opening = open_folder(partial, copy.deepcopy(config), src)
-        except CheckpointError as error:
-            _leave_report(writer, report, error)
-            raise
-        report["opened_by"] = list(opening.readers)
-        report["not_opened_by"], report["not_tried"] = opening.refused, opening.untried
-        if THEIRS in opening.refused:
-            report["readers"] = [reader for reader in report.get("readers", []) if reader != TRIED]
-        if not opening.readers:
-            report["notices"].append(
-                f"the output could not be opened here: {opening.untried[OURS]}"
+            report["opened_by"] = list(opening.readers)
+            report["not_opened_by"], report["not_tried"] = opening.refused, opening.untried
+            if THEIRS in opening.refused:
+                report["readers"] = [
+                    reader for reader in report.get("readers", []) if reader != TRIED
+                ]
+            if not opening.readers:
+                report["notices"].append(
+                    f"the output could not be opened here: {opening.untried[OURS]}"
+                )
+            if opening.readers and src.config.get("is_encoder_decoder") is True:
+                auto = auto_class(src, config_of(src))
+                report["auto_class"] = auto.__name__
+            report["left_out"], report["chat_template"] = (
+                list(writer.left_out),
+                has_chat_template(partial),
             )
-        if opening.readers and src.config.get("is_encoder_decoder") is True:
-            auto = auto_class(src, config_of(src))
-            report["auto_class"] = auto.__name__
-        report["left_out"], report["chat_template"] = (
-            list(writer.left_out),
-            has_chat_template(partial),
-        )
-        if measure is not None:
-            try:
+            if measure is not None:
                 with clock.phase("evaluate"):
                     made = Checkpoint(partial, src.trusted, config=copy.deepcopy(config))
                     report["evaluation"] = measure(made)
-            except QuantkitError as error:
-                _leave_report(writer, report, error)
-                raise
-        report["phases"], seconds = _times(writer, clock)
-        report["totals"] |= {"peak_memory": peak_memory(), "seconds": seconds}
-        return {} if recipe is None else {RECIPE: recipe.to_yaml().encode()}
+            report["phases"], seconds = _times(writer, clock)
+            report["totals"] |= {"peak_memory": peak_memory(), "seconds": seconds}
+            return {} if recipe is None else {RECIPE: recipe.to_yaml().encode()}
+        except QuantkitError as error:
+            _leave_report(writer, report, error)
+            raise
 
     writer.finish(config, described, sealed)
     publish_folder(partial, out, overwrite=overwrite)

@@ -79,8 +79,9 @@ def quantize(
         if not here.first:
             _assist(model, run, here)
             return here.broadcast(None)
-        led = _lead(model, Path(out), recipe, measure, text, run, here, progress, estimated)
-        return here.broadcast(led)
+        return here.broadcast(
+            _lead(model, Path(out), recipe, measure, text, run, here, progress, estimated)
+        )
 
 
 def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
@@ -173,13 +174,18 @@ def _lead(
             )
             items = calibrated(begun, writer.done)
         else:
-            done = writer.items_done()
-            items = clock.around("solve", streamed(src, recipe, job.goals, done, progress))
+            rounded = streamed(src, recipe, job.goals, writer.items_done(), progress)
+            items = clock.around("solve", rounded)
         # A signal that raised while this thread waits for the other could leave a lock taken.
         with progress.loop() if BESIDE[kind] else nullcontext():
-            first = begin if hashes_beside else None
-            device = job.model.device if BESIDE[kind] else None
-            report["layers"] = write(items, writer, report, clock, device, first)
+            report["layers"] = write(
+                items,
+                writer,
+                report,
+                clock,
+                job.model.device if BESIDE[kind] else None,
+                begin if hashes_beside else None,
+            )
         report |= _ranks_of(writer.done)
         return finish(
             writer,

@@ -245,11 +245,12 @@ class Needs:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the needs as `plan --json` prints them."""
-        low, high = self.duration or (0.0, None)
         return {
             "peak_memory": self.memory.to_dict(),
             "disk_free": self.disk_free,
-            "duration": None if self.duration is None else {"low": low, "high": high},
+            "duration": dict(zip(("low", "high"), self.duration, strict=True))
+            if self.duration
+            else None,
         }
 
     def disk_problem(self, out: Path | None, there: int = 0) -> str | None:
@@ -424,15 +425,13 @@ def _beside(sizes: Sizes, found: Memory, waiting: int, gpu_memory: int | None) -
         left = gpu_memory - sum(vram.values())
         vram[PASSES] = max(0, min(waiting, most_waiting(0, None, gpu_memory), left))
     # The next block is read ahead. The tensors outside the blocks wait after the last block.
-    loading = round(PINNED * sizes.block)
     host = {
         **found.ram,
-        "loading": loading,
+        "loading": round(PINNED * sizes.block),
         WAITING: min(MOST_BYTES, sizes.width * sum(sizes.outside)),
     }
     blocks = [size for block, size in sizes.blocks.items() if not TOWER.search(block)]
-    least = sizes.width * max(blocks, default=0)
-    return replace(found, ram=host, vram=vram, least_vram=least)
+    return replace(found, ram=host, vram=vram, least_vram=sizes.width * max(blocks, default=0))
 
 
 def _gb(count: int) -> str:

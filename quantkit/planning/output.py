@@ -95,8 +95,7 @@ class Row:
     ) -> Row:
         """Make the row of a linear without codes; a tied one has none of the source's `forms`."""
         name = f"{module}.weight"
-        tensors = {name: forms[name]} if name in forms else {}
-        return cls(module, shape, goal, shape, tensors)
+        return cls(module, shape, goal, shape, {name: forms[name]} if name in forms else {})
 
     @classmethod
     def packed(

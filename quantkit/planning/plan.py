@@ -186,8 +186,7 @@ def plan_quantize(
             rows.append(Row.packed(layout, module, shape, goal, stored))
         else:
             rows.append(Row.dense(forms, module, shape, goal))
-    decoder = decoder_weights(src, inside)
-    output = Output.of(src, layout, rows, forms, recipe.scheme, decoder)
+    output = Output.of(src, layout, rows, forms, recipe.scheme, decoder_weights(src, inside))
     if recipe.calibrated:
         shapes = {row.module: row.stored for row in rows}
         memory = calibrated_memory(src, shapes, recipe, device, act_budget, gpu_memory)
@@ -195,8 +194,7 @@ def plan_quantize(
         memory = streamed_memory(src, [row.stored for row in output.quantized])
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)
-    remarks = verdicts.layout_remarks(output)
-    found = Verdict(tuple(misfits), ways, tuple(src.notices), remarks)
+    found = Verdict(tuple(misfits), ways, tuple(src.notices), verdicts.layout_remarks(output))
     return Plan(output, Needs(memory, disk_free=free_disk(out)), found)
 
 

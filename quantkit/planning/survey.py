@@ -6,7 +6,7 @@ computation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
@@ -167,15 +167,18 @@ def estimate_duration(
     `announce` is told before the probe. The run also measures on `evaluated` tokens.
     """
     sequences, device = job.text.sequences, job.model.device.type
-    if job.recipe.calibrated and not sequences:  # only the last step is left
-        return None, []
     if not is_worth_a_probe(job.recipe, job.plan.output.weights, sequences, device):
         return None, []
-    progress = run.progress or Progress(quiet=True)
     announce(BEGINS)
-    asked: Any = {"progress": progress, "evaluated": evaluated}
     try:
-        found = probe_run(job.model, job.recipe, job.goals, sequences, **asked)
+        found = probe_run(
+            job.model,
+            job.recipe,
+            job.goals,
+            sequences,
+            progress=run.progress or Progress(quiet=True),
+            evaluated=evaluated,
+        )
     except QuantkitError as error:
         return None, [Words("the duration is not known, a probe of one block failed:", error.typed)]
     return found, []
@@ -219,8 +222,7 @@ def survey(
     model.require_complete()
     if src.written_dtype is not None:
         wide = float32_states(model.module, src.written_dtype)
-        stored = model.states.stored.items()
-        src.never_cast = {name for state, name in stored if wide.search(state)}
+        src.never_cast = {name for state, name in model.states.stored.items() if wide.search(state)}
     if recipe.layout is None and model.sliced:
         way = Words("use", Command("quantize", Setting("prune", "2:4")))
         raise CheckpointError(
@@ -285,8 +287,7 @@ def _asked(job: Job) -> list[str]:
 
 
 def _with_verdict(job: Job, **changes: Any) -> Job:
-    verdict = replace(job.plan.verdict, **changes)
-    return job._replace(plan=replace(job.plan, verdict=verdict))
+    return job._replace(plan=replace(job.plan, verdict=replace(job.plan.verdict, **changes)))
 
 
 def job_of(
@@ -326,18 +327,12 @@ def job_of(
     made = replace(made, verdict=replace(made.verdict, remarks=remarks))
     if not made.verdict.misfits:  # else a config cannot be made
         schemes = schemes_of(recipe, goals, model.paths, model.outside.dense_entries(src))
-        units = _units(src, model, recipe)
+        units = units_of(src, src.names())
+        if recipe.calibrated:
+            units = map(model.stored, (*range(len(model.blocks)), None))
         output = made.output.with_files(src, schemes, recipe, units, made.notices)
         made = replace(made, output=output)
     return Job(src, model, recipe, goals, made)
-
-
-def _units(src: Checkpoint, model: BlockRunner, recipe: Recipe) -> Iterator[list[str]]:
-    """Yield the tensors of the source in the units that the run commits."""
-    if recipe.calibrated:
-        yield from map(model.stored, (*range(len(model.blocks)), None))
-    else:
-        yield from units_of(src, src.names())
 
 
 def with_group_size(
@@ -472,9 +467,8 @@ def require_runnable(
     made.needs.memory.of_sequences(0, run.act_budget).require()
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
-    before = None
-    if out is not None:
-        before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
+    asked: Any = {"resume": run.resume, "overwrite": run.overwrite, "source": job.src.home}
+    before = None if out is None else check_staging(out, **asked)
     resumed = before if run.resume else None
     if resumed is not None and is_complete(resumed):
         return job  # only the last step is left

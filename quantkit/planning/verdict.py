@@ -205,7 +205,9 @@ def _one_change(
         asymmetric = any(not misfit.scheme.symmetric for misfit in group)
         if asymmetric and _fits(group, layout, symmetric=True):
             options.append(Words("drop", Setting("asym", True)))
-        if _dense_integers(group) and _fits(group, layout, sparsity="2:4"):
+        integers = all(s.scheme.symmetric and not s.scheme.format.is_float for s in group)
+        dense = all(misfit.scheme.sparsity is None for misfit in group)
+        if integers and dense and _fits(group, layout, sparsity="2:4"):
             options.append(Words("add", Setting("prune", "2:4")))
     others = [
         name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)
@@ -269,12 +271,6 @@ def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
 def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
     asked = {(replace(misfit.scheme, **change), *misfit.shape) for misfit in misfits}
     return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
-
-
-def _dense_integers(group: list[Misfit]) -> bool:
-    """Return True if all weights of a group have a dense scheme that could be 2:4."""
-    schemes = [misfit.scheme for misfit in group]
-    return all(s.symmetric and not s.format.is_float and s.sparsity is None for s in schemes)
 
 
 def source_rule(

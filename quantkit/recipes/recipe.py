@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
 from typing import Any
 
 import yaml
@@ -145,10 +144,6 @@ class Recipe(RecipeKeys):
 
     def to_yaml(self) -> str:
         """Return the recipe as a YAML file."""
-        return self._yaml
-
-    @cached_property
-    def _yaml(self) -> str:
         return yaml.safe_dump(self.to_mapping(), sort_keys=False)
 
     def sha256(self) -> str:
@@ -338,8 +333,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         if asked[name] is not None
     }
     gptq = Options(**{"descent": DESCENT if refined else 0, **asked.pop("gptq", {})}, **fixed)
-    shared = _read_shared(asked)
-    found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **shared)
+    found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **_read_shared(asked))
     _check(found)
     return found
 

@@ -176,10 +176,9 @@ def sizes(report: Mapping[str, Any]) -> list[Bar]:
 
 def memory(report: Mapping[str, Any]) -> list[Bar]:
     """List the peak of each kind of memory."""
-    peak = report.get("totals", {}).get("peak_memory", {})
     return [
         Bar(str(kind).upper(), float(count), format_bytes(count))
-        for kind, count in peak.items()
+        for kind, count in report.get("totals", {}).get("peak_memory", {}).items()
         if count
     ]
 

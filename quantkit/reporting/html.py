@@ -224,8 +224,11 @@ def _charts(layers: Sequence[Layer]) -> list[Chart]:
             errors.weight_error,
         ),
     )
-    found = [(title, about, errors.by_depth(layers, error)) for title, about, error in kinds]
-    return [Chart(title, about, series) for title, about, series in found if series]
+    return [
+        Chart(title, about, series)
+        for title, about, error in kinds
+        if (series := errors.by_depth(layers, error))
+    ]
 
 
 def _worst(layers: Sequence[Layer]) -> Table | None:

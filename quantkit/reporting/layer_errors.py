@@ -46,16 +46,12 @@ def output_error(layer: Layer) -> float | None:
     return number(math.sqrt(loss / norm))
 
 
-def leading_error(layers: Iterable[Layer]) -> Error:
+def leading_error(layers: Sequence[Layer]) -> Error:
     """Choose the error that ranks the linears: the output error if at least half of
     them have it.
     """
-    found = list(layers)
-    return (
-        output_error
-        if 2 * sum(output_error(layer) is not None for layer in found) >= len(found)
-        else weight_error
-    )
+    count = sum(output_error(layer) is not None for layer in layers)
+    return output_error if 2 * count >= len(layers) else weight_error
 
 
 def worst(layers: Iterable[Layer], error: Error, most: int) -> list[tuple[float, Layer]]:

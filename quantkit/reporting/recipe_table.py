@@ -218,8 +218,7 @@ def labels(rows: Sequence[Row], kind: str) -> list[str]:
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Write columns of rows as a Markdown table."""
     head, body = cells(rows, columns)
-    lines = [head, ["---"] * len(head), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *body])
 
 
 def _has(row: Mapping[str, Any], key: str) -> bool:
@@ -348,10 +347,9 @@ def _scale(
 
 def _decades(bottom: float, top: float) -> list[float]:
     """Return the values 1, 2 and 5 of each power of ten in a range of logarithms."""
-    powers = range(math.floor(bottom), math.ceil(top) + 1)
     return [
         part * 10.0**power
-        for power in powers
+        for power in range(math.floor(bottom), math.ceil(top) + 1)
         for part in (1, 2, 5)
         if bottom <= math.log10(part) + power <= top
     ]

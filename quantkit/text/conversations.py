@@ -261,9 +261,7 @@ def _rendered(
                 written = str(tokenizer.apply_chat_template(shape, tokenize=False, **given))
                 if not texts or any(text in written for text in texts):
                     return written
-        except (
-            Exception
-        ) as error:  # templates raise errors of jinja, and whatever their expressions raise
+        except Exception as error:  # of jinja, or whatever an expression raises
             refused = refused or error
     if refused is not None:
         raise BrokenRecord(

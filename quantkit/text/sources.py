@@ -330,9 +330,7 @@ def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]]
         if isinstance(splits, datasets.Dataset):  # saved without its splits
             splits = {wanted if split is None else str(splits.split): splits}
         rows = list(islice(splits[wanted], HUB_ROWS)) if wanted in splits else None
-    except (
-        Exception
-    ) as error:  # offline, gone, gated, damaged: the library has no common base class
+    except Exception as error:  # offline, gone, gated, damaged: no class in common
         raise _not_loaded(source, error, Setting("calib", FILE)) from error
     if rows is None:
         raise CheckpointError(
@@ -352,9 +350,7 @@ def _fetch(
     try:
         rows = datasets.load_dataset(named.repository, **options)
         return [str(row[named.column]) for row in islice(rows, limit)]
-    except (
-        Exception
-    ) as error:  # offline, gone, moved, out of disk: the hub client has no common base class
+    except Exception as error:  # offline, gone, moved, out of disk: no class in common
         raise _not_loaded(source, error, option) from error
 
 

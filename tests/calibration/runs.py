@@ -114,7 +114,7 @@ def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = 
     model = BlockRunner(src, device="cpu")
     run = new_run(recipe, model, docs or sequences(), work)
     stream = embedded(run)
-    model.load_block(0)
+    model.weights.load_block(0)
     return LoadedBlock(run, stream, 0, run.goals(model.targets(0)), {})
 
 

@@ -86,7 +86,7 @@ def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
         found.append([])
         for block.index in range(len(model.blocks)):
             if block.index:
-                model.load_block(block.index)
+                model.weights.load_block(block.index)
             groups = find_groups(block, model.targets(block.index))
             found[-1] += [hessian.matrix() for hessian in collect(block, groups) if hessian.tokens]
             stream.forward(block.index)

@@ -55,9 +55,9 @@ def block_by_block(model: BlockRunner, tokens: Tensor) -> Iterator[State]:
     state: State | None = model.embed(tokens)
     model.drop_embeddings()
     for index in range(len(model.blocks)):
-        model.load_block(index)
+        model.weights.load_block(index)
         assert state is not None
         state = model.run(index, tokens, state)
         assert state is not None
         yield state
-        model.unload_block(index)
+        model.weights.unload_block(index)

@@ -42,7 +42,7 @@ def compare(folder: Path, docs: list[Tensor], carried: Mapping[int, int] = Mappi
     model.drop_embeddings()
     expected, alone = [outputs(whole, model.blocks, tokens)[0] for tokens in docs], []
     for index in range(len(model.blocks)):
-        model.load_block(index)
+        model.weights.load_block(index)
         for document, tokens in enumerate(docs):
             state = states[document]
             assert state is not None
@@ -55,7 +55,7 @@ def compare(folder: Path, docs: list[Tensor], carried: Mapping[int, int] = Mappi
             torch.testing.assert_close(streams, reference.reshape(streams.shape), rtol=1e-5, atol=1e-5)
         alone.append(model.ran_alone)
         assert json.loads(json.dumps(model.forms[index])) == model.forms[index]
-        model.unload_block(index)
+        model.weights.unload_block(index)
     return alone
 
 
@@ -132,7 +132,7 @@ def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Pat
         tokens = documents()[1]
         expected, _ = outputs(plain(folder), model.blocks, tokens)
         model.prepare(embeddings=False)
-        model.load_block(1)
+        model.weights.load_block(1)
         model.forms[0] = {"returned": None, "left": {}}
         out = model.run(1, tokens, State(expected[0]))
         assert out is not None
@@ -183,7 +183,7 @@ def test_a_block_that_takes_what_was_not_stored_is_refused(folders: dict[str, Pa
 
     model.text.forward = chained
     model.forms[0] = {"returned": [{"unused": 0}], "left": {}}
-    model.load_block(1)
+    model.weights.load_block(1)
     with pytest.raises(CheckpointError, match=r"layers\.1: takes from an earlier block .* use --method rtn"):
         model.run(1, documents()[1], State(torch.zeros(100, 256)))
 
@@ -198,7 +198,7 @@ def test_a_batch_with_gradients_runs_alone_and_another_shape_does_not(folders: d
     for repeats in (True, False):
         model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
         model.prepare(embeddings=True)
-        model.load_block(0)
+        model.weights.load_block(0)
         name = next(name for name in model.paths if "gate" in name)
         model.run(0, torch.arange(5), model.embed(torch.arange(5)))
         for seed in range(REPEATED + 1) if repeats else [REPEATED]:

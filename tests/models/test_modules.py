@@ -32,7 +32,7 @@ class GatedNorm(nn.Module):
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gemma2", "opt"])
 def test_only_norms_with_the_output_of_an_rms_norm_are_replaced(family: str, tmp_path: Path) -> None:
     model = BlockRunner(Checkpoint(write_model(family, tmp_path / "model")), device="cpu")
-    model.load_block(0)
+    model.weights.load_block(0)
     block = model.module.get_submodule(model.blocks[0])
     norms, found = [module for module in block.modules() if is_norm(module)], rms_norms(block)
     # Gemma multiplies with one more than the weight, and OPT's norms subtract the mean.

@@ -127,8 +127,7 @@ def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
         reached = [name for name in block.goals if name not in block.uncalled]
         groups = find_groups(block, reached) if reached else []
     for step in find_steps(run, groups):
-        experts = {name: {"moe": moe} for name in model.experts}
-        yield from _divided(run, step, experts)
+        yield from _divided(run, step, {name: {"moe": moe} for name in model.experts})
         starved = [name for group in step for name in group.linears if name in block.starved]
         if starved:
             model.run_on_all_tokens(model.experts[name] for name in starved)

@@ -205,7 +205,7 @@ def carried_back(
         with run.clock.phase("gradients"):
             _carry_back(stream, block, store, watch)
         yield block, store.hidden
-        model.unload_block(block)
+        model.weights.unload_block(block)
 
 
 def _fisher(run: Run, gradients: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
                 _save(run, queue, "entered", block, stream.activations.hidden, hashes)
             run.load(block, block + 1)
             stream.forward(block)
-            model.unload_block(block)
+            model.weights.unload_block(block)
             if not stream.activations.hidden_only or model.forms[block].get("left"):
                 raise RecipeError(
                     "passes on more than its hidden state, through which gradients would be lost",

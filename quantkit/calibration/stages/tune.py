@@ -110,7 +110,7 @@ class Tune(Stage):
         for index in range(finished):
             run.load(index)
             stream.forward(index)
-            run.model.unload_block(index)
+            run.model.weights.unload_block(index)
         self._targets = stream.activations
 
     def enter(self, block: LoadedBlock) -> None:

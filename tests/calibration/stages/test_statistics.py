@@ -94,8 +94,8 @@ def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: d
     for index in (0, 1):
         if index:
             block.stream.forward(0)
-            model.unload_block(0)
-            model.load_block(1)
+            model.weights.unload_block(0)
+            model.weights.load_block(1)
             block.index = 1
         groups = find_groups(block, model.targets(index))
         assert [" ".join(sorted(n.split(".")[-1] for n in g.linears)) for g in groups] == [

@@ -59,7 +59,7 @@ def held_out_error(folder: Path, items: dict[str, Item]) -> float:
     model.prepare(embeddings=True)
     tokens = short_sequences()[7]
     state = model.embed(tokens)
-    model.load_block(0)
+    model.weights.load_block(0)
     target = model.run(0, tokens, state)
     for linear in model.targets(0):
         value = items[f"{linear}.weight"].value
