@@ -304,8 +304,10 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
         )
     diagonal, dead = live_diagonal(h.to(dtype))  # a copy that is free again
     if bool(dead.all()):
-        ways = Words("use other text,", Setting("skip"), ", or on_unsolvable: rtn")
-        raise NumericError("no input channel ever moved in calibration", ways)
+        raise NumericError(
+            "no input channel ever moved in calibration",
+            Words("use other text,", Setting("skip"), ", or on_unsolvable: rtn"),
+        )
     order = _processing_order(diagonal, options, sparse)
     scale = diagonal[order].sqrt()
     correlation = (

@@ -66,8 +66,8 @@ def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]
 def pass_bytes(sizes: Sizes) -> list[dict[str, int]]:
     """Count the memory of the two passes by part, with the errors of a block's linears."""
     drawing, back = gradients.pass_bytes(sizes, sizes.gradient_bytes(TOKENS))
-    errors = 4 * sizes.most(max(sizes.longest, TUNED_AT_ONCE[sizes.device]))
-    return [drawing, {**back, "errors of a block": errors}]
+    once = max(sizes.longest, TUNED_AT_ONCE[sizes.device])
+    return [drawing, {**back, "errors of a block": 4 * sizes.most(once)}]
 
 
 def loss_increases(run: Run, folder: Checkpoint) -> dict[str, float]:

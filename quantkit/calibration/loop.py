@@ -171,15 +171,14 @@ def new_run(
     # A copy of tokens in each forward would wait for a GPU.
     here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
     goals = goals_of(recipe, model.paths, model.kept_dense) if goals is None else goals
-    progress, clock = progress or Progress(quiet=True), Clock(model.device)
     return Run(
         recipe,
         model,
         here,
         work,
         act_budget,
-        progress,
-        clock,
+        progress or Progress(quiet=True),
+        Clock(model.device),
         goals,
         sequences,
         beside,
@@ -204,8 +203,10 @@ def calibrated(
     Hessians or weights. CheckpointError for a model that cannot run block by block.
     """
     for linear in run.goals(sorted(run.model.tied)):
-        rule = f"{linear} shares its weight with the embeddings, which stay dense"
-        raise RecipeError(rule, Words("add", Setting("skip", linear)))
+        raise RecipeError(
+            f"{linear} shares its weight with the embeddings, which stay dense",
+            Words("add", Setting("skip", linear)),
+        )
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
     last = len(run.model.blocks)

@@ -308,8 +308,11 @@ def load_text(path: Path) -> Text:
             saved["facts"]
         )
     except (KeyError, TypeError, ValueError) as error:
-        way = Words("begin anew with", Option("overwrite", True))
-        raise CheckpointError("is no text that a model wrote", way, subject=path) from error
+        raise CheckpointError(
+            "is no text that a model wrote",
+            Words("begin anew with", Option("overwrite", True)),
+            subject=path,
+        ) from error
 
 
 def turns_of(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Turns | None:

@@ -154,8 +154,7 @@ def _cgroup_limits(proc: Path, cgroups: Path, resident: int) -> Iterator[Limit]:
     except OSError:
         return
     for controller, limit_file, used_file in CGROUP_FILES:
-        own = [path for _, names, path in lines if controller in names.split(",")]
-        for path in own:
+        for path in [path for _, names, path in lines if controller in names.split(",")]:
             # In a container the path is one of the host's; the group itself then is the root.
             inside = PurePosixPath(path.lstrip("/"))
             for folder in (inside, *inside.parents):

@@ -70,7 +70,12 @@ def compare(
     a QuantkitError, before any work, for what a row would refuse.
     """
     out = Path(out)
-    _require_folder(out)
+    with files.guarded(out):
+        is_table = out.is_dir() and ((out / ROWS).is_dir() or not any(out.iterdir()))
+        if out.exists() and not is_table:
+            raise CheckpointError(
+                "is there, and no table of quantkit compare", "name a new folder", subject=out
+            )
     recipes = {name: merge(load_named_or_scheme(name), settings) for name in listed(asked.recipes)}
     sources, seeds = labelled(listed(asked.calib), "calib"), list(dict.fromkeys(asked.seeds))
     if not recipes or not sources or not seeds:
@@ -196,14 +201,3 @@ def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield from _pairs(value, f"{before}{key}.")
         else:
             yield f"{before}{key}={value if isinstance(value, str) else json.dumps(value)}"
-
-
-def _require_folder(out: Path) -> None:
-    """Raise CheckpointError if a folder cannot be that of a table."""
-    with files.guarded(out):
-        if out.exists() and not (
-            out.is_dir() and ((out / ROWS).is_dir() or not any(out.iterdir()))
-        ):
-            raise CheckpointError(
-                "is there, and no table of quantkit compare", "name a new folder", subject=out
-            )

@@ -79,7 +79,9 @@ class Rows:
         texts = labelled(listed(asked.text), "text").items()
         self._texts = {name: load_evaluation_text(source, "text")[0] for name, source in texts}
         self._protocol: Any = {"window": asked.window, "tokens": asked.tokens}
-        self._tasks = _exam(asked)
+        shared = {key: getattr(asked, key) for key in ("data", "shots", "limit", "batch_size")}
+        names = tuple(listed(asked.tasks))
+        self._tasks = Exam(TaskOptions(tasks=names, **shared)) if names else None
         #: Measurement -> its name in a journal, which changes with everything that the result
         #: depends on.
         self._names = {
@@ -96,8 +98,9 @@ class Rows:
             lasting = {k: v for k, v in self._tasks.about.items() if k != "batch_size"}
             for name, task in self._tasks.asked.items():
                 self._names["task", name] = f"task {name} {_digest([task, lasting])}"
-        files_of_model = sorted(self._opened.src.sources().items())
-        self._digests = {name: hash_of_file(path) for name, path in files_of_model}
+        self._digests = {
+            name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())
+        }
         self._reference = cache(partial(self._dense, self._opened.src))
         self._windows = cache(self._cut)
         self._noted: set[str] = set()
@@ -163,9 +166,8 @@ class Rows:
             return None
         journal = self._journal(entry)
         values = {key: journal.value(name) for key, name in self._names.items()}
-        seed = "" if entry.calib is None else entry.seed
         known: Row = {"recipe": entry.name, **journal.value("made")}
-        known |= {"calibration": entry.calib or "", "seed": seed}
+        known |= {"calibration": entry.calib or "", "seed": entry.seed if entry.calib else ""}
         for label in self._texts:
             known |= {f"text:{label}:{key}": each for key, each in values["text", label].items()}
         if self._tasks is not None:
@@ -201,8 +203,7 @@ class Rows:
 
     def _identity(self, entry: Entry) -> dict[str, Any]:
         recipe = entry.recipe
-        data = () if recipe is None or not recipe.calibrated else recipe.calibration.data
-        sources = [data] if isinstance(data, str) else list(data)
+        sources = recipe.calibration.sources if recipe and recipe.calibrated else ()
         return {
             "quantkit": __version__,
             "model": self._digests,
@@ -320,13 +321,6 @@ def labelled(sources: Sequence[str], option: str) -> dict[str, str]:
             )
         found[name] = source
     return found
-
-
-def _exam(asked: CompareOptions) -> Exam | None:
-    """Make the exam of the tasks that are asked for, if there are any."""
-    shared = {key: getattr(asked, key) for key in ("data", "shots", "limit", "batch_size")}
-    names = tuple(listed(asked.tasks))
-    return Exam(TaskOptions(tasks=names, **shared)) if names else None
 
 
 def _digest(facts: Any) -> str:

@@ -178,8 +178,11 @@ def measurement(
                     "weights": describe_weights(ours),
                 }
         except (MemoryError, torch.OutOfMemoryError) as error:
-            ways = Words("continue with", Option("resume", True), ",", LATER)
-            raise CheckpointError("out of memory", ways, subject=Option("eval")) from error
+            raise CheckpointError(
+                "out of memory",
+                Words("continue with", Option("resume", True), ",", LATER),
+                subject=Option("eval"),
+            ) from error
 
     return measure
 

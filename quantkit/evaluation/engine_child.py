@@ -33,8 +33,7 @@ def main(answer: str) -> None:
     for prompt, found in zip(
         request["prompts"], llm.generate(prompts, sampling, use_tqdm=False), strict=True
     ):
-        new = [*found.outputs[0].token_ids]
-        tokens.append(prompt + new)
+        tokens.append([*prompt, *found.outputs[0].token_ids])
         places = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs]
         logprobs.append(
             [place[token].logprob for token, place in zip(tokens[-1][1:], places, strict=True)]

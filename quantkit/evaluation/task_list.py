@@ -164,8 +164,11 @@ def _load(
     except Exception as error:  # of lm-eval, the hub, a task's own code: they share no class
         if local is None and (found := hub.reasons(error, name, "data set")):
             folder = Option("data", Words("DIR"))
-            way = Words("give a folder with", folder, ", which benchmarks/task_data.py fills")
-            raise CheckpointError(*found, way, subject=name) from error
+            raise CheckpointError(
+                *found,
+                Words("give a folder with", folder, ", which benchmarks/task_data.py fills"),
+                subject=name,
+            ) from error
         raise CheckpointError(
             f"lm-eval cannot read the questions of {name} ({reason(error)})",
             "give records with the keys of the hub's data set"

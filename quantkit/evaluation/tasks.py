@@ -100,11 +100,10 @@ def evaluate(
     answers: dict[str, dict[str, Any]] = {}
     for which, each in opened.items():
         model = cache(partial(each.load, progress))
-        names = progress.bar(
-            list(exam.asked), f"{which} tasks".strip(), len(exam.asked), each="task"
-        )
         answers[which] = {}
-        for name in names:
+        for name in progress.bar(
+            list(exam.asked), f"{which} tasks".strip(), len(exam.asked), each="task"
+        ):
             ask = partial(exam.answer, name, model, each, progress)
             answers[which][name] = finished.get(f"{which} {name}".strip(), ask)
         del model

@@ -142,7 +142,12 @@ def _check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tup
             )
             changed = _changed_by_repacking(src, tensors, q, notices)
         differences = _compare(job, module, q, notices)
-        notices += _notices(src, module, q)
+        if zeros := int((q.scales == 0).sum()):
+            notices.append(f"{module}: {zeros} scales are zero")
+        if src.is_padded(module):
+            notices.append(
+                f"{module}: is {list(src.true_size(module))}, padded with zeros to {list(q.shape)}"
+            )
     except QuantkitError as error:
         if str(error.subject) in (f"{src.path}: {module}", str(src.path), module):
             error.subject = None  # the failure names the module itself
@@ -166,17 +171,6 @@ def _check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tup
     return replace(
         row, problem="; ".join([*problems, *(differences or []), *wrong_products]) or None
     ), notices
-
-
-def _notices(src: Checkpoint, module: str, q: QuantizedTensor) -> list[str]:
-    zeros, notices = int((q.scales == 0).sum()), []
-    if zeros:
-        notices.append(f"{module}: {zeros} scales are zero")
-    if src.is_padded(module):
-        notices.append(
-            f"{module}: is {list(src.true_size(module))}, padded with zeros to {list(q.shape)}"
-        )
-    return notices
 
 
 def _changed_by_repacking(

@@ -139,9 +139,8 @@ class GroupedKernel:
         if self.hopper is not None and routing.tile in ROWS:
             self.hopper.launch_routed(self.weight, x, tensors, routing, y, choices, weights)
             return
-        kernel = self.kernel
         plan = _planned(
-            kernel, device, x.dtype, routing.tile, routing.max_tiles, n, k, self.weight.group
+            self.kernel, device, x.dtype, routing.tile, routing.max_tiles, n, k, self.weight.group
         )
         behind, sizes = (routing.list, weights), (routing.max_tiles, choices)
         driver.submit(plan, device, (), (*tensors, x, y), behind, sizes)

@@ -59,8 +59,7 @@ class NaiveKernel:
             self.instance(x.dtype, out.dtype)
         ]
         arguments = [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument]
-        grid = (x.shape[0], weight.n // self.threads)
-        driver.launch(function, grid, (self.threads,), arguments)
+        driver.launch(function, (x.shape[0], weight.n // self.threads), (self.threads,), arguments)
 
 
 class Kernels(NamedTuple):

@@ -124,8 +124,7 @@ def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
     limits for all scales.
     """
     k = weight.shape[1]
-    random = torch.Generator().manual_seed(m)
-    x = torch.randn(m, k, generator=random)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m))
     size = float(weight.square().mean().sqrt()) * k**0.5
     if size > 0:
         x *= 2.0 ** max(-14, min(12, -round(torch.log2(torch.tensor(size)).item())))

@@ -188,8 +188,7 @@ class Quick(Awq):
         n, g = scales.shape
         points = SCALES(zero_points(scales, zeros).t()).view(g, n // 4, 1, 4).repeat(1, 1, 2, 1)
         tensors["qzeros"].view(-1).copy_(ZERO_WORDS.pack(points.view(g, 2 * n), 4))
-        twice = SCALES(scales.t()).view(g, n, 1).repeat(1, 1, 2)
-        tensors["scales"].copy_(twice.view(g, 2 * n))
+        tensors["scales"].copy_(SCALES(scales.t()).view(g, n, 1).repeat(1, 1, 2).view(g, 2 * n))
         return CODES.packer(tensors["qweight"].view(-1), 4, shape)
 
     def unpacker(

@@ -70,8 +70,10 @@ class Humming(Layout):
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if scheme.group_size is not None and scheme.group_size % 32:
-            rule = f"humming needs groups of a multiple of 32, not {scheme.group_size}"
-            raise LayoutError(rule, Words("use", Setting("group_size", 32)))
+            raise LayoutError(
+                f"humming needs groups of a multiple of 32, not {scheme.group_size}",
+                Words("use", Setting("group_size", 32)),
+            )
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         bits, g = scheme.format.bits, scheme.groups(k)

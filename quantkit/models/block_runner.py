@@ -118,11 +118,12 @@ class BlockRunner(LanguageModel):
         )
         kind, missing = type(self.module).__name__, self.states.missing(self.module)
         if family_of(self.module.config.model_type).is_random:
-            what = (
+            raise CheckpointError(
                 f"{kind} draws random numbers when it runs, so that two passes over a document "
-                "differ"
+                "differ",
+                USE_RTN,
+                subject=self.src.path,
             )
-            raise CheckpointError(what, USE_RTN, subject=self.src.path)
         if missing:
             raise CheckpointError(
                 f"{missing[0]} is not in the checkpoint ({len(missing)} missing in all): {kind} "
@@ -132,11 +133,12 @@ class BlockRunner(LanguageModel):
             )
         if beside := lists_beside(self.module, self.blocks):
             own = self.blocks[0].rpartition(".")[0]
-            what = (
+            raise CheckpointError(
                 f"a layer of {kind} has parts in {beside[0]} and in {own}, which cannot be run one "
-                "by one"
+                "by one",
+                USE_RTN,
+                subject=self.src.path,
             )
-            raise CheckpointError(what, USE_RTN, subject=self.src.path)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> State:
@@ -212,8 +214,11 @@ class BlockRunner(LanguageModel):
         try:
             output = self._run(index, tokens, self._passed_on(index, state))
         except Needed as error:
-            what = "takes from an earlier block what the next one did not use"
-            raise CheckpointError(what, USE_RTN, subject=self.blocks[index]) from error
+            raise CheckpointError(
+                "takes from an earlier block what the next one did not use",
+                USE_RTN,
+                subject=self.blocks[index],
+            ) from error
         if output is None:
             return None
         if index not in self._unused:
@@ -301,8 +306,11 @@ class BlockRunner(LanguageModel):
             return
         first, second = (list(tensors_in(found[:2])) for found in (plain, other))
         if len(first) != len(second) or not all(map(torch.equal, first, second)):
-            what = "takes hidden states of earlier blocks, which are not stored"
-            raise CheckpointError(what, USE_RTN, subject=self.blocks[index])
+            raise CheckpointError(
+                "takes hidden states of earlier blocks, which are not stored",
+                USE_RTN,
+                subject=self.blocks[index],
+            )
 
     def _find_unused(self, index: int, tokens: Tensor, output: Passed) -> frozenset[int]:
         """Find the returned values, such as attention weights, that never enter the next block.
@@ -350,16 +358,22 @@ class BlockRunner(LanguageModel):
         try:
             yield
         except NotReached:
-            what = "the model's forward never reached this block"
-            raise CheckpointError(what, "skip its linears", subject=self.blocks[index]) from None
+            raise CheckpointError(
+                "the model's forward never reached this block",
+                "skip its linears",
+                subject=self.blocks[index],
+            ) from None
         except (QuantkitError, torch.OutOfMemoryError, Needed):
             raise
         except Exception as error:  # such as for a missing image, or a value of an earlier block
             if _is_ours(error):
                 raise
             kind = type(self.text).__name__
-            what = f"{kind} cannot be run on tokens alone, block by block ({reason(error)})"
-            raise CheckpointError(what, USE_RTN, subject=self.src.path) from error
+            raise CheckpointError(
+                f"{kind} cannot be run on tokens alone, block by block ({reason(error)})",
+                USE_RTN,
+                subject=self.src.path,
+            ) from error
 
     def _given(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
         """Return the arguments of a block, if they are stored for batches of this shape."""

@@ -177,8 +177,7 @@ def follow_storage(
     found: dict[str, StoredLinear] = {}
     model, decoder = names.module, language_model(names.module)[0] if merged else ""
     for patterns in dict.fromkeys(each.patterns for each in merged):
-        uses = [each for each in merged if each.patterns == patterns]
-        places = _places(names, src, uses)
+        places = _places(names, src, [each for each in merged if each.patterns == patterns])
         if any(path.startswith(decoder) for place in places for path in place.made):
             for place in places:
                 found |= _replace(model, src, place)

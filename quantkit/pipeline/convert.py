@@ -87,8 +87,9 @@ def pack(
         src = Checkpoint(Path(checkpoint), trust_remote_code)
         if (given := src.layout) is None:
             held = f"{src.low_bit} weights, a source" if src.low_bit else "no quantized weights"
-            way = Words("use", Command("quantize"), "first")
-            raise CheckpointError(f"holds {held}", way, subject=checkpoint)
+            raise CheckpointError(
+                f"holds {held}", Words("use", Command("quantize"), "first"), subject=checkpoint
+            )
         if expect is not None and given.family != LAYOUTS[expect].family:
             raise CheckpointError(
                 f"is in the {given.NAME} layout, not {expect}",

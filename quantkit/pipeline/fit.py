@@ -163,10 +163,11 @@ class _Search:
         for found in (self.mix(increase), *self.uniform(increase)):
             if found is not None:
                 return found
-        rule = (
-            f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes"
+        raise RecipeError(
+            f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes",
+            Words("use another", Setting("layout")),
+            Words("raise the target"),
         )
-        raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
 
     def _mix_of(self, space: Space, increase: LossIncrease) -> Iterator[_Found]:
         budget, planned = self.budget(space, space.overhead), self.job.plan
@@ -221,8 +222,9 @@ def plan(
     if options.get("gpu") is not None:
         options["target"] = fitted.target
     try:
-        quiet = replace(run, progress=None)
-        search = _search(model, recipe, fitted, quiet, options.get("gpu_memory"))
+        search = _search(
+            model, recipe, fitted, replace(run, progress=None), options.get("gpu_memory")
+        )
     except RecipeError as error:
         made = surveys.plan(model, recipe, out=out, **options)
         return replace(made, verdict=replace(made.verdict, refusal=error))
@@ -233,12 +235,15 @@ def plan(
         {**row, "harm": row["harm"] / best.space.weights}
         for row in search.curve(expected, mixes=False)
     ]
-    facts = {"best_uniform": found[0].name if found else None, "curve": curve}
     planned = _with_sensitivities(surveys.plan(model, best.job.recipe, out=out, **options), search)
     if planned.needs.duration is not None:
         searching = _of_search(planned.needs.duration)
         planned = replace(planned, needs=replace(planned.needs, duration=searching))
-    return replace(planned, fit=facts, verdict=planned.verdict.with_remarks(*search.notices))
+    return replace(
+        planned,
+        fit={"best_uniform": found[0].name if found else None, "curve": curve},
+        verdict=planned.verdict.with_remarks(*search.notices),
+    )
 
 
 def quantize(
@@ -257,8 +262,10 @@ def quantize(
     """
     if not asked.is_asked:
         if asked.target is not None:
-            rule = Words(Option("target"), "chooses among schemes that fit a size")
-            raise RecipeError(rule, Words("add", Option("target_size")))
+            raise RecipeError(
+                Words(Option("target"), "chooses among schemes that fit a size"),
+                Words("add", Option("target_size")),
+            )
         return pipeline.quantize(model, out, recipe, measure, **options)
     run, out = RunOptions(**options), Path(out)
     if ranks().count > 1:
@@ -314,8 +321,11 @@ def _make(
     if not lines:
         append_journal(journal, identity)
     elif differs := [key for key in identity if lines[0].get(key) != identity[key]]:
-        rule = f"{work} was begun with other settings ({', '.join(differs)})"
-        raise CheckpointError(rule, "give the former ones", Words("use", Option("overwrite", True)))
+        raise CheckpointError(
+            f"{work} was begun with other settings ({', '.join(differs)})",
+            "give the former ones",
+            Words("use", Option("overwrite", True)),
+        )
     done = {key: value for line in lines for key, value in line.items()}
     if "chosen" not in done:
         done["chosen"] = _decide(search, text, work, model, measure, done.get("harms"))
@@ -542,11 +552,10 @@ def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
     calib, most = recipe.calibration, len(load_documents(PACKAGED).texts) - 2 * HELD_OUT
     if calib.data != PACKAGED or calib.lengths != "own" or calib.samples <= most:
         return recipe, []
-    notice = (
+    return replace(recipe, calibration=replace(calib, samples=most)), [
         f"{most} of {calib.samples} sequences calibrate, and the rest of the text that comes with "
         "quantkit judges"
-    )
-    return replace(recipe, calibration=replace(calib, samples=most)), [notice]
+    ]
 
 
 def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
@@ -637,25 +646,22 @@ def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[l
     """Cut held-out text from the calibration source, or from the packaged text if the source has
     too little.
     """
-    job, calib, most = (
-        search.job,
-        search.job.recipe.calibration,
-        2 * min(HELD_OUT, len(text.sequences)),
-    )
-    held, used, source = (
-        text.more,
-        {tuple(s.tolist()) for s in text.sequences},
-        text.facts["source"],
-    )
+    most = 2 * min(HELD_OUT, len(text.sequences))
+    held, source = text.more, text.facts["source"]
     if len(held) < most // 2:
         progress.note(
             "the calibration text holds too few other documents: the text that comes with quantkit "
             "judges"
         )
-        count = len(load_documents(PACKAGED).texts)
         asked = replace(
-            calib, data=PACKAGED, samples=count, lengths="own", text_column=None, split=None
+            search.job.recipe.calibration,
+            data=PACKAGED,
+            samples=len(load_documents(PACKAGED).texts),
+            lengths="own",
+            text_column=None,
+            split=None,
         )
-        found = surveys.calibration_text(job, asked, replace(search.run, progress=None))
+        found = surveys.calibration_text(search.job, asked, replace(search.run, progress=None))
         held, source = found.sequences, found.facts["source"]
+    used = {tuple(s.tolist()) for s in text.sequences}
     return [s[:LONGEST] for s in held if tuple(s.tolist()) not in used][:most], source

@@ -315,10 +315,9 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
 
     The phase `other` has the remaining time of this run, so the phases add up to the total.
     """
-    before = phases(writer.done[: writer.resumed])
     claimed = added_up([phases(writer.done[writer.resumed :]), clock.take()])
     other = max(0.0, clock.elapsed() - sum(claimed.values()))
-    found = added_up([before, claimed, {"other": other}])
+    found = added_up([phases(writer.done[: writer.resumed]), claimed, {"other": other}])
     return found, sum(found.values())
 
 

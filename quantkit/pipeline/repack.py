@@ -169,11 +169,10 @@ def _round_scales(src: Checkpoint, module: str, tensors: dict[str, Tensor]) -> d
         if bool(changed.any()) and bool(torch.isfinite(half).all()):
             tensors[suffix] = half
             error = torch.where(changed, (half.float() / exact - 1).abs(), 0)
-            worst, mean = float(error.max()), float(error.mean())
             return {
                 "rounded_scales": int(changed.sum()),
-                "scale_error": worst,
-                "mean_scale_error": mean,
+                "scale_error": float(error.max()),
+                "mean_scale_error": float(error.mean()),
             }
     return {}
 
@@ -256,13 +255,12 @@ def _rounded(
     value, facts = rtn.quantize(
         weight.to(dtype), scheme, clip="none" if scheme.format.is_float else "search"
     )
-    error = relative_error(weight, value)
-    facts |= zeroed(weight, value)
     return value, {
         **facts,
+        **zeroed(weight, value),
         "method": "rtn",
         "requantized_from": q.scheme.label,
-        "requantized_error": error,
+        "requantized_error": relative_error(weight, value),
     }
 
 

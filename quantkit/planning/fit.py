@@ -76,10 +76,9 @@ class Space:
         own.
         """
         free = [set(group.bytes) for group in self.groups if not group.is_fixed]
-        labels = sorted(set.intersection(*free) - {DENSE}) if free else []
         return {
             each: {g.name: each if each in g.bytes else next(iter(g.bytes)) for g in self.groups}
-            for each in labels
+            for each in sorted(set.intersection(*free) - {DENSE} if free else ())
         }
 
     def size(self, choice: Choice) -> int:

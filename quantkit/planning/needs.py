@@ -161,9 +161,12 @@ class Memory:
             bounds = {**stores, READ: real, PASSES: tokens * self.pass_bytes}
             return {part: min(size, bounds.get(part, size)) for part, size in parts.items()}
 
-        others = tuple(stage.of_sequences(tokens, act_budget) for stage in self.others)
-        ram, vram = bounded(self.ram, most), bounded(self.vram, real)
-        return replace(self, ram=ram, vram=vram, others=others)
+        return replace(
+            self,
+            ram=bounded(self.ram, most),
+            vram=bounded(self.vram, real),
+            others=tuple(stage.of_sequences(tokens, act_budget) for stage in self.others),
+        )
 
     def of_text(self, characters: int) -> Memory:
         """Return the estimate for a calibration text of so many characters, which is in memory
@@ -265,9 +268,12 @@ class Needs:
         if gradients and gradients == max(self.disk.values()):
             large = f": {format_bytes(gradients)} are for gradients"
             ways.append(Words("use", Setting("output_aware", False), large))
-        free = f"{format_bytes(self.disk_free)} are free"
-        rule = f"the run takes {format_bytes(needed)} of disk and {free}"
-        return CheckpointError(rule, *ways, subject=out).typed
+        return CheckpointError(
+            f"the run takes {format_bytes(needed)} of disk and {format_bytes(self.disk_free)} are "
+            "free",
+            *ways,
+            subject=out,
+        ).typed
 
 
 def free_disk(out: Path | None) -> int | None:

@@ -224,14 +224,15 @@ def survey(
         wide = float32_states(model.module, src.written_dtype)
         src.never_cast = {name for state, name in model.states.stored.items() if wide.search(state)}
     if recipe.layout is None and model.sliced:
-        way = Words("use", Command("quantize", Setting("prune", "2:4")))
         raise CheckpointError(
             f"{model.sliced[0]} holds all experts of a layer, and prune would write one tensor "
             "for each, which no reader of dense models takes"
             if recipe.only_prunes
             else f"{model.sliced[0]} holds all experts of a layer, "
             f"and no layout stores {label(recipe.scheme)}",
-            way if recipe.only_prunes else "compare other schemes",
+            Words("use", Command("quantize", Setting("prune", "2:4")))
+            if recipe.only_prunes
+            else "compare other schemes",
             subject=src.path,
         )
     job = job_of(src, model, recipe, out, run, gpu_memory)
@@ -378,17 +379,20 @@ def with_group_size(
             for module, found in sizes.items()
             if any(found) and scheme.group_size not in found
         )
-        widths = f"{scheme.group_size} does not divide the {mine[first][1]} inputs of {first}"
         notices.append(
             Words(
-                Setting("group_size", size), f"is the widest of 128, 64 and 32 that fits: {widths}"
+                Setting("group_size", size),
+                "is the widest of 128, 64 and 32 that fits:",
+                f"{scheme.group_size} does not divide the {mine[first][1]} inputs of {first}",
             )
         )
     if by_row:
         rows = replace(scheme, group_size=None)
         now = replace(now, overrides=((skip_pattern(by_row, goals), rows), *now.overrides))
-        widths = f"neither 128 nor 64 nor 32 divides the {mine[by_row[0]][1]} inputs of {by_row[0]}"
-        notices.append(f"{len(by_row)} linears have one scale a row: {widths}")
+        notices.append(
+            f"{len(by_row)} linears have one scale a row: neither 128 nor 64 nor 32 divides the "
+            f"{mine[by_row[0]][1]} inputs of {by_row[0]}"
+        )
     return now, notices
 
 

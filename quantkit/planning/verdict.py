@@ -364,9 +364,9 @@ def _of_text(recipe: Recipe, model: BlockRunner) -> list[str]:
     """Note the part of a model that is calibrated, and the limit of its sequences."""
     found, asked = list[str](), recipe.calibration.max_length
     if model.text_path:
-        kind = type(model.module).__name__
         found.append(
-            f"calibrated through {model.text_path}, on text alone: {kind} asks for other inputs"
+            f"calibrated through {model.text_path}, on text alone: {type(model.module).__name__} "
+            "asks for other inputs"
         )
     if asked > model.max_length:
         ends = f"calibration sequences end at the model's {model.max_length} positions,"

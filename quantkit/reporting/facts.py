@@ -72,12 +72,11 @@ def same_values(report: Mapping[str, Any]) -> tuple[str, str]:
 def sizes(totals: Mapping[str, Any]) -> str:
     """Describe the bytes before and after, and the bits per weight."""
     bits, before, after = (totals.get(key) for key in ("bits_per_weight", "source_bytes", "bytes"))
-    parts = (
-        [f"{format_bytes(before)} before, {format_bytes(after)} after"] if before and after else []
-    )
-    return ", ".join(
-        [*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])]
-    )
+    parts = [
+        f"{format_bytes(before)} before, {format_bytes(after)} after" if before and after else "",
+        f"{bits:.3f} bits per quantized weight with scales" if bits else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def dense(totals: Mapping[str, Any]) -> str:

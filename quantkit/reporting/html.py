@@ -82,8 +82,11 @@ def _proof(report: Mapping[str, Any], verification: Mapping[str, Any] | None) ->
             "nothing is packed: compare its perplexity with quantkit eval ppl FOLDER",
         )
     if verification is None:
-        sentence = "no: run quantkit verify FOLDER, which writes verify.json, and draw this again"
-        return Proof("warn", "not verified", sentence)
+        return Proof(
+            "warn",
+            "not verified",
+            "no: run quantkit verify FOLDER, which writes verify.json, and draw this again",
+        )
     failures = verification.get("failures")
     if verification.get("ok") is not True:
         first = f", the first: {failures[0]}" if isinstance(failures, list) and failures else ""

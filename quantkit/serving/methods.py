@@ -148,9 +148,12 @@ class PackedLinearMethod(PackedMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `x [..., k] @ weight.T + bias` by the layer's kernel, `[..., out]`."""
         tensors = [getattr(layer, name) for name in layer.quantkit_names]
-        others = [] if bias is None else [bias]
         product: Tensor = torch.ops.quantkit.multiply(
-            x, tensors, others, layer.quantkit_handle, layer.quantkit_out
+            x,
+            tensors,
+            [] if bias is None else [bias],
+            layer.quantkit_handle,
+            layer.quantkit_out,
         )
         return product
 

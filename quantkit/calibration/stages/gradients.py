@@ -149,8 +149,10 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> Fisher:
     if all(run.ranks.exchange(saved is not None)) and saved is not None:
         return saved
     if resumed and run.ranks.first:
-        lost = "the gradients of the model's outputs are lost, damaged or of other documents"
-        run.progress.warn(f"{run.work}: {lost}: computed again")
+        run.progress.warn(
+            f"{run.work}: the gradients of the model's outputs are lost, damaged or of other "
+            "documents: computed again"
+        )
     hashes = [""] * len(run.model.blocks)
     with WorkQueue(run.model.device, run.beside) as queue:
         for behind, found in carried_back(run, stream):

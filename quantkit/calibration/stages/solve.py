@@ -201,12 +201,15 @@ def _unreached(
     """Round to nearest the linears that no token reached, if the recipe allows it."""
     reason = "no calibration token came here"
     if recipe.gptq.on_unsolvable == "stop":
-        ways = Words(
-            "give more text, leave it dense with",
-            Setting("skip"),
-            ", or set gptq on_unsolvable: rtn in a recipe",
+        raise NumericError(
+            reason,
+            Words(
+                "give more text, leave it dense with",
+                Setting("skip"),
+                ", or set gptq on_unsolvable: rtn in a recipe",
+            ),
+            subject=names,
         )
-        raise NumericError(reason, ways, subject=names)
     progress.warn(f"{names}: {reason}, rounded to nearest")
     return [solve_uncalibrated(name, w, goals[name], recipe, reason) for name, w in weights.items()]
 

@@ -254,8 +254,9 @@ class BlockTuning:
         trained = [number for number in numbers if number not in self._held_out]
         divided = split_documents([len(tokens) for tokens in run.every], run.ranks.count)
         self._of_ranks = [[number for number in trained if number in part] for part in divided]
-        seed = (run.recipe.calibration.seed + block.index) % 2**63
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(
+            (run.recipe.calibration.seed + block.index) % 2**63
+        )
         in_place = {
             name for name, start in starts.items() if is_moved_in_place(sources[name], start)
         }
