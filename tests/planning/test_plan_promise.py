@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import RecipeError
 from quantkit.io import staging as folders
 from quantkit.io.staging import JOURNAL, append_journal
-from quantkit.models.block_runner import BlockRunner
+from quantkit.models.weights import BlockWeights
 from quantkit.planning.needs import Memory
 from quantkit.recipes.recipe import from_mapping, nearest_names, require_effect
 from tests.command_line import RTN, call
@@ -199,7 +199,7 @@ def test_a_plan_reads_no_weight(
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(Checkpoint, "get", read)
-    monkeypatch.setattr(BlockRunner, "load_block", read)
+    monkeypatch.setattr(BlockWeights, "load_block", read)
     args = (small_llama, "-o", tmp_path / "out", *GPTQ, "--calib", calib, "--target", "vllm", "--gpu", "h100")
     found = json.loads(call("plan", *args, "--json").stdout)
     assert found["refusal"] is None and found["calibration"]["sequences"] == 2

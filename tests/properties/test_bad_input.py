@@ -12,25 +12,11 @@ import pytest
 from quantkit import load
 from quantkit.errors import CheckpointError
 from tests import command_line
-from tests.command_line import RTN, call, refused
-from tests.tiny_models import write_model
+from tests.command_line import call, refused
 
 copy = command_line.copy
 
 READ_A_MODEL = ["quantize {bad} --method rtn -o {out}", "plan {bad}", "inspect {bad}", "eval ppl {bad} --data {text}"]
-
-
-def test_every_misfit_is_listed_with_a_remedy(tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model", intermediate_size=352)
-    for command in (("quantize", model, "-o", tmp_path / "out"), ("plan", model)):
-        text = call(*command, *RTN, "--layout", "marlin", "-q", code=1).stderr
-        assert "gate_proj" in text and "down_proj" in text and "(and " in text
-        assert text.count("--set pad=true") >= 2 and text.startswith("Error: ")
-    assert not (tmp_path / "out").exists()
-    call("plan", model, *RTN, "--layout", "marlin", "--set", "pad=true")
-    skips = [part for way in (".*gate_proj", ".*up_proj", ".*down_proj") for part in ("--skip", way)]
-    assert "--min-share" in call("plan", model, *RTN, "--layout", "marlin", *skips, code=4).stderr
-    call("plan", model, *RTN, "--layout", "marlin", *skips, "--min-share", 0)
 
 
 @pytest.mark.parametrize(
