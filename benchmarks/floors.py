@@ -53,7 +53,7 @@ def floors(src: Checkpoint, device: str, recipe: Recipe, drawn: int, speeds: Spe
     """
     runner = BlockRunner(src, device=device)
     runner.prepare(embeddings=True)
-    runner.load_block(0)
+    runner.weights.load_block(0)
     tokens = torch.arange(8)
     shared: dict[int, list[str]] = {}
     inputs: list[Tensor] = []  # references, so that no two inputs share an id

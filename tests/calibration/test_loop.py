@@ -19,7 +19,7 @@ from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.weights import load_dense_model
+from quantkit.models.weights import BlockWeights, load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import (
@@ -89,9 +89,9 @@ def test_memory_that_a_block_has_freed_is_not_added_to_the_peak_of_the_next(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    load = BlockRunner.load_block
+    load = BlockWeights.load_block
     monkeypatch.setattr("quantkit.calibration.loop.release_heap", lambda: done.append("released"))
-    monkeypatch.setattr(BlockRunner, "load_block", lambda *args: (done.append("loaded"), load(*args)))
+    monkeypatch.setattr(BlockWeights, "load_block", lambda *args: (done.append("loaded"), load(*args)))
     quantized(folders["llama"], from_mapping(COARSE), tmp_path)
     assert done == ["released", *["released", "loaded"] * 2]
 

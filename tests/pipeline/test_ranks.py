@@ -26,7 +26,7 @@ from quantkit.core.ranks import Ranks
 from quantkit.errors import NumericError, RecipeError
 from quantkit.io import files
 from quantkit.io.staging import JOURNAL
-from quantkit.models.block_runner import BlockRunner
+from quantkit.models.weights import BlockWeights
 from quantkit.planning.needs import Memory
 from tests import ranks
 from tests.command_line import ROOT, call
@@ -148,14 +148,14 @@ def at_block(number: int, act: Callable[[], object]) -> Callable[[Work], Work]:
 
     def around(work: Work) -> Work:
         def changed() -> int | None:
-            load = BlockRunner.load_block
+            load = BlockWeights.load_block
 
-            def acting(self: BlockRunner, index: int) -> None:
+            def acting(self: BlockWeights, index: int) -> None:
                 load(self, index)
                 if index == number:
                     act()
 
-            BlockRunner.load_block = acting  # type: ignore[method-assign]
+            BlockWeights.load_block = acting  # type: ignore[method-assign]
             return work()
 
         return changed
