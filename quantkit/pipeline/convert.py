@@ -149,8 +149,9 @@ def pack(
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
         changed = {each["name"] for key in LOSSES for each in _lost(layers, recorded, key)}
         report["same_values"] = len(layers) - len(changed)
-        schemes = planned.output.schemes
-        return finish(writer, Path(out), schemes, report, planned.share, clock, overwrite)
+        return finish(
+            writer, Path(out), planned.output.schemes, report, planned.share, clock, overwrite
+        )
 
 
 def repacked(
