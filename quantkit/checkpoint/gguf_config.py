@@ -10,7 +10,7 @@ architecture loads).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from math import isclose, log, sqrt
+from math import inf, isclose, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,9 @@ ENTRIES = {
     "ssm.state_size": "state_size",
     "ssm.time_step_rank": "time_step_rank",
 }
+#: Keys that every file of a model with attention has, and of which every file has one.
+NEEDED = ("embedding_length", "block_count", "attention.head_count")
+EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 OFF = (0, False)
 #: Keys that change nothing in a family without such an entry, whatever they say.
 ANY = (
@@ -131,7 +134,12 @@ def config_of(
     known = {*usual.to_dict(), *usual.attribute_map}
     keys = {key[len(start) :]: _one(v) for key, v in stated.items() if key.startswith(start)}
     keys = {ALIASES.get(key, key): v for key, v in keys.items() if not key.startswith(PARTS)}
-    heads, hidden = keys.get("attention.head_count") or 1, keys.get("embedding_length") or 0
+    absent = [key for key in NEEDED if not keys.get(key) and (kind, key) != ("mamba", NEEDED[-1])]
+    if absent or keys.keys().isdisjoint(EPSILONS):
+        raise CheckpointError(
+            f"does not state {start}{[*absent, *EPSILONS][0]}", ORIGINAL, subject=path
+        )
+    heads, hidden = keys.get("attention.head_count") or 1, keys["embedding_length"]
     width = keys.get("attention.key_length") or hidden // heads
     entries = {
         f"{name}_token_id": stated.get(f"tokenizer.ggml.{key}_token_id")
@@ -180,9 +188,11 @@ def config_of(
         name = next((each for each in ENTRIES.get(key, "").split() if each in known), None)
         off = value in OFF and 0 in (neutral.get(key) or ())
         listed = isinstance(value, list)  # layers that differ
-        if name is not None and not listed and (not off or key.endswith("softcapping")):
+        changes = not _is_neutral(value, neutral.get(key, ()))
+        odd = isinstance(value, float) and not 0 <= value < inf
+        if name is not None and not (listed or odd) and (not off or key.endswith("softcapping")):
             entries[usual.attribute_map.get(name, name)] = None if off else value
-        elif not _is_neutral(value, neutral.get(key, ())):
+        elif changes or (odd and neutral[key] is None):
             raise CheckpointError(
                 f"states {start}{key} {shown(value)}, which transformers' {kind} cannot follow",
                 ORIGINAL,

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import gguf_tokenizer
-from quantkit.checkpoint.gguf_config import ORIGINAL, config_of
+from quantkit.checkpoint.gguf_config import FAMILIES, ORIGINAL, config_of
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredFile, file_in, read_bytes
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
@@ -185,8 +185,11 @@ def _read_headers(path: Path, stored: list[StoredFile]) -> tuple[GgufHeader, dic
             subject=path,
         )
     where: dict[str, StoredFile] = {}
+    first = {key: v for key, v in headers[0].metadata.items() if key.startswith("split.")}
     for number, (file, header) in enumerate(zip(stored, headers, strict=True)):
-        if header.metadata.get("split.no", number) != number or where.keys() & header.tensors:
+        expected = {**first, "split.no": number}.items()
+        same = all(header.metadata.get(key, value) == value for key, value in expected)
+        if not same or where.keys() & header.tensors:
             raise CheckpointError(
                 f"is not file {number + 1} of this split model",
                 "download all files again",
@@ -229,11 +232,11 @@ def _source(
     header: GgufHeader,
     tensors: dict[str, Derived],
     unreadable: str | None = None,
+    notices: Sequence[str] = (),
 ) -> GgufSource:
     form, loss = _form(header)
-    notices = []
     if unreadable is not None:
-        notices.append(f"{unreadable}: outputs get no tokenizer, and no text can be read")
+        notices = [*notices, f"{unreadable}: outputs get no tokenizer, and no text can be read"]
     nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
     return GgufSource(
         stored, form, loss, tensors, nbytes, tuple(notices), unreadable, header.metadata
@@ -253,7 +256,15 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         for key, value in stated.items()
     }
     json_files.check_sizes(sizes, path, len(header.tensors), nbytes)
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"transformers cannot read its architecture {shown(architecture)}",
+            ORIGINAL,
+            subject=path,
+        )
     _require_dequantizable(path, header)
+    unreadable = gguf_tokenizer.check_keys(stated, path)
+    notices = gguf_tokenizer.drop_impossible(stated)
     with _refused(path, f"transformers cannot read its architecture {shown(architecture)}"):
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -272,7 +283,6 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
             module: Any = AutoModelForCausalLM.from_config(config)
         read = _Reading(folder, where, header, module, config)
         tensors = read.tensors()
-    unreadable = gguf_tokenizer.check_keys(stated, path)
     templates = gguf_tokenizer.templates_of(stated)
     _require_templates(path, templates)
     for name, text in templates.items():
@@ -304,7 +314,7 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     if front:
         lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
         files.write_atomic(folder / "README.md", f"---\n{lines}---\n".encode())
-    return _source(stored, header, tensors, unreadable)
+    return _source(stored, header, tensors, unreadable, notices)
 
 
 def _factors(
@@ -547,8 +557,9 @@ def require_words(path: Path, tokenizer: Any) -> None:
     """
     import transformers
 
-    words = sorted(piece for piece in tokenizer.get_vocab() if WORD.fullmatch(piece))
-    some = words[:: -(-len(words) // WORDS)] if words else []
+    every = max(1, len(tokenizer) // (20 * WORDS))
+    pieces = tokenizer.convert_ids_to_tokens(range(0, len(tokenizer), every))
+    some = [piece for piece in pieces if piece and WORD.fullmatch(piece)][:WORDS]
     texts = [tokenizer.convert_tokens_to_string([word]) for word in some]
     split = sum(len(tokenizer(text, add_special_tokens=False).input_ids) > 1 for text in texts)
     if 2 * split > len(some):

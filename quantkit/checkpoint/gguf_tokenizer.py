@@ -31,9 +31,13 @@ MODELS = ("gpt2", "llama")
 TEMPLATE = re.compile(r"tokenizer\.chat_template(?:s|\.([\w-]+))?")
 #: Tokens that end a text or a turn, by their keys.
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+#: -1, as the types of keys hold it.
+NONE = (-1, 2**32 - 1)
 NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-#: Keys that are used, or have no effect on the tokens of a text.
+#: Keys that are used, or have no effect on the tokens of a text: the file of Hugging Face says the
+#: same once more.
 USED = {
+    "tokenizer.huggingface.json",
     *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"),
     *("add_space_prefix", "precompiled_charsmap", "eos_token_ids", "added_tokens", *ENDS),
     *("token_type_count", "suppress_tokens", "seperator_token_id", "separator_token_id"),
@@ -148,6 +152,19 @@ def check_keys(stated: Mapping[str, Any], path: Path) -> str | None:
     return None
 
 
+def drop_impossible(stated: dict[str, Any]) -> list[str]:
+    """Remove the keys that name no token of the vocabulary, and return a notice for each. -1, which
+    says that there is none, has no notice.
+    """
+    count, notices = count_of(stated, "tokens"), []
+    for key in [key for key in stated if re.fullmatch(rf"{PREFIX}\w+_token_id", key)]:
+        if not isinstance(stated[key], int) or not 0 <= stated[key] < count:
+            found = stated.pop(key)
+            if found not in NONE:
+                notices.append(f"{key} {shown(found)} is no token of the vocabulary: left out")
+    return notices
+
+
 def templates_of(stated: Mapping[str, Any]) -> dict[str, str]:
     """Map the files of the chat templates, in a model folder, to their texts."""
     found = {TEMPLATE.fullmatch(key): value for key, value in stated.items()}
@@ -161,9 +178,7 @@ def templates_of(stated: Mapping[str, Any]) -> dict[str, str]:
 def ends_of(stated: Mapping[str, Any]) -> list[int]:
     """List the tokens that end a text, a turn or a message, without repetition."""
     found = [stated[f"{PREFIX}{name}"] for name in ENDS if f"{PREFIX}{name}" in stated]
-    count = count_of(stated, "tokens")
-    ends = dict.fromkeys([*found, *list_of(stated, "eos_token_ids")])
-    return [token for token in ends if isinstance(token, int) and 0 <= token < count]
+    return [*dict.fromkeys([*found, *list_of(stated, "eos_token_ids")])]
 
 
 def count_of(stated: Mapping[str, Any], name: str) -> int:
@@ -184,6 +199,8 @@ def files_of(architecture: str, stated: Mapping[str, Any]) -> tuple[dict[str, by
     The keys were checked. A vocabulary goes into the text of tokenizer.json as it is: building a
     tokenizer of it and saving that takes ten times as long.
     """
+    from tokenizers import Tokenizer
+
     tokens, model = list_of(stated, "tokens"), stated[f"{PREFIX}model"]
     if model == "gpt2":
         backend = _byte_level(tokens, stated)
@@ -195,7 +212,7 @@ def files_of(architecture: str, stated: Mapping[str, Any]) -> tuple[dict[str, by
         state["model"]["merges"] = list_of(stated, "merges")
         state["added_tokens"] = _added(tokens, stated)
     ids = {name: stated.get(f"{PREFIX}{key}_token_id") for key, name in NAMED.items()}
-    named = {name: tokens[at] for name, at in ids.items() if at is not None and at < len(tokens)}
+    named = {name: tokens[at] for name, at in ids.items() if at is not None}
     starts = model == "llama" or (model == "gpt2" and stated.get(f"{PREFIX}pre") in WHOLE)
     bos = stated.get(f"{PREFIX}add_bos_token", starts) and "bos_token" in named
     eos = stated.get(f"{PREFIX}add_eos_token") and "eos_token" in named
@@ -225,7 +242,7 @@ def files_of(architecture: str, stated: Mapping[str, Any]) -> tuple[dict[str, by
         "tokenizer.json": json.dumps(state, ensure_ascii=False).encode(),
         "tokenizer_config.json": dump_json(config),
     }
-    return found, words_of(backend)
+    return found, words_of(Tokenizer.from_buffer(found["tokenizer.json"]))
 
 
 def words_of(backend: Any) -> list[str]:

@@ -92,7 +92,11 @@ class _Header:
             self.damaged("is no GGUF file, or is cut in its first bytes")
         (version,) = self.numbers("I")
         if version not in (2, 3):
-            self.damaged(f"is of GGUF version {version}, or big-endian: versions 2 and 3 are read")
+            raise CheckpointError(
+                f"is of GGUF version {version}, or big-endian: versions 2 and 3 are read",
+                "take another file of the model",
+                subject=self.path,
+            )
         tensors, count = self.numbers("QQ")
         if tensors > TENSORS_LIMIT or count > TENSORS_LIMIT:
             self.damaged(f"states {tensors} tensors and {count} keys, the limit is {TENSORS_LIMIT}")
@@ -132,6 +136,7 @@ class _Header:
             raise CheckpointError(
                 f"{shown(name)} has number format {kind}, which the package gguf does not know",
                 "upgrade it",
+                "take another file of the model",
                 subject=self.path,
             )
         values, size = blocks[kind]

@@ -157,7 +157,7 @@ def require_complete(
         if adapter := next(filter(_ADAPTER.search, outside), None):
             rule = f"{adapter} belongs to an adapter of PEFT that is not merged into the weights"
             ways = ["save what model.merge_and_unload() returns"]
-        raise CheckpointError(rule, *ways, subject=src.path)
+        raise CheckpointError(rule, *ways, subject=src.home)
     if stray := undeclared(states, src, outside):
         rule = (
             f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares "
@@ -188,7 +188,8 @@ def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str
         return [f"config.json names {named}, use the model that writes text"]
     flag = 'set "tie_word_embeddings": true in config.json if the embeddings are the head'
     mend = flag if list(missing) == [head_state(module)] else "mend config.json"
-    return [mend, "save the whole model again where it was made"]
+    again = "save the whole model again where it was made"
+    return [again] if src.home != src.path else [mend, again]
 
 
 def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:

@@ -44,8 +44,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     from transformers import AutoTokenizer
 
     source, words = gguf_source.source_of(folder), gguf_source.add_tokenizer(folder)
+    home = folder if source is None else source.files[0].path
     if source is not None and source.unreadable is not None:
-        raise CheckpointError(source.unreadable, ORIGINAL, subject=source.files[0].path)
+        raise CheckpointError(source.unreadable, ORIGINAL, subject=home)
     try:  # trusted code may lie in another repository
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
@@ -66,10 +67,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         raise CheckpointError(
             f"has no tokenizer that transformers can read ({reason(error)})",
             "put the model's own files there",
-            subject=folder,
+            subject=home,
         ) from error
-    if source is not None and words is not None:
-        gguf_source.require_same_words(source.files[0].path, tokenizer, words)
+    if words is not None:
+        gguf_source.require_same_words(home, tokenizer, words)
     of_processor = folder / model_folder.PROCESSOR_TEMPLATE
     if not getattr(tokenizer, "chat_template", None) and of_processor.is_file():
         tokenizer.chat_template = load_json(of_processor).get("chat_template")
@@ -87,7 +88,9 @@ def require_readable_tokenizer(folder: Path) -> None:
             if path.name == "tokenizer.json":
                 Tokenizer.from_buffer(path.read_bytes())
             else:
-                json.loads(path.read_text(encoding="utf-8"))
+                found = json.loads(path.read_text(encoding="utf-8"))
+                if path.name == "tokenizer_config.json":
+                    found.items()  # which a list lacks
         except Exception as error:  # the package raises Exception itself
             raise CheckpointError(
                 f"no file of a tokenizer ({reason(error)})", AGAIN, subject=path

@@ -15,6 +15,7 @@ from quantkit.errors import CheckpointError
 SIZES: dict[str, Any] = {
     **{"context_length": 512, "embedding_length": 128, "block_count": 2, "feed_forward_length": 256},
     **{"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 257},
+    "attention.layer_norm_rms_epsilon": 1e-5,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -83,10 +84,19 @@ FOLLOWED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "a window beyond the context": ("qwen2", {"attention.sliding_window": 4096}, {"sliding_window": None}),
-    "an epsilon of one name": ("nemotron", {"attention.layer_norm_epsilon": 0.25}, {"norm_eps": 0.25}),
+    "an epsilon of one name": (
+        "nemotron",
+        {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 0.25},
+        {"norm_eps": 0.25},
+    ),
     "an epsilon of another": (
         "falcon",
-        {"attention.layer_norm_epsilon": 0.25, "attention.head_count_kv": 1, "feed_forward_length": 512},
+        {
+            "attention.layer_norm_rms_epsilon": None,
+            "attention.layer_norm_epsilon": 0.25,
+            "attention.head_count_kv": 1,
+            "feed_forward_length": 512,
+        },
         {"layer_norm_epsilon": 0.25},
     ),
     "no soft cap": (
@@ -163,3 +173,25 @@ def test_a_key_that_the_family_cannot_follow_is_refused_by_its_name(key: str) ->
     architecture, value = REFUSED[key]
     with pytest.raises(CheckpointError, match=rf"a\.gguf: states {architecture}\.{key} .*use the model's own folder"):
         made(architecture, {"attention.head_count_kv": 1, key: value} if architecture == "falcon" else {key: value})
+
+
+@pytest.mark.parametrize(
+    "key", ["block_count", "embedding_length", "attention.head_count", "attention.layer_norm_rms_epsilon"]
+)
+def test_a_key_that_a_file_must_have_is_named_and_not_replaced_by_a_default(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"does not state llama.{key.replace('_rms', '(_rms)?')}"):
+        made("llama", {key: None})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.freq_base", float("nan")),
+        ("rope.freq_base", -1.0),
+        ("attention.layer_norm_rms_epsilon", float("inf")),
+        ("rope.scaling.factor", -4.0),
+    ],
+)
+def test_numbers_that_no_model_can_have_are_refused(key: str, value: float) -> None:
+    with pytest.raises(CheckpointError, match=f"states llama.{key} "):
+        made("llama", {key: value})

@@ -354,6 +354,9 @@ def test_tensors_without_a_place_and_missing_ones_are_refused_by_name(llama: tup
     write_file(tmp_path / "b.gguf", "llama", stated, weights, "F16")
     with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj.weight"):
         quantize(tmp_path / "b.gguf", tmp_path / "out", **RTN)
+    write_file(tmp_path / "c.gguf", "llama", {**stated, "llama.block_count": 3}, converted(model, "llama"), "F16")
+    with pytest.raises(CheckpointError, match=r"c.gguf: model.layers.2.*: save the whole model again"):
+        quantize(tmp_path / "c.gguf", tmp_path / "out", **RTN)
 
 
 def keys_of(file: Path) -> dict[str, Any]:
@@ -416,6 +419,9 @@ def test_a_split_model_with_a_missing_damaged_or_foreign_file_is_refused(
     data = paths[1].read_bytes()
     paths[1].write_bytes(data[:64])
     with pytest.raises(CheckpointError, match=r"cut at byte 64.*one of the 3 files of a split model"):
+        opened(paths[0])
+    paths[1].write_bytes(data.replace(b"split.count\x04\0\0\0\3", b"split.count\x04\0\0\0\4"))
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00003.gguf: is not file 2 of this split model"):
         opened(paths[0])
     paths[1].write_bytes(paths[2].read_bytes())
     with pytest.raises(CheckpointError, match=r"m-00002-of-00003.gguf: is not file 2 of this split model"):

@@ -155,3 +155,32 @@ def test_keys_of_a_tokenizer_that_are_not_followed_are_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"states tokenizer\.ggml\.{key} 1"):
         resolve(str(written(tmp_path, monkeypatch, {f"tokenizer.ggml.{key}": 1})))
+
+
+def test_token_ids_beyond_the_vocabulary_are_left_out_with_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stated = {"eos_token_id": 300, "eot_token_id": 7, "bos_token_id": "<s>", "padding_token_id": 2**32 - 1}
+    file = written(tmp_path, monkeypatch, {f"tokenizer.ggml.{key}": token for key, token in stated.items()})
+    folder = resolve(str(file))
+    lines = [line for line in Checkpoint(folder).notices if "no token of the vocabulary" in line]
+    assert [line.split()[0].removeprefix("tokenizer.ggml.") for line in lines] == ["bos_token_id", "eos_token_id"]
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 7
+    assert load_tokenizer(folder).bos_token is None
+
+
+@pytest.mark.parametrize("merges", [["q zz"], ["qz"]])
+def test_a_vocabulary_that_no_program_can_read_is_refused_without_text_too(
+    merges: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, monkeypatch, {"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": "gpt-2"})
+    with pytest.raises(CheckpointError, match=r"model.gguf: transformers cannot make a tokenizer of it"):
+        quantize(file, tmp_path / "out", **RTN)
+    assert not [*tmp_path.glob("out*")]
+
+
+def test_the_same_tokenizer_in_the_form_of_hugging_face_has_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve(str(written(tmp_path, monkeypatch, {"tokenizer.huggingface.json": "{}"})))
+    assert load_tokenizer(folder)("ab")["input_ids"]

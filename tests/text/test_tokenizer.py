@@ -59,3 +59,10 @@ def test_a_package_that_a_tokenizer_needs_is_named(
 def test_a_folder_whose_name_is_no_text_has_a_readable_tokenizer(tmp_path: Path) -> None:
     folder = write_model("llama", tmp_path / "m").rename(tmp_path / os.fsdecode(b"\xe6\x9d"))
     tokenizer.require_readable_tokenizer(folder)
+
+
+def test_a_tokenizer_config_that_is_a_list_is_refused_before_work(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: no file of a tokenizer"):
+        tokenizer.require_readable_tokenizer(folder)
