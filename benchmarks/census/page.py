@@ -97,7 +97,7 @@ def markdown(census: dict[str, Any]) -> str:
         )
     engine = ASKED.format(**census["versions"]) if asked else NOT_ASKED
     drafted = sum(bool(row["rtn"].get("outside")) and row["family"] in drafts.DRAFTS for row in built)
-    facts = {"tolerance": census["tolerance"], "engine": engine, "summary": " ".join(counts), "drafted": drafted}
+    facts = {"tolerance": census["tolerance"], "engine": engine, "summary": "\n".join(counts), "drafted": drafted}
     parts = [PAGE.format(**census["versions"], **facts), _asked_readers(census, built)]
     if good:
         parts.append("## Quantized in full\n\n" + "\n".join([HEAD, *map(_good, good)]) + "\n")
