@@ -61,7 +61,9 @@ def resolve(
         or "\\" in model
     ):
         what = "a file, not a folder" if folder.is_file() else "no such folder"
-        raise CheckpointError(what, "check the path", subject=model or repr(model))
+        is_address = "://" in model or model.startswith(("huggingface.co/", "hf.co/"))
+        way = "write a model of the hub as org/name" if is_address else "check the path"
+        raise CheckpointError(what, way, subject=model or repr(model))
     return hub.snapshot(model, revision, trust_remote_code)
 
 

@@ -94,8 +94,8 @@ class Checkpoint(StoredTensors):
         self.config = (
             json_files.load_json(beside[0].path, special_floats=True) if config is None else config
         )
+        self.notices += json_files.drop_auto_map(self.config, trust_remote_code)
         if not trust_remote_code:
-            self.notices += json_files.drop_auto_map(self.config)
             self.notices += map(model_folder.untrusted, model_folder.names_code(path))
         json_files.check_config(self.config, path / CONFIG, trust_remote_code)
         source = gguf_source.source_of(path)

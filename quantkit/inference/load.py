@@ -63,7 +63,9 @@ def load(
 
     `device` "auto" takes a GPU even if it cannot run kernels; "cuda" refuses such a GPU.
     `device_map` is the option of transformers and overrides `device`. `dtype` defaults to float32
-    on a CPU and to the model's own on a GPU. The call runs `quantkit.register()`.
+    on a CPU and to the model's own on a GPU. On a CPU, float16 writes new tokens faster, reads
+    prompts slower, and overflows in models with large hidden states. The call runs
+    `quantkit.register()`.
 
     With `check`, loading compares every file with its recorded hash, or a weight file of quantkit
     without a hash with its own digests.

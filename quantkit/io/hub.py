@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import ssl
 import sys
 from collections.abc import Collection, Iterator
@@ -15,7 +17,9 @@ from urllib.request import getproxies
 from quantkit.errors import CheckpointError, Option, Words, reason
 from quantkit.io import model_folder
 
-Kind = Literal["model", "data set"]
+Kind = Literal["model", "data set", "code"]
+#: Code of a model that lies in another repository, as `org/name--file.Class`.
+OTHER_HOME = re.compile(r'"([\w.-]+/[\w.-]+)--')
 #: Classes of exceptions for a missing connection, by name: the hub's client has had three HTTP
 #: libraries, each with classes of its own.
 UNCONNECTED = {"ConnectionError", "TimeoutError", "TransportError", "LocalEntryNotFoundError"}
@@ -23,6 +27,7 @@ UNCONNECTED = {"ConnectionError", "TimeoutError", "TransportError", "LocalEntryN
 LATE = {"TimeoutException", "TimeoutError", "Timeout"}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+MISPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 #: Variables that forbid connections to the hub.
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 LOGIN = "log in by `hf auth login`, or set HF_TOKEN"
@@ -51,9 +56,9 @@ def snapshot(
                 model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted
             )
         )
-        if model_folder.has_weights(folder) if only is None else any(folder.glob(only)):
+        part = folder.is_dir() and any(folder.iterdir())  # there is none if no file matches
+        if part and (model_folder.has_weights(folder) if only is None else any(folder.glob(only))):
             return folder
-        part = any(folder.iterdir())
         listing = HfApi().list_repo_files(model, revision=revision)
     except CheckpointError:
         raise
@@ -83,6 +88,19 @@ def reasons_of_data(error: BaseException, name: str) -> tuple[str, ...]:
     return reasons(error, name, "data set")
 
 
+def reasons_of_code(error: BaseException, file: Path, rule: str) -> tuple[str, ...]:
+    """Give the rule and the ways out for trusted code that `file` of a model names and that fails.
+
+    `rule` holds if the hub is not the reason.
+    """
+    home = OTHER_HOME.search(file.read_text(encoding="utf-8", errors="replace"))
+    if home and (found := reasons(error, home[1], "code")):
+        return (f"its code lies in {home[1]}, and {found[0]}", *found[1:])
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "transformers":
+        return rule, "install the packages that it names"
+    return rule, "fetch its Python files again", "use the transformers that they were written for"
+
+
 def reasons(
     error: BaseException, name: str, kind: Kind = "model", *, part: bool = False
 ) -> tuple[str, ...]:
@@ -94,8 +112,10 @@ def reasons(
     from huggingface_hub import constants, errors
 
     chain = list(_causes(error))
-    page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name}"
-    elsewhere = (ELSEWHERE,) if kind == "model" else ()
+    text = " ".join(map(str, chain))
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'data set' else ''}{name}"
+    beside = f"put its Python files into the model's folder and drop {name}-- in its auto_map"
+    elsewhere = {"model": (ELSEWHERE,), "data set": (), "code": (beside,)}[kind]
 
     def is_a(*kinds: type[BaseException]) -> bool:
         return any(isinstance(each, kinds) for each in chain)
@@ -115,14 +135,20 @@ def reasons(
     codes = (getattr(getattr(each, "response", None), "status_code", None) for each in chain)
     status = next((code for code in codes if isinstance(code, int) and code >= 400), 0)
     full, forbidden = failed(FULL), failed(FORBIDDEN)
-    untrusted = is_a(ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(error)
+    lost = [each for each in chain if isinstance(each, OSError) and each.errno in MISPLACED]
+    misplaced = next((str(each) for each in lost if each.filename), None)
+    authority = os.environ.get("SSL_CERT_FILE")
+    untrusted = is_a(ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in text
     proxied = is_named({"ProxyError"}) or is_a(errors.FileMetadataError)
     misread = isinstance(error, ValueError | ImportError) and "proxy" in str(error).lower()
-    unnamed = any(f"[Errno {code}]" in str(error) for code in (EAI_AGAIN, EAI_FAIL, EAI_NONAME))
+    misread |= kind == "model" and isinstance(error, json.JSONDecodeError)  # a page of theirs
+    unnamed = any(f"[Errno {code}]" in text for code in (EAI_AGAIN, EAI_FAIL, EAI_NONAME))
     silent = is_named(UNCONNECTED)
     offline = silent and (constants.HF_HUB_OFFLINE or is_a(errors.OfflineModeIsEnabled))
     variable = next((each for each in OFFLINE if os.environ.get(each)), OFFLINE[0])
-    proxy = ("check HTTPS_PROXY",) if "https" in getproxies() else ()
+    proxy = ("HTTPS_PROXY",) if "https" in getproxies() else ()
+    known = (*proxy, *(("HF_ENDPOINT",) if os.environ.get("HF_ENDPOINT") else ()))
+    check = (f"check {' and '.join(known)}",) if known else ()
     part = part or is_named({"IncompleteSnapshotError"})
     held = "only a part of it is cached" if part else "nothing is cached"
     rows: tuple[tuple[object, tuple[str, ...]], ...] = (
@@ -155,12 +181,17 @@ def reasons(
             status == 429,
             ("the hub gets too many requests from here (429)", "try again later", LOGIN),
         ),
-        (status >= 500, (f"the hub has a fault of its own ({status})", "try again later")),
-        (status, (f"{NOT_GIVEN} ({status})", CHECK)),
         (
-            untrusted,
+            status == 408 or status >= 500,
+            (f"the hub has a fault of its own ({status})", "try again later"),
+        ),
+        (status not in (0, 407), (f"{NOT_GIVEN} ({status})", CHECK)),
+        (
+            untrusted or (lost and authority and not os.path.isfile(authority)),
             (
-                "the certificate of the hub is not trusted here",
+                f"SSL_CERT_FILE names no file ({authority})"
+                if lost
+                else "the certificate of the hub is not trusted here",
                 "set SSL_CERT_FILE to the file of your network's certificate authority",
             ),
         ),
@@ -181,7 +212,11 @@ def reasons(
             ),
         ),
         (
-            proxied or misread,
+            misplaced,
+            (f"the cache cannot be kept there ({misplaced})", "set HF_HOME to a folder of yours"),
+        ),
+        (
+            proxied or misread or status == 407,
             (
                 f"a proxy or mirror does not pass the hub's answer on ({reason(chain[-1])})",
                 "check the variables HTTPS_PROXY, NO_PROXY and HF_ENDPOINT",
@@ -204,7 +239,7 @@ def reasons(
             ),
         ),
         (offline, (f"{variable} is set and {held}", "unset it", *elsewhere)),
-        (silent, (f"the hub cannot be reached and {held}", *proxy, *elsewhere)),
+        (silent, (f"the hub cannot be reached and {held}", *check, *elsewhere)),
     )
     return next((found for holds, found in rows if holds), ())
 

@@ -187,10 +187,20 @@ _SIZE = re.compile(r"(size|dims?|rank|width|embd|inner|model|ctx|positions|words
 _FREE_LAYERS, _FREE_PARTS, _FREE_SIZE = 1000, 2**16, 2**24
 
 
-def drop_auto_map(config: dict[str, Any]) -> list[str]:
+#: Names of code for a model that writes text, in an `auto_map`.
+WRITERS = re.compile("AutoModelFor(CausalLM|Seq2SeqLM|SpeechSeq2Seq|ImageTextToText|MultimodalLM)")
+
+
+def drop_auto_map(config: dict[str, Any], trust_remote_code: bool = False) -> list[str]:
     """Remove each `auto_map` beside a model type that transformers has code for; return a notice
     for each.
+
+    They stay if the user trusts the code, and there is some for the model itself: transformers
+    refuses its own model with a config of other code.
     """
+    named = config.get("auto_map")
+    if trust_remote_code and isinstance(named, dict) and any(map(WRITERS.fullmatch, named)):
+        return []
     objects = [
         config,
         *(child for _, child in entries(config, Path("config.json")) if isinstance(child, dict)),

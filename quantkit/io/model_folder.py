@@ -113,10 +113,15 @@ def untrusted(name: str) -> Words:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return True if the files of a tokenizer or processor hold a chat template."""
+    """Return True if the files of a tokenizer or processor hold a chat template, of several one
+    that is the default.
+    """
     for name in ("tokenizer_config.json", PROCESSOR_TEMPLATE):
-        with suppress(OSError, ValueError, RecursionError, AttributeError):
-            if json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template"):
+        with suppress(OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError):
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+            if isinstance(found, list):
+                found = [each for each in found if each["name"] == "default"]
+            if found:
                 return True
     return (folder / "chat_template.jinja").is_file()
 
@@ -375,6 +380,8 @@ def way_to_weights(listing: Iterable[str], model: str = "OLD") -> str:
         return (
             " in Hugging Face's form, only consolidated ones: convert them with transformers first"
         )
+    if any(n.endswith(".safetensors.index.json") and "/" not in n for n in names):
+        return ", or not all that its index names: give another model"
     if pickles:
         return (
             f", only {pickles[0]}, a kind that can run code when read: convert it where you trust "

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
+from quantkit.io import hub
 from quantkit.io.json_files import decode_floats, load_json
 from quantkit.models.families import AUTO_CLASSES, family_of
 
@@ -39,7 +40,7 @@ _THREAD = threading.local()
 
 def runs_code(src: Checkpoint) -> bool:
     """Return True if the user trusts the code of a model, and its config names some."""
-    return src.trusted and "auto_map" in src.config
+    return src.trusted and bool(src.config.get("auto_map"))
 
 
 def config_of(src: Checkpoint) -> PretrainedConfig:
@@ -122,15 +123,17 @@ def auto_class(src: Checkpoint, config: PretrainedConfig) -> Any:
     import transformers
 
     autos = [getattr(transformers, name) for name in AUTO_CLASSES[bool(config.is_encoder_decoder)]]
-    if runs_code(src):
-        return autos[0]
-    named = src.config.get("architectures")
+    remote, named = runs_code(src), src.config.get("architectures")
     able = [
         auto
         for auto in autos
-        if type(config) in auto._model_mapping and not family_of(config.model_type).classifies
+        if (
+            auto.__name__ in src.config["auto_map"]
+            if remote
+            else type(config) in auto._model_mapping and not family_of(config.model_type).classifies
+        )
     ]
-    for auto in able:
+    for auto in able if not remote else ():
         built: Any = auto._model_mapping[type(config)]
         if isinstance(named, list) and getattr(built, "__name__", None) in named:
             return auto
@@ -248,8 +251,11 @@ def unbuildable(src: Checkpoint, error: Exception) -> CheckpointError:
     """
     if is_out_of_memory(error):
         raise error
-    ways = ["mend it", "upgrade transformers"]
-    if isinstance(error, ImportError):  # of the model's own code
-        ways = ["install the packages that it names"]
-    rule = f"transformers cannot build the model of config.json ({reason(error)})"
+    rule, *ways = (
+        f"transformers cannot build the model of {CONFIG} ({reason(error)})",
+        "mend it",
+        "upgrade transformers",
+    )
+    if runs_code(src) or isinstance(error, ImportError):
+        rule, *ways = hub.reasons_of_code(error, src.path / CONFIG, rule)
     return CheckpointError(rule, *ways, subject=src.path)

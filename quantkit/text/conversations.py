@@ -146,8 +146,11 @@ def messages_in(value: Any) -> Any:
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Return True if a tokenizer can write conversations as its model saw them."""
-    return bool(getattr(tokenizer, "chat_template", None))
+    """Return True if a tokenizer can write conversations as its model saw them. Of several
+    templates with names it takes the default.
+    """
+    found = getattr(tokenizer, "chat_template", None)
+    return bool(found.get("default") if isinstance(found, dict) else found)
 
 
 def present_date() -> str:
@@ -187,7 +190,10 @@ class ChatTemplate:
         CheckpointError for a model without a template, and a template that leaves the text out.
         """
         where = conversation.where
-        if not has_chat_template(self.tokenizer):
+        if not has_chat_template(self.tokenizer) and "chat_template" not in {
+            **self.arguments,
+            **conversation.arguments,
+        }:
             raise CheckpointError(
                 "is a conversation, and the model has no chat template",
                 "put its chat_template.jinja into the model's folder",
@@ -248,6 +254,8 @@ def _rendered(
         [_with_arguments(message, form) for message in called] for form in (_parsed, _as_text)
     )
     texts = [text for message in messages for text in _texts(message)]
+    # Some templates write the texts as JSON, or in capitals.
+    shown = [form.casefold() for text in texts for form in (text, _as_text([text])[2:-2])]
     refused: Exception | None = None
     for form in (messages, in_text) if in_text != messages else (messages,):
         # Templates of image-text models may read only lists of parts, and write nothing for a
@@ -259,7 +267,7 @@ def _rendered(
         try:
             for shape in (form, in_parts):
                 written = str(tokenizer.apply_chat_template(shape, tokenize=False, **given))
-                if not texts or any(text in written for text in texts):
+                if not texts or any(each in written.casefold() for each in shown):
                     return written
         except Exception as error:  # of jinja, or whatever an expression raises
             refused = refused or error
@@ -268,7 +276,9 @@ def _rendered(
             f"the model's chat template refuses it ({reason(refused)})", where
         ) from refused
     raise CheckpointError(
-        "the model's chat template writes none of its text", "check the template", subject=where
+        "what the model's chat template writes does not contain the words of the messages",
+        "mend the template: it must write each content as it is",
+        subject=where,
     )
 
 

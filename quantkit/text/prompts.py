@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
+from quantkit.errors import CheckpointError, Option, RecipeError, Words
 from quantkit.text.conversations import ChatTemplate, Conversation, has_chat_template
 from quantkit.text.tokenizer import affixes, token_ids
 
@@ -69,10 +69,7 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase, message: str) -> Tensor:
     try:
         text = ChatTemplate(tokenizer, {"add_generation_prompt": True}).write(talk)
     except CheckpointError as error:
-        raise RecipeError(
-            f"the model's chat template refuses the message ({reason(error.__cause__ or error)})",
-            instead,
-        ) from error
+        raise RecipeError(error.rule, instead, subject=error.subject) from error
     return token_ids(tokenizer, text, special=False)
 
 

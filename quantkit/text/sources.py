@@ -301,7 +301,9 @@ def _file(source: str, option: Setting | Option) -> Path:
         rule = "is a folder, and a text to judge by is one file"
         raise CheckpointError(rule, Words("give one of its files with", option), subject=source)
     if not path.is_file():
-        ways = Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"
+        ways = [Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"]
+        if isinstance(option, Setting) and suffix_of(path) not in KNOWN:
+            ways.append("write a data set of the hub as org/name")
         raise CheckpointError("no such text", *ways, subject=source)
     if suffix_of(path) not in KNOWN or (
         path.suffix.lower() in COMPRESSED and suffix_of(path) == ".parquet"

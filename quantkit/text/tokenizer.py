@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.gguf_config import ORIGINAL
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
-from quantkit.io import model_folder
+from quantkit.io import hub, model_folder
 from quantkit.io.json_files import AGAIN, load_json
 
 if TYPE_CHECKING:
@@ -64,11 +64,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
                 f"pip install {missing}",
                 subject=folder,
             ) from error
-        raise CheckpointError(
+        rule, *ways = (
             f"has no tokenizer that transformers can read ({reason(error)})",
             "put the model's own files there",
-            subject=home,
-        ) from error
+        )
+        if "tokenizer_config.json" in model_folder.names_code(folder):
+            rule, *ways = hub.reasons_of_code(error, folder / "tokenizer_config.json", rule)
+        raise CheckpointError(rule, *ways, subject=home) from error
     if words is not None:
         gguf_source.require_same_words(home, tokenizer, words)
     of_processor = folder / model_folder.PROCESSOR_TEMPLATE

@@ -89,7 +89,29 @@ def test_a_message_is_answered_through_the_template(templated: Path) -> None:
 
 def test_a_template_that_refuses_a_message_is_one_error(templated: Path) -> None:
     (templated / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
-    with pytest.raises(RecipeError, match=r"refuses the message \(no users\): use quantkit generate without --chat"):
+    with pytest.raises(RecipeError, match=r"refuses it \(no users\): use quantkit generate without --chat"):
+        generate(templated, "one", chat=True, device="cpu")
+
+
+def test_a_template_that_changes_every_word_is_named(templated: Path) -> None:
+    (templated / "chat_template.jinja").write_text("{{ messages[0].content | urlencode }}")
+    with pytest.raises(RecipeError, match=r"the message: .* does not contain the words of the messages: use quantkit"):
+        generate(templated, "a & b", chat=True, device="cpu")
+
+
+def test_a_chat_is_offered_only_where_a_template_is_the_default(
+    templated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (templated / "additional_chat_templates").mkdir()
+    (templated / "additional_chat_templates" / "rag.jinja").write_text("{{ messages[0].content }}")
+    default = templated / "chat_template.jinja"
+    default.write_text("{{ messages[0].content }}")
+    generate(templated, "one", max_new_tokens=1, device="cpu", progress=Progress())
+    assert "--chat" in capsys.readouterr().err
+    default.unlink()
+    generate(templated, "one", max_new_tokens=1, device="cpu", progress=Progress())
+    assert "--chat" not in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="has no chat template"):
         generate(templated, "one", chat=True, device="cpu")
 
 

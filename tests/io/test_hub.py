@@ -112,6 +112,10 @@ def test_what_a_tokenizer_needs_is_downloaded_and_code_only_if_it_is_trusted(ser
         ({"consolidated.safetensors": b"w"}, "convert them with transformers first"),
         ({"adapter_model.bin": b"PK"}, "merge it into its base model"),
         ({}, "has no .safetensors weights: give another model"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map":{"a":"m-1.safetensors"}}'},
+            "has no .safetensors weights, or not all that its index names",
+        ),
     ],
 )
 def test_a_repository_without_weights_is_told_by_what_it_holds(
@@ -119,6 +123,19 @@ def test_a_repository_without_weights_is_told_by_what_it_holds(
 ) -> None:
     serve({"x": {"config.json": b"{}", **files}})
     assert says in refusal("org/x")
+
+
+def test_a_repository_without_any_file_of_the_wanted_names_is_told(serve: Serve) -> None:
+    serve({"x": {"m.gguf": b"G"}})
+    assert "only GGUF files: give one, as org/x:m.gguf" in refusal("org/x")
+    assert "has no file n.gguf, it has m.gguf" in refusal("org/x:n.gguf")
+
+
+@pytest.mark.parametrize("address", ["https://huggingface.co/org/x", "hf.co/org/x", "hf://org/x"])
+def test_an_address_of_the_hub_is_written_as_an_id(address: str) -> None:
+    assert "no such folder: write a model of the hub as org/name" in refusal(address)
+    with pytest.raises(CheckpointError, match=r"no such text: .* or write a data set of the hub as org/name"):
+        load_documents(address)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +149,8 @@ def test_a_repository_without_weights_is_told_by_what_it_holds(
         (404, {"X-Error-Code": "RevisionNotFound"}, "has it, and not this revision: check --revision"),
         (503, {}, "the hub has a fault of its own (503): try again later"),
         (404, {}, "no model of this name"),
+        (407, {}, "a proxy or mirror does not pass the hub's answer on"),
+        (408, {}, "the hub has a fault of its own (408): try again later"),
         (451, {}, "the hub does not give it (451): check the name and the revision"),
     ],
 )
@@ -160,6 +179,9 @@ def named(name: str, base: type[Exception] = OSError) -> Exception:
         (PermissionError(errno.EACCES, "Permission denied", "/c/x"), "no permission to write /c/x: give yourself"),
         (OSError(errno.EROFS, "Read-only file system", "/c/x"), "set HF_HOME to a folder of yours"),
         (raised(named("ConnectError"), ssl.SSLCertVerificationError("self-signed")), "set SSL_CERT_FILE"),
+        (FileNotFoundError(errno.ENOENT, "No such", "/proc/x"), "the cache cannot be kept there ([Errno 2] No such"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a", "/c/x"), "set HF_HOME to a folder of yours"),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), "does not pass the hub's answer on (Expecting"),
         (named("ProxyError"), "a proxy or mirror does not pass the hub's answer on (ProxyError ProxyError): check"),
         (ValueError("Unknown scheme for proxy URL"), "check the variables HTTPS_PROXY"),
         (raised(named("ReadTimeout"), named("TimeoutException")), "does not answer in time: try again"),
@@ -167,6 +189,7 @@ def named(name: str, base: type[Exception] = OSError) -> Exception:
             ConnectionError(f"[Errno {EAI_NONAME}] Name or service not known"),
             "is not found and nothing is cached",
         ),
+        (raised(OSError("y"), ConnectionError(f"[Errno {EAI_NONAME}] Name or service not known")), "is not found"),
         (raised(ValueError("x"), ConnectionError("refused")), "cannot be reached and nothing is cached"),
         (ValueError("anything else"), "the hub does not give it (anything else): check the name and the revision"),
     ],
@@ -179,6 +202,15 @@ def test_a_machine_that_cannot_download_is_told_why(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     assert says in refusal("org/x")
+
+
+def test_variables_that_lead_nowhere_are_named(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
+    monkeypatch.setenv("HF_ENDPOINT", "nonsense")
+    assert (
+        hub.reasons(OSError(errno.ENOENT, "No such file"), "org/x")[0] == "SSL_CERT_FILE names no file (/nowhere.pem)"
+    )
+    assert "check HF_ENDPOINT" in hub.reasons(ConnectionError("refused"), "org/x")
 
 
 @pytest.mark.parametrize("lost", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "config.json"])

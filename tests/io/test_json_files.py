@@ -127,6 +127,10 @@ def test_code_for_a_family_that_transformers_knows_is_left_out_and_other_code_is
     assert len(drop_auto_map(config)) == 2
     assert config == {"model_type": "llama", "text_config": {"model_type": "qwen2"}}
     check_config(config, Path("config.json"))
+    config = {"model_type": "llama", "auto_map": {**asks, "AutoConfig": "x.Z"}}
+    assert drop_auto_map(config, True) == [] and config["auto_map"]
+    config = {"model_type": "llama", "auto_map": {"AutoConfig": "x.Z", "AutoModelForTokenClassification": "x.Y"}}
+    assert len(drop_auto_map(config, True)) == 1 and "auto_map" not in config
     for family in ("abacus", None, ["llama"]):
         config = {"model_type": family, "auto_map": asks}
         assert drop_auto_map(config) == []

@@ -138,3 +138,59 @@ def test_a_package_that_the_code_needs_is_named(own: Path, tmp_path: Path) -> No
     (model / "own_model.py").write_text("import a_package_of_theirs\n" + MODEL)
     error = refused("quantize", model, TRUST, "--method", "rtn", out=tmp_path / "out")
     assert "pip install a_package_of_theirs" in error and "install the packages that it names" in error
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("own_model.py", None, "own_model.py"),
+        ("own_model.py", "x = 1", "no attribute 'OwnConfig'"),
+        ("own_model.py", "from transformers import NotThere", "cannot import name 'NotThere'"),
+        ("own_tokenizer.py", None, "own_tokenizer.py"),
+    ],
+)
+def test_code_that_is_damaged_or_of_another_release_is_fetched_anew(
+    file: str, text: str | None, says: str, own: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    (model / file).unlink() if text is None else (model / file).write_text(text)
+    error = refused("generate", model, "Hi", TRUST)
+    assert says in error and "fetch its Python files again, or use the transformers that they were" in error
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_in_another_repository_that_is_not_reached_is_named(
+    file: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    text = (model / file).read_text()
+    (model / file).write_text(
+        text.replace("own_model.", "org/their--own_model.").replace("own_tok", "org/their--own_tok")
+    )
+    error = refused("generate", model, "Hi", TRUST)
+    assert (
+        "its code lies in org/their, and" in error and "nothing is cached: unset it, or put its Python files" in error
+    )
+
+
+def test_code_for_the_config_alone_of_a_known_family_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    (model / "own_model.py").write_text(MODEL)
+    state(model / "config.json", auto_map={"AutoConfig": "own_model.OwnConfig"})
+    for more in ((), (TRUST,)):
+        assert (
+            "auto_map is ignored"
+            in call(
+                "quantize", model, "-o", tmp_path / f"out{len(more)}", "--method", "rtn", "--group-size", 32, *more
+            ).stderr
+        )
+
+
+def test_code_for_a_model_of_images_and_text_is_built_by_its_own_class(own: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    autos = {"AutoConfig": "own_model.OwnConfig", "AutoModelForImageTextToText": "own_model.OwnModel"}
+    state(model / "config.json", auto_map=autos)
+    call("generate", model, "Hi", "--max-new-tokens", 2, TRUST, "-q")
+    state(model / "config.json", auto_map={"AutoConfig": autos["AutoConfig"]})
+    assert "is no model that writes text" in refused("generate", model, "Hi", TRUST)

@@ -231,7 +231,10 @@ def test_a_template_that_reads_parts_alone_is_given_parts(tokenizer: Any) -> Non
     [
         (None, r"the model has no chat template: .*--set calibration\.text_column=NAME or another --calib FILE"),
         ("{{ raise_exception('roles must alternate') }}", r"refuses it \(roles must alternate\): repair the record"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "writes none of its text"),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            "does not contain the words of the messages: mend the template",
+        ),
         ("{% for", "refuses it"),
     ],
 )
@@ -240,6 +243,20 @@ def test_a_template_that_does_not_fit_is_one_line(template: str | None, says: st
     with pytest.raises(CheckpointError, match=says) as caught:
         ChatTemplate(tokenizer).write(Conversation(tuple(TALK), WHERE))
     assert str(caught.value).startswith(WHERE) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["tojson", "upper", "trim"])
+def test_a_template_that_writes_the_words_in_another_form_is_taken(change: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content | {change} }}}}{{% endfor %}}"
+    assert "B" in ChatTemplate(tokenizer).write(Conversation(({"role": "user", "content": 'B "x"\n'},), WHERE)).upper()
+
+
+def test_templates_with_names_are_none_until_one_is_named(tokenizer: Any) -> None:
+    tokenizer.chat_template = {"rag": "{{ messages[0].content }}"}
+    talk = Conversation(({"role": "user", "content": "Hi"},), WHERE)
+    with pytest.raises(CheckpointError, match=r"put its chat_template\.jinja into"):
+        ChatTemplate(tokenizer).write(talk)
+    assert ChatTemplate(tokenizer, {"chat_template": "rag"}).write(talk) == "Hi"
 
 
 DATED = "{% macro head() %}{{ strftime_now('%-d %b %Y') }}|{{ strftime_now(format='%H')|int + 1 }}{% endmacro %}"
