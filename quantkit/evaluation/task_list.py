@@ -23,8 +23,16 @@ from quantkit.text.records import records
 #: Ten usual zero-shot tasks under one name.
 SUITES = {
     "zeroshot": (
-        *("arc_challenge", "arc_easy", "boolq", "cb", "copa"),
-        *("hellaswag", "openbookqa", "piqa", "rte", "winogrande"),
+        "arc_challenge",
+        "arc_easy",
+        "boolq",
+        "cb",
+        "copa",
+        "hellaswag",
+        "openbookqa",
+        "piqa",
+        "rte",
+        "winogrande",
     )
 }
 #: Files of a task's folder, and the keys of lm-eval's configs that name their splits.

@@ -29,10 +29,20 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 #: What else a generation config states about a model's texts. All other entries choose a search, a
 #: draw or a cache, or a length, which the caller chooses.
 RESTRICTIONS = (
-    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-    *("bad_words_ids", "sequence_bias", "repetition_penalty", "encoder_repetition_penalty"),
-    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"),
-    *("exponential_decay_length_penalty", "stop_strings"),
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "min_length",
+    "min_new_tokens",
+    "exponential_decay_length_penalty",
+    "stop_strings",
 )
 #: Whether a thread builds a model whose parameters are on the meta device.
 _THREAD = threading.local()

@@ -47,8 +47,15 @@ OTHER_PARTS = (
 INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 #: Arguments of `apply_chat_template` that decide the form of its result, not the text.
 RESERVED = (
-    *("conversation", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "conversation",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
 )
 #: The function of templates that writes the present date; as an argument, the date that it writes.
 NOW = "strftime_now"

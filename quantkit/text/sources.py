@@ -93,7 +93,10 @@ NAMED = {
         "ptb-text-only/ptb_text_only", "sentence", " ", True, _PARQUET | _TRAIN, _PARQUET | _TEST
     ),
     "c4": _Named(
-        *("allenai/c4", "text", " ", False),
+        "allenai/c4",
+        "text",
+        " ",
+        False,
         {
             "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
             "split": "train",
