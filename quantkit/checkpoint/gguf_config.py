@@ -74,8 +74,9 @@ ENTRIES = {
     "ssm.state_size": "state_size",
     "ssm.time_step_rank": "time_step_rank",
 }
-#: Keys that every file of a model with attention has, and of which every file has one.
+#: Keys that every file has; a model without attention has no heads.
 NEEDED = ("embedding_length", "block_count", "attention.head_count")
+#: Keys of which every file has at least one.
 EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 OFF = (0, False)
 #: Keys that change nothing in a family without such an entry, whatever they say.

@@ -98,7 +98,7 @@ class Plan(ShortRepr):
 
     @property
     def size_notes(self) -> list[str]:
-        """What explains the size of the output, as the closing table of a run says it."""
+        """The notes on the output's size that the closing table of a run has too."""
         return self._spelled(self.output.size_notes)
 
     def _spelled(self, lines: Iterable[str]) -> list[str]:

@@ -155,7 +155,7 @@ def at_block(number: int, act: Callable[[], object]) -> Callable[[Work], Work]:
                 if index == number:
                     act()
 
-            BlockWeights.load_block = acting  # type: ignore[method-assign]
+            BlockWeights.load_block = acting  # type: ignore[method-assign]  # in this rank's own process
             return work()
 
         return changed
