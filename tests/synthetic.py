@@ -71,7 +71,7 @@ def table(layer: Layer) -> dict[str, float]:
     block, _ = rtn.quantize(w, scheme, clip="search", metric="block", hessian=h)
     results = {"RTN mse": rtn.quantize(w, scheme, clip="search")[0], "RTN block": block}
     variants = {
-        "GPTQ natural absmax": Options(act_order="off", clip="none", damp_kind="mean"),  # the published loop
+        "GPTQ natural absmax": Options(act_order="off", clip="none", damp=0.01, damp_kind="mean"),  # the published loop
         "MARLIN (mean 0.1)": Options(act_order="off", damp=0.1, damp_kind="mean"),
         "static absmax": Options(clip="none"),
         "static block": Options(),

@@ -8,8 +8,6 @@ fixed, it is a quadratic form in the row's scales. Both also fit the noise of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -28,8 +26,6 @@ from quantkit.core.threads import one_thread
 from quantkit.kernels import gptq as kernels
 from quantkit.kernels.gptq import Columns
 
-#: With fewer tokens per column, descent fits the noise of the calibration text (ALGORITHMS 8).
-TOKENS_PER_COLUMN = 16
 _BLOCK = 128  # columns with slopes from one product over the whole row
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
 _ROWS = 256  # rows whose normal equations are in memory together
@@ -37,30 +33,20 @@ _ENTRIES = 2**23  # on a GPU more rows, up to so many entries of each matrix
 _RIDGE = 1e-8
 
 
-class Refined(NamedTuple):
-    """Hold a refined weight, its changes by row `[n]`, and its losses by row, float64 `[n]`.
-
-    `changes` has an entry for each requested step: `descent_changed` counts codes, `refit_rows`
-    marks new scales. `loss` is None if nothing was.
-    """
-
-    tensor: QuantizedTensor
-    changes: dict[str, Tensor]
-    loss: Tensor | None
-
-
 def refine(
     weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False
-) -> Refined:
+) -> tuple[QuantizedTensor, dict[str, Tensor]]:
     """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit`
     of its scales.
 
-    `h` `[k, k]` is the undamped Hessian. After all passes, and after the refit, every row takes the
-    better of before and after, so its loss never rises. Zero points stay, and so do the zero codes
-    of a 2:4 scheme.
+    `h` `[k, k]` is the damped Hessian: the undamped one ruins texts unlike those that calibrate
+    (ALGORITHMS 8). After all passes, and after the refit, every row takes the better of before and
+    after, so its loss never rises. Zero points stay, and so do the zero codes of a 2:4 scheme.
+    Returns also the changes of each step that was asked for, by row `[n]`: `descent_changed` counts
+    codes, `refit_rows` marks new scales.
     """
     if not (descent or refit):
-        return Refined(tensor, {}, None)
+        return tensor, {}
     changes = {}
     loss = row_losses(weight, tensor, h)
     if descent:
@@ -73,7 +59,7 @@ def refine(
         with one_thread(h.device):
             found = _refit(weight, tensor, h)
         tensor, loss, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
-    return Refined(tensor, changes, loss)
+    return tensor, changes
 
 
 def _better(

@@ -122,9 +122,12 @@ def quantize(
         grid = grid._replace(scales=grid.scales * binades.exp2().half().unsqueeze(-1))
     scales_by_group = options.act_order == "off" and groups > 1 and pattern is None
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid, pattern)
-    refined = coordinate_descent.refine(
+    diagonal = h.diagonal().clone()
+    h.diagonal().copy_(factor.diagonal)  # a copy of all of H would be a gigabyte
+    swept, changes = coordinate_descent.refine(
         weight, swept, h, descent=options.descent, refit=options.refit
     )
+    h.diagonal().copy_(diagonal)
     # Last, because the check of a record waits for the GPU, and before it the launches of the sweep
     # hide behind the search.
     rounded = weight
@@ -136,7 +139,7 @@ def quantize(
         plain, _ = rtn.quantize(weight, scheme)
     else:
         plain = QuantizedTensor(scheme, encode(rounded, scheme, grid), *grid)
-    solution = _guarded(weight, refined, plain, h, factor)
+    solution = _guarded(weight, swept, changes, plain, h, factor)
     return replace(
         solution, solver={**facts, **solution.solver}, changes={**solution.changes, **raised}
     )
@@ -205,14 +208,14 @@ def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reaso
 
 def _guarded(
     weight: Tensor,
-    refined: coordinate_descent.Refined,
+    swept: QuantizedTensor,
+    changes: dict[str, Tensor],
     plain: QuantizedTensor,
     h: Tensor,
     factor: Factor,
 ) -> Solution:
     """Take the better of the refined sweep and plain rounding, row by row (ALGORITHMS 5.3)."""
-    swept, changes, loss = refined
-    loss = row_losses(weight, swept, h) if loss is None else loss
+    loss = row_losses(weight, swept, h)
     rtn_loss = row_losses(weight, plain, h)
     worse = rtn_loss < loss
     changes = {name: rows.masked_fill(worse, 0) for name, rows in changes.items()}

@@ -34,6 +34,8 @@ _ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from o
 _LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
 # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
 _DEAD = 1e-6
+#: Part of its own diagonal by which a channel is damped at least, where the median one counts.
+_OWN_PART = 1 / 32
 _LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (ALGORITHMS 5.1)
 
 #: float32 matrices `[k, k]` in `factorize`, by the dtype of factors: the sum, H, its copy, scratch,
@@ -226,6 +228,15 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
     return diagonal, dead
 
 
+def usual_energy(diagonal: Tensor, options: Options) -> Tensor:
+    """Return the energy that damping is measured by, a scalar, from a Hessian's diagonal `[k]`: the
+    mean one or that of the median live channel.
+    """
+    if options.damp_kind == "mean":
+        return diagonal.mean()
+    return diagonal[diagonal > 0].median().nan_to_num()  # not a number if all channels are dead
+
+
 def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Tensor:
     """Return the proxy loss `d H d^T` of each row of `weight - tensor`, float64 `[n]`.
 
@@ -323,12 +334,15 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
             "the Hessian is no covariance: an entry exceeds what its diagonal allows: calibrate "
             "anew"
         )
+    # Huge channels that move together have nearly equal rows, so each gets a part of its own.
+    parts = {"own": 1.0, "mean": 0.0, "median": _OWN_PART}
+    unit = diagonal * parts[options.damp_kind]
+    if options.damp_kind != "own":
+        unit = torch.maximum(unit, usual_energy(h.diagonal().to(dtype), options))
     rungs: list[float] = []
     while not rungs or rungs[-1] < 1:
         rungs.append(min(10 * rungs[-1], 1.0) if rungs else options.damp)
-        extra = rungs[-1] * (
-            diagonal if options.damp_kind == "own" else diagonal.mean().expand_as(diagonal)
-        )
+        extra = rungs[-1] * unit
         correlation.diagonal().copy_(1 + (extra / diagonal)[order])
         r = _upper_factor(correlation)
         if r is not None:

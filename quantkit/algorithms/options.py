@@ -22,14 +22,15 @@ class Options:
 
     damp: Annotated[float, Meta(gt=0, le=1)] = key(
         "Damping of the Hessian",
-        default=0.01,
+        default=0.3,
         pruning=True,
-        more="If a factorisation fails, ten times as much is tried, with a warning.",
+        more="It keeps weights near the source where the text says little, so that other texts do "
+        "not suffer. If a factorisation fails, ten times as much is tried, with a warning.",
         when="0.1 to follow the MARLIN paper.",
     )
-    damp_kind: Literal["own", "mean"] = key(
-        "Damping by each channel's own diagonal, or by the mean one",
-        default="own",
+    damp_kind: Literal["median", "own", "mean"] = key(
+        "Damping by the median channel's diagonal, by each channel's own, or by the mean one",
+        default="median",
         pruning=True,
         when="`mean` to reproduce published GPTQ.",
     )
@@ -59,16 +60,14 @@ class Options:
     refit: bool = key(
         "Solve for the scales once more when the codes are fixed",
         default=False,
-        when="`true` for accuracy, with `descent`.",
+        usual="true for symmetric integers without 2:4, else false",
+        when="`false` to save time.",
     )
     descent: Count = key(
         "Passes that move single codes after GPTQ",
         default=0,
         usual="3 for symmetric integers without 2:4, else 0",
-        more="Skipped below 16 tokens for each input channel; the report names these linears. "
-        "Passes that are not the "
-        "default ones give a warning for each.",
-        when="0 to save time. 1 to 3 for accuracy with other formats, with enough text.",
+        when="0 to save time. 1 to 3 for accuracy with other formats.",
     )
     prune: Rule = "sparsegpt"
     first_token: Annotated[float, Meta(ge=0, le=100)] = key(

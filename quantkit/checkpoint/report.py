@@ -39,7 +39,6 @@ BASE = ("name", "revision", "base_model", "relation", *CARD_KEYS)
 WORDS = (
     "reason",
     "by_magnitude",
-    "descent_skipped",
     "few_routed",
     "restated_from",
     "requantized_from",

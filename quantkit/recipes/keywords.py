@@ -32,7 +32,7 @@ class SharedKeywords(TypedDict, total=False):
     """The keys of recipes that `prune` has too."""
 
     damp: float | None
-    damp_kind: Literal["own", "mean"] | None
+    damp_kind: Literal["median", "own", "mean"] | None
     act_order: Literal["static", "off"] | None
     true_sequential: bool | None
     calib: str | Path | Iterable[str | Path] | None

@@ -95,13 +95,6 @@ class Recipe(RecipeKeys):
             if isinstance(goal, Scheme)
         ]
 
-    @property
-    def descends_by_default(self) -> bool:
-        """Whether descent has the passes that it has by default (ALGORITHMS 0)."""
-        return self.gptq.descent == (
-            DESCENT if _refined_by_default(self.method, self.schemes) else 0
-        )
-
     def scheme_of(self, module: str) -> Goal | None:
         """Return the goal of the linear called `module`, None if it is skipped."""
         if any(matches(pattern, module) for pattern in self.skip):
@@ -332,7 +325,8 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         for name in ("clip", "metric", "signed", "prune")
         if asked[name] is not None
     }
-    gptq = Options(**{"descent": DESCENT if refined else 0, **asked.pop("gptq", {})}, **fixed)
+    refining = {"descent": DESCENT, "refit": True} if refined else {}
+    gptq = Options(**{**refining, **asked.pop("gptq", {})}, **fixed)
     found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **_read_shared(asked))
     _check(found)
     return found
@@ -398,8 +392,8 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 
 def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
-    """Return True if signed scales and descent are the default: by GPTQ, if there are symmetric
-    integers, all dense.
+    """Return True if signed scales, descent and refit are the default: by GPTQ, if there are
+    symmetric integers, all dense.
     """
     schemes = list(schemes)
     return method == "gptq" and any(map(takes_signed, schemes)) and not any(map(is_sparse, schemes))

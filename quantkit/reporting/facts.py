@@ -24,7 +24,6 @@ EVENTS = {
     "dead_columns": (
         "have input channels that no calibration token reached (kept, rounded to nearest)"
     ),
-    "descent_skipped": "were not refined by descent, which needs 16 tokens for each input channel",
     "few_routed": (
         "belong to experts that see too few tokens, and were calibrated on all tokens of their "
         "layer"
@@ -39,8 +38,6 @@ EVENTS = {
     "zeroed": "have weights that became 0, below 2^-20 of the largest of their group",
     "zero_scales": "have rows whose stored scale is 0",
 }
-#: Tokens for each input channel of a linear without which a step is skipped; the fact counts both.
-NEEDED = {"descent_skipped": 16, "few_routed": 1}
 #: The totals that explain a size, and the linear outside the blocks that can be packed.
 SIZES, HEAD = ("source_bytes", "bytes", "dense_bits"), "lm_head"
 _COUNTED = re.compile(r"(\d+) tokens for (\d+) input channels")
@@ -342,15 +339,13 @@ def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
 def _way_out(
     fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[str, Any]
 ) -> list[str]:
-    """Compute the number of samples with which no linear would skip a step, from the facts of a
-    report.
+    """Compute the number of samples with which each expert would see a token for each channel, from
+    the facts of a report.
     """
-    counted = [_COUNTED.match(str(layer[fact])) for layer in hit] if fact in NEEDED else []
-    ratios = [
-        Fraction(NEEDED[fact] * int(each[2]), int(each[1]))
-        for each in counted
-        if each and int(each[1])
-    ]
+    if fact != "few_routed":
+        return []
+    counted = [_COUNTED.match(str(layer[fact])) for layer in hit]
+    ratios = [Fraction(int(each[2]), int(each[1])) for each in counted if each and int(each[1])]
     sequences = calibration.get("sequences")
     if not ratios or not isinstance(sequences, int):
         return []

@@ -120,7 +120,6 @@ _FALLBACKS = {
     "by_magnitude": "fallback to pruning by magnitude: {}",
     "requantized_from": "rounded a second time, from {}",
     "few_routed": "few tokens routed to this expert: {} (calibrated on all of the layer)",
-    "descent_skipped": "not refined by descent: {}",
 }
 _COUNTED = {
     "dead_columns": "input channels that no token reached: {}",

@@ -53,7 +53,12 @@ def broken_hessians(k: int) -> dict[str, Tensor]:
 
 def damped(h: Tensor, options: Options) -> Tensor:
     diagonal = h.diagonal()
-    return h + options.damp * (diagonal if options.damp_kind == "own" else diagonal.mean().expand(len(h))).diag()
+    unit = {
+        "own": diagonal,
+        "mean": diagonal.mean().expand(len(h)),
+        "median": (diagonal / 32).clamp(min=diagonal.median().item()),
+    }[options.damp_kind]
+    return h + options.damp * unit.diag()
 
 
 def is_24(weight: Tensor) -> bool:

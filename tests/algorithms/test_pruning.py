@@ -122,11 +122,11 @@ def test_the_guard_compares_with_rounding_under_the_same_mask() -> None:
 
 @pytest.mark.parametrize("h", [torch.eye(64, dtype=torch.float64), torch.exp(gauss(64, seed=9)).diag()], ids=["I", "d"])
 def test_with_independent_inputs_sparsegpt_is_wanda_and_nothing_moves(h: Tensor) -> None:
-    w = gauss(32, 64)
-    found = pruning.prune(w, h, Options())
+    w, options = gauss(32, 64), Options(damp_kind="own")
+    found = pruning.prune(w, h, options)
     assert torch.equal(found, pruning.prune(w, h, Options(prune="wanda")))
     assert torch.equal(found, w * fixed_mask(w, "wanda", h))
-    joint = gptq.quantize(w, SPARSE, h, Options())
+    joint = gptq.quantize(w, SPARSE, h, options)
     plain, _ = rtn.quantize(w, SPARSE, clip="search", metric="block", hessian=h, prune="wanda")
     assert torch.equal(joint.tensor.codes, plain.codes)
 

@@ -89,7 +89,7 @@ def test_defaults_of_each_format() -> None:
         assert recipe.calibrated and not recipe.gptq.descent and not recipe.signed
     for recipe in (int4, fp6, fp5):
         options = recipe.gptq
-        assert (options.damp, options.damp_kind, options.block, options.act_order) == (0.01, "own", 128, "static")
+        assert (options.damp, options.damp_kind, options.block, options.act_order) == (0.3, "median", 128, "static")
         assert (options.clip, options.metric) == (recipe.clip, recipe.metric)
         assert recipe.true_sequential
         assert recipe.skip == ("lm_head",)

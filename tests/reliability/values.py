@@ -414,7 +414,7 @@ def random_hessians(found: Run) -> None:
         scheme = replace(method.scheme, group_size=dice.choice((None, 16)) if "int4" in method.label else None)
         options = Options(
             damp=dice.choice((0.01, 0.1, 1e-4, 1e-9, 1e-15)),
-            damp_kind=dice.choice(("own", "own", "mean")),
+            damp_kind=dice.choice(("median", "own", "mean")),
             act_order=dice.choice(("static", "off")),
             clip=dice.choice(("search", "none")),
             descent=dice.choice((0, 0, 1)),

@@ -207,7 +207,6 @@ CAUSES: list[tuple[dict[str, Any], str]] = [
     ({"by_magnitude": "no token came"}, "fallback to pruning by magnitude: no token came"),
     ({"requantized_from": "fp6"}, "rounded a second time, from fp6"),
     ({"few_routed": "9 tokens for 99", "tokens": 9}, "few tokens routed to this expert: 9 tokens for 99 (calibrated"),
-    ({"descent_skipped": "9 tokens"}, "not refined by descent: 9 tokens"),
     ({"floored_scales": 5}, "scales raised to 2^-20: 5"),
     ({"rounded_scales": 6}, "scales rounded to the layout's type: 6"),
     ({"zeros": 75, "kept": 25}, "2:4 pruning: 75.0 % of the weights are zero"),

@@ -45,10 +45,9 @@ def test_closing_table_and_card_count_every_event(fact: str) -> None:
         assert f"1 of 2 linears {EVENTS[fact]}: {counted}, first a.k_proj" in text
 
 
-@pytest.mark.parametrize(("fact", "samples"), [("descent_skipped", 97), ("few_routed", 7)])
-def test_a_step_that_was_skipped_names_the_samples_that_it_needs(fact: str, samples: int) -> None:
+def test_experts_with_few_tokens_name_the_samples_that_they_need(samples: int = 7) -> None:
     """Eight sequences gave the worst of them 750 tokens; a tenth is to spare."""
-    report = example()
+    report, fact = example(), "few_routed"
     report["layers"][0][fact] = "1000 tokens for 512 input channels"
     report["layers"][1][fact] = "750 tokens for 512 input channels"
     assert f"first a.q_proj: use --samples {samples}" in " ".join(summary(report).split())

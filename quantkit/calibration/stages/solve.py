@@ -11,7 +11,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -20,9 +19,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import coordinate_descent, gptq, pruning, rtn
-from quantkit.algorithms.hessian import Factor, Hessian, check_size, factorize, row_losses
+from quantkit.algorithms import gptq, pruning, rtn
+from quantkit.algorithms.hessian import (
+    Factor,
+    Hessian,
+    check_size,
+    factorize,
+    row_losses,
+    usual_energy,
+)
 from quantkit.algorithms.numerics import check_weight
+from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.rtn import relative_error, total, widened, zeroed
 from quantkit.calibration import budget
@@ -147,8 +154,8 @@ def solve(
     the same. `floors` as in LoadedBlock.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian,
-    ALGORITHMS 1), tokens, channel_peak, seconds, and the solver's facts. `descent_skipped` says
-    that there were too few tokens for descent, `true_shape` that the stored weight is padded.
+    ALGORITHMS 1), tokens, channel_peak, seconds, and the solver's facts. `true_shape` says that
+    the stored weight is padded.
 
     NumericError, naming the linear, for weights that are not finite or overflow. NumericError for
     an unusable Hessian, unless the recipe says `on_unsolvable: rtn`.
@@ -163,11 +170,10 @@ def solve(
     if hessian.tokens < k / 8:
         few = f"{names}: only {hessian.tokens} tokens calibrate {k} input channels:"
         progress.warn(Words(few, more_samples(recipe.calibration.samples, hessian.tokens, k)))
-    recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
     h = hessian.matrix()
     with about(names):
         check_size(h, k)
-    common = {"tokens": hessian.tokens, **_channel_peak(h), **skipped}
+    common = {"tokens": hessian.tokens, **_channel_peak(h)}
     systems: dict[tuple[bool, int], tuple[Tensor, Factor | None]] = {}
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
@@ -177,7 +183,7 @@ def solve(
         progress.check()
         sparse, width = is_sparse(goal), _solved_width(goal, k, recipe)
         if (sparse, width) not in systems:
-            wide_h = _widened_hessian(h, width)
+            wide_h = _widened_hessian(h, width, recipe.gptq)
             factor = _factor(names, wide_h, recipe, sparse, progress) if recipe.factored else None
             systems[sparse, width] = wide_h, factor
         started = time.perf_counter()
@@ -214,22 +220,6 @@ def _unreached(
     return [solve_uncalibrated(name, w, goals[name], recipe, reason) for name, w in weights.items()]
 
 
-def _without_noise(
-    names: str, k: int, tokens: int, recipe: Recipe, progress: Progress
-) -> tuple[Recipe, dict[str, str]]:
-    """Drop descent from the recipe if it would fit the noise of few tokens, with the fact for the
-    report.
-    """
-    if not recipe.gptq.descent or tokens >= coordinate_descent.TOKENS_PER_COLUMN * k:
-        return recipe, {}
-    few = f"{tokens} tokens for {k} input channels"
-    least = coordinate_descent.TOKENS_PER_COLUMN
-    if not recipe.descends_by_default:  # else the closing table counts these linears
-        rule = f"{names}: no descent: {few} are fewer than {least} each:"
-        progress.warn(Words(rule, more_samples(recipe.calibration.samples, tokens, least * k)))
-    return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
-
-
 def _channel_peak(h: Tensor) -> dict[str, float]:
     """Divide the RMS of the largest input channel by the RMS of the median live one, for the
     report.
@@ -240,15 +230,17 @@ def _channel_peak(h: Tensor) -> dict[str, float]:
     return {"channel_peak": peak} if math.isfinite(peak) else {}
 
 
-def _widened_hessian(h: Tensor, width: int) -> Tensor:
-    """Add uncorrelated channels to a Hessian, with the mean diagonal, so that none is dead and
-    damping stays.
+def _widened_hessian(h: Tensor, width: int, options: Options) -> Tensor:
+    """Add uncorrelated channels to a Hessian, of usual energy, so that none is dead and damping
+    stays.
 
     The weights there are zero and have no error, so they change no loss and no real column.
     """
     missing = width - len(h)
     return (
-        torch.block_diag(h, h.diagonal().mean() * torch.eye(missing, device=h.device))
+        torch.block_diag(
+            h, usual_energy(h.diagonal(), options) * torch.eye(missing, device=h.device)
+        )
         if missing
         else h
     )
