@@ -3,10 +3,12 @@
     pip install --no-deps evalplus
     python -m benchmarks.study.programs ./model-int4 --data tasks/humaneval.jsonl -o int4.jsonl
 
-An instruct model is asked through its chat template, and the program is taken out of the fences of its answer. A model
-without a template, or with --completion, continues the prompt: so the figures of docs/study.md were taken, and it gives
-an instruct model much less than it can do. `--recipe` judges MODEL as `quantkit compare` does: decoded to float32 after
-a recipe, also one whose scheme no layout stores. Answers are kept in OUT, and the same command continues.
+An instruct model is asked through its chat template. Of its answer counts the fence that defines a function of the
+tests, without asserts and examples, which are no part of the solution. A model without a template, or with
+--completion, continues the prompt: so the figures of SmolLM2 in docs/study.md were taken, and it gives an instruct
+model much less than it can do. `--recipe` judges MODEL as `quantkit compare` does: decoded to float32 after
+a recipe, also one whose scheme no layout stores. Answers and verdicts are kept in OUT, and the same command continues.
+A machine without evalplus only writes the answers. Intervals are by bootstrap over problems.
 
 Programs run in the processes of evalplus, in a namespace without a network. That protects from what a program sends or
 fetches, and evalplus from accidents: it limits time and memory, and takes away functions that delete files or start
@@ -17,6 +19,7 @@ that holds nothing of yours.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import subprocess
@@ -26,9 +29,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.study.writing import records, write
 
 FENCE = re.compile(r"```(?:\w+)?\n(.*?)(?:```|\Z)", re.DOTALL)
+FUNCTION = re.compile(r"^def (\w+)", re.MULTILINE)
+DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.Try
 #: What ends a completion: the next statement at the margin (Chen et al. 2021, section 2.2); and a solution of MBPP.
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 SOLUTION_STOPS = ("\nclass", "\nassert", '\n"""', "\nif", "\nprint", "\n```")
@@ -52,6 +59,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds a program [10]")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--against", type=Path, help="judged answers, as of the unquantized model, to compare with")
     parser.add_argument("-o", "--out", type=Path, required=True, help="file of answers; finished ones in it stay")
     args = parser.parse_args()
     rows = records(args.data, args.limit)
@@ -60,9 +68,26 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model, words = opened(args, Path(folder))
             answer(args, model, words, rows, len(answers))
-    programs = [each["program"] for each in records(args.out, len(rows))]
+    answers = records(args.out, len(rows))
+    programs = [program(row, each["answer"], each["chat"]) for row, each in zip(rows, answers, strict=True)]
     passed = judged(programs, args.timeout)
-    print(f"pass@1 {100 * sum(passed) / len(rows):.2f} %: {sum(passed)} of {len(rows)} programs")
+    lines = [{**each, "passed": passes} for each, passes in zip(answers, passed, strict=True)]
+    lines += records(args.out, None)[len(rows) :]
+    args.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    print(f"pass@1 {percent(passed)}: {sum(passed)} of {len(rows)} programs")
+    if args.against is not None:
+        others = [each["passed"] for each in records(args.against, len(rows))]
+        differences = [mine - other for mine, other in zip(passed, others, strict=True)]
+        print(f"against {args.against.stem} {percent(differences)}")
+
+
+def percent(scores: list[bool] | list[int]) -> str:
+    """Format the mean of scores of problems in percent, with its 95 % interval by bootstrap over the problems."""
+    from quantkit.evaluation.divergence import interval
+
+    found = interval(np.array(scores, dtype=np.float64))
+    ends = "" if found is None else " ({:.2f} to {:.2f})".format(*(100 * end for end in found))
+    return f"{100 * sum(scores) / len(scores):.2f} %{ends}"
 
 
 def opened(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
@@ -97,8 +122,8 @@ def answer(args: argparse.Namespace, model: Any, words: Any, rows: list[dict[str
         sizes = {"new": args.max_new_tokens, "batch": args.batch_size}
         texts = write(model, words, asked, **sizes, stops=stops, special=not chats)
         with args.out.open("a", encoding="utf-8") as file:
-            for row, text in zip(part, texts, strict=True):
-                file.write(json.dumps({"answer": text, "program": program(row, text, chats)}) + "\n")
+            for text in texts:
+                file.write(json.dumps({"answer": text, "chat": chats}) + "\n")
 
 
 def prompt(row: dict[str, Any]) -> str:
@@ -110,8 +135,7 @@ def prompt(row: dict[str, Any]) -> str:
 
 def program(row: dict[str, Any], text: str, chats: bool) -> str:
     """Put a program together: the solution, and a function `passes` that runs the tests of the problem."""
-    fenced = FENCE.findall(text) if chats else []
-    solution = max(fenced, key=len) if fenced else text
+    solution = solution_of(text, json.dumps([row.get("entry_point"), row.get("test_list")])) if chats else text
     if "entry_point" in row:
         # A completion goes on in the function of the prompt. An answer defines it again, and may lack its imports.
         head, tests = row["prompt"].strip() + "\n" * chats, [row["test"], f"check({row['entry_point']})"]
@@ -121,6 +145,19 @@ def program(row: dict[str, Any], text: str, chats: bool) -> str:
         tests = row["test_list"]
     indented = [f"    {line}" for test in tests for line in test.splitlines()]
     return "\n".join([*lines, "def passes():", *indented, "    return True", ""])
+
+
+def solution_of(answer: str, tests: str) -> str:
+    """Take the definitions out of the first fence that defines a function of the tests, or out of the longest fence."""
+    fences, named = FENCE.findall(answer) or [answer], set(re.findall(r"\w+", tests))
+    wanted = (fence for fence in fences if named.intersection(FUNCTION.findall(fence)))
+    code: str = next(wanted, max(fences, key=len))
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return code
+    tree.body = [each for each in tree.body if isinstance(each, DEFINITIONS)]
+    return ast.unparse(tree)
 
 
 def judged(programs: list[str], seconds: float) -> list[bool]:

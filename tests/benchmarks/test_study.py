@@ -20,6 +20,8 @@ HUMANEVAL = {
     "entry_point": "double",
 }
 MBPP = {"text": "Write a function to count.", "test_list": ["assert count(first) == 1"], "test_setup_code": "first = 3"}
+COUNT = "def count(n): return 1"
+TESTS = "import unittest\nclass TestCount(unittest.TestCase):\n    def test_one(self): raise ValueError"
 DIALS = "import socket\ndef count(n):\n    socket.create_connection(('127.0.0.1', PORT), 2)\n    return 1"
 
 
@@ -52,6 +54,7 @@ def test_a_program_passes_by_its_tests_and_has_no_network(isolated: None) -> Non
             (HUMANEVAL, "Sure:\n```python\ndef double(x):\n    return (pi, x + x)[1]\n```\nIt adds.", True, True),
             (MBPP, "def count(n): return 1", False, True),
             (MBPP, "```\ndef count(n): return 2\n```", True, False),
+            (MBPP, f"```\n{COUNT}\nassert count(1) == 2\n```\nIts tests:\n```\n{TESTS}\n```", True, True),
             (MBPP, dials, False, False),
         ]
         made = [programs.program(row, text, chats) for row, text, chats, _ in cases]
@@ -78,7 +81,12 @@ def test_a_model_is_asked_through_its_template_and_goes_on_after_a_stop(
     prompt, stops = asked[0]
     assert (prompt[0][0] == "<", stops) == (chats, () if chats else programs.STOPS)
     assert [len(each) for each, _ in asked] == [1, 2] and len((tmp_path / "out").read_text().splitlines()) == 3
-    assert capsys.readouterr().out.splitlines()[-1] == "pass@1 0.00 %: 0 of 3 programs"
+    found = "0.00 % (0.00 to 0.00)"
+    assert capsys.readouterr().out.splitlines()[-1] == f"pass@1 {found}: 0 of 3 programs"
+    other = lines(tmp_path / "other.jsonl", {"passed": True}, {"passed": True}, {"passed": False})
+    monkeypatch.setattr(sys, "argv", [*line, "--against", str(other)])
+    programs.main()
+    assert capsys.readouterr().out.splitlines()[-1] == "against other -66.67 % (-100.00 to 0.00)"
 
 
 def test_summaries_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
