@@ -7,17 +7,26 @@ Rows never interact. Linears that share an input are therefore solved as one tal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, rtn
-from quantkit.algorithms.hessian import Factor, check_size, factor_bytes, factorize, row_losses
+from quantkit.algorithms.hessian import (
+    Factor,
+    check_size,
+    factor_bytes,
+    factorize,
+    output_losses,
+    row_losses,
+)
 from quantkit.algorithms.numerics import check_weight, encode, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import survivors, sweep_pattern
@@ -50,7 +59,8 @@ class Solution:
     rule, and `norm` the loss of a zero weight. `guard_rows` bool `[n]` marks rows that were
     rounded, because rounding had less loss. `solver` describes the factorisation. `changes` counts
     the changes of `coordinate_descent.refine` in the other rows, by row `[n]`, and marks raised
-    scales.
+    scales. `held_out`, float64 `[n, 2]`, has the losses of `tensor` and of plain rounding on inputs
+    of each source that did not calibrate.
     """
 
     tensor: QuantizedTensor
@@ -60,6 +70,7 @@ class Solution:
     guard_rows: Tensor
     solver: dict[str, Any]
     changes: dict[str, Tensor] = field(default_factory=dict)
+    held_out: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -68,14 +79,22 @@ class Solution:
             name: int(rows.sum())
             for name, rows in {"guard_rows": self.guard_rows, **self.changes}.items()
         }
-        return {**self.solver, **rtn.scale_facts(self.tensor), **sums}
+        return {**self.solver, **rtn.scale_facts(self.tensor), **sums, **self._over_rounding()}
+
+    def _over_rounding(self) -> dict[str, dict[str, float]]:
+        """Divide the loss on each held-out source by that of plain rounding."""
+        sums = {source: losses.sum(0).tolist() for source, losses in self.held_out.items()}
+        ratios = {source: loss / of_plain for source, (loss, of_plain) in sums.items() if of_plain}
+        found = {source: ratio for source, ratio in ratios.items() if math.isfinite(ratio)}
+        return {"held_out": found} if found else {}
 
     def rows(self, part: slice) -> Solution:
         """Take some rows, as views."""
         changes = {name: changed[part] for name, changed in self.changes.items()}
+        held_out = {source: losses[part] for source, losses in self.held_out.items()}
         loss, rtn_loss, norm = self.loss[part], self.rtn_loss[part], self.norm[part]
         guard, tensor = self.guard_rows[part], self.tensor.rows(part)
-        return Solution(tensor, loss, rtn_loss, norm, guard, self.solver, changes)
+        return Solution(tensor, loss, rtn_loss, norm, guard, self.solver, changes, held_out)
 
 
 def quantize(
@@ -85,6 +104,7 @@ def quantize(
     options: Options,
     factor: Factor | None = None,
     floor: Tensor | None = None,
+    held_out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Solution:
     """Quantize `weight` `[n, k]` so that its outputs change least on the calibration tokens behind
     `h` `[k, k]`.
@@ -92,9 +112,10 @@ def quantize(
     `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorisation. No
     row is worse than plain rounding (for a 2:4 weight: under the same mask), measured with the
     undamped `h`. `floor`, float32 `[n]`, raises the searched scales of FP6 and FP5 that are
-    smaller, by powers of two up to 2^MOST_BINADES. Raises the errors of `rtn.quantize` and
-    `factorize`. With `on_unsolvable="rtn"`, a Hessian that cannot be factored gives plain rounding,
-    and the facts say so.
+    smaller, by powers of two up to 2^MOST_BINADES. `held_out` has inputs `[t, k]` that did not
+    calibrate, by source. Raises the errors of `rtn.quantize` and `factorize`. With
+    `on_unsolvable="rtn"`, a Hessian that cannot be factored gives plain rounding, and the facts say
+    so.
     """
     check_weight(weight)
     check_size(h, weight.shape[1])
@@ -140,8 +161,15 @@ def quantize(
     else:
         plain = QuantizedTensor(scheme, encode(rounded, scheme, grid), *grid)
     solution = _guarded(weight, swept, changes, plain, h, factor)
+    losses = {
+        source: torch.stack([output_losses(weight, t, x) for t in (solution.tensor, plain)], -1)
+        for source, x in held_out.items()
+    }
     return replace(
-        solution, solver={**facts, **solution.solver}, changes={**solution.changes, **raised}
+        solution,
+        solver={**facts, **solution.solver},
+        changes={**solution.changes, **raised},
+        held_out=losses,
     )
 
 
@@ -169,8 +197,11 @@ def join(parts: Sequence[Solution]) -> Solution:
         for name in ("loss", "rtn_loss", "norm", "guard_rows")
     )
     changes = {name: torch.cat([part.changes[name] for part in parts]) for name in parts[0].changes}
+    held_out = {
+        source: torch.cat([part.held_out[source] for part in parts]) for source in parts[0].held_out
+    }
     tensor = concatenated([part.tensor for part in parts])
-    return Solution(tensor, loss, rtn_loss, norm, guard, parts[0].solver, changes)
+    return Solution(tensor, loss, rtn_loss, norm, guard, parts[0].solver, changes, held_out)
 
 
 def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:

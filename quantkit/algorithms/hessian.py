@@ -48,7 +48,8 @@ class Hessian:
 
     Tokens are summed in chunks of `chunk` in the order of their arrival, so their division between
     calls does not matter (ALGORITHMS 2). `tokens` counts them. With `checks` False no call waits
-    for a GPU, and `may_be_broken` reports at the end whether numbers were not finite.
+    for a GPU, and `may_be_broken` reports at the end whether numbers were not finite. `held_out`
+    has inputs `[t, k]` of text that does not calibrate, by source.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Hessian:
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._chunk: Tensor | None = None
         self._filled = 0
+        self.held_out: dict[str, list[Tensor]] = {}
 
     @staticmethod
     def bytes(k: int) -> int:
@@ -121,6 +123,11 @@ class Hessian:
                 _add_products(self._sum, self._chunk)
                 self._filled = 0
 
+    def hold_out(self, source: str, x: Tensor) -> None:
+        """Keep inputs `[..., k]` of a source that do not enter the sum."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        self.held_out.setdefault(source, []).append(rows.clone())
+
     def may_be_broken(self) -> bool:
         """Return True if the sum of a call's numbers is not finite: one of them is not, or they are
         very large.
@@ -133,7 +140,7 @@ class Hessian:
         """
         full = self.tokens - self._filled
         last = self._chunk[: self._filled] if self._chunk is not None and self._filled else None
-        return Part(full, self._sum if full else None, last)
+        return Part(full, self._sum if full else None, last, self.held_out)
 
     def absorb(self, part: Part) -> None:
         """Add the sum of another rank's tokens. Call this in the order of the ranks.
@@ -147,6 +154,8 @@ class Hessian:
             self.tokens += part.tokens
         if part.last is not None:
             self.add(part.last)
+        for source, inputs in part.held_out.items():
+            self.held_out.setdefault(source, []).extend(inputs)
 
     def matrix(self) -> Tensor:
         """Return `H = (2 / T) sum w x^T x`, float32 `[k, k]`, symmetric; NumericError if no token
@@ -167,12 +176,13 @@ class Part(NamedTuple):
     """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, and the last tokens.
 
     `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full
-    chunk. `last` `[t, k]`, already weighted, is None if there are none.
+    chunk. `last` `[t, k]`, already weighted, is None if there are none. `held_out` as in Hessian.
     """
 
     tokens: int
     total: Tensor | None
     last: Tensor | None
+    held_out: dict[str, list[Tensor]]
 
 
 def _add_products(total: Tensor, x: Tensor) -> None:
@@ -251,6 +261,19 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
         h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS[h.device.type])]
     )
     return torch.cat(parts).double().clamp_(min=0)
+
+
+def output_losses(weight: Tensor, tensor: QuantizedTensor, x: Tensor) -> Tensor:
+    """Return the squared length of each output of `weight - tensor` for inputs `x` `[t, k]`,
+    float64 `[n]`. On a GPU, half-precision inputs have products with a float32 result.
+    """
+    d = weight.to(working_dtype(weight))
+    d = (d - tensor.dequantize(d.dtype)).T
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
+        outputs = torch.mm(x, d.to(x.dtype), out_dtype=torch.float32)
+    else:
+        outputs = x.float() @ d.float()
+    return outputs.square_().sum(0, dtype=torch.float64)
 
 
 def _quadratic_forms(rows: Tensor, h: Tensor) -> Tensor:

@@ -85,9 +85,9 @@ def gradient_documents(
     return min(len(totals), max(ranks, bisect_left(totals, tokens) + 1))
 
 
-def split_documents(lengths: Sequence[int], count: int) -> list[range]:
+def split_documents(lengths: Sequence[int], count: int, held_out: int = 0) -> list[range]:
     """Divide documents of `lengths` tokens into adjacent ranges for `count` ranks, balanced by
-    tokens.
+    tokens. The last rank has the `held_out` documents behind them too.
 
     RecipeError if there are fewer documents than ranks.
     """
@@ -103,7 +103,8 @@ def split_documents(lengths: Sequence[int], count: int) -> list[range]:
         share = ends[-1] * rank / count
         nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - share)) + 1
         bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - count + rank))
-    return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
+    ends = [*bounds[1:], len(lengths) + held_out]
+    return [range(*bound) for bound in zip(bounds, ends, strict=True)]
 
 
 def stays_on_gpu(size: int, free: int | None) -> bool:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -157,19 +159,23 @@ def new_run(
     goals: Mapping[str, Goal | None] | None = None,
     beside: bool = False,
     ranks: Ranks = ALONE,
+    held_out: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
 ) -> Run:
     """Begin a run on this rank's part of all `sequences`, int64 `[t]`; all ranks are given the same
     arguments.
 
     `work` is the run's folder. Its files hold the activations after the last two blocks and, beyond
     `act_budget` bytes, the current activations. `goals` has the goal of each linear, None by the
-    recipe. Raises as `check_sequences` and `split_documents`.
+    recipe. Sequences that are `held_out`, by source, do not calibrate: they run after all others.
+    Raises as `check_sequences` and `split_documents`.
     """
     check_sequences(recipe, model, sequences)
     release_heap()  # of tokenizing, and of an earlier run in this process
-    mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
+    every = [*sequences, *chain.from_iterable(held_out.values())]
+    lengths, added = [len(tokens) for tokens in sequences], len(every) - len(sequences)
+    mine = split_documents(lengths, ranks.count, added)[ranks.rank]
     # A copy of tokens in each forward would wait for a GPU.
-    here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
+    here = [tokens.to(model.device) for tokens in every[mine.start : mine.stop]]
     goals = goals_of(recipe, model.paths, model.kept_dense) if goals is None else goals
     return Run(
         recipe,
@@ -180,10 +186,11 @@ def new_run(
         progress or Progress(quiet=True),
         Clock(model.device),
         goals,
-        sequences,
+        every,
         beside,
         ranks,
         mine.start,
+        [source for source, found in held_out.items() for _ in found],
     )
 
 

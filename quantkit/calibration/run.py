@@ -39,7 +39,8 @@ class Run:
     rank.
 
     `sequences` are token ids, int64 `[t]`; the first one has the number `first` among `every`
-    sequence of all ranks. Files of the run are in `work`. With `beside`, a background thread writes
+    sequence of all ranks. The last of all do not calibrate: `held_out` names the source of each.
+    Files of the run are in `work`. With `beside`, a background thread writes
     finished blocks.
     """
 
@@ -55,6 +56,17 @@ class Run:
     beside: bool = False
     ranks: Ranks = ALONE
     first: int = 0
+    held_out: Sequence[str] = ()
+
+    @property
+    def calibrating(self) -> int:
+        """The number of sequences of all ranks that calibrate."""
+        return len(self.every) - len(self.held_out)
+
+    def held_out_source(self, number: int) -> str | None:
+        """Name the source of a sequence of this rank if it does not calibrate."""
+        place = self.first + number - self.calibrating
+        return self.held_out[place] if place >= 0 else None
 
     def exchanging(self) -> AbstractContextManager[None]:
         """Open the phase in which several ranks wait for each other and exchange values."""
@@ -152,6 +164,7 @@ class Stream:
 
     def __init__(self, run: Run, activations: Activations) -> None:
         self.model, self.progress, self.clock = run.model, run.progress, run.clock
+        self._held_out_source = run.held_out_source
         self.sequences = run.sequences[: len(activations.rows)]
         self.padding = int(self.sequences[0][0])
         self.activations = activations
@@ -165,9 +178,9 @@ class Stream:
         """Divide documents, in order, into batches for one pass: neighbours of equal length, where
         possible.
 
-        They have at most `at_once` tokens together, unless a single one is longer. The order of
-        tokens in each Hessian stays. With `padded` the documents, shortest first, need not be
-        equal; each counts as the longest of its batch.
+        They have at most `at_once` tokens together, unless a single one is longer. Held-out
+        documents run alone. The order of tokens in each Hessian stays. With `padded` the documents,
+        shortest first, need not be equal; each counts as the longest of its batch.
         """
         first = 0
         while first < len(numbers):
@@ -179,6 +192,8 @@ class Stream:
                     if following * (end + 1 - first) > at_once or (
                         following != length and not padded
                     ):
+                        break
+                    if self._held_out_source(numbers[end]) is not None:
                         break
                     end += 1
             yield numbers[first:end]

@@ -45,7 +45,7 @@ WORDS = (
 )
 #: Types of an entry that conversions copy unchanged, also from other versions: at most a list deep.
 _Scalar = str | float | bool | None
-_COPIED = dict[str, _Scalar | list[_Scalar]]
+_COPIED = dict[str, _Scalar | list[_Scalar] | dict[str, _Scalar]]
 #: The largest sum of a row before its scale multiplies it, where vLLM's kernel holds it in float16
 #: and it comes near.
 ROW_SUM = "row_sum"
@@ -103,6 +103,7 @@ _FACTS = {
     ("digest", "scheme", *WORDS): str,
     ("layout", "method", "prune"): str | None,
     (*NUMBERS, "seconds", "tokens", "requantized_error"): float | None,
+    ("held_out",): dict[str, float],
     ("shape", "true_shape", "rungs"): list[float],
 }
 _NAMES = {("name", "revision", "weights"): str | None}
@@ -131,7 +132,10 @@ _REPORT = {
     ("base",): _entries(_NAMES),
     ("totals",): _entries({_TOTALS: float | None, ("peak_memory",): dict[str, float]}),
     ("calibration",): _entries(
-        {("sources",): GenericAlias(list, _entries({("share",): float | None}))}
+        {
+            ("sources",): GenericAlias(list, _entries({("share",): float | None})),
+            ("held_out",): dict[str, float],
+        }
     ),
     ("evaluation",): _entries({("before", "after", "top1", *KLD): float | None}),
 }

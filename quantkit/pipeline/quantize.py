@@ -90,7 +90,7 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
     require_devices(runner.device, here)
     shared: Any = here.broadcast(None)
     if shared is not None:
-        recipe, sequences, work, done = shared
+        recipe, sequences, held_out, work, done = shared
         begun = new_run(
             recipe,
             runner,
@@ -99,6 +99,7 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
             progress=run.progress,
             act_budget=run.act_budget,
             ranks=here,
+            held_out=held_out,
         )
         for _ in calibrated(begun, done):
             pass  # the first rank stores it
@@ -159,8 +160,8 @@ def _lead(
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated:
-            sequences = job.text.sequences
-            here.broadcast((recipe, sequences, work, writer.done))
+            sequences, held_out = job.text.sequences, job.text.held_out
+            here.broadcast((recipe, sequences, held_out, work, writer.done))
             begun = new_run(
                 recipe,
                 job.model,
@@ -171,6 +172,7 @@ def _lead(
                 goals=job.goals,
                 beside=BESIDE[kind],
                 ranks=here,
+                held_out=held_out,
             )
             items = calibrated(begun, writer.done)
         else:

@@ -483,8 +483,10 @@ def require_runnable(
     job = job._replace(text=text or job.text)
     if recipe.calibrated:
         check_sequences(recipe, job.model, job.text.sequences)
-    lengths = [len(sequence) for sequence in job.text.sequences]
-    of_rank = max(sum(lengths[part.start : part.stop]) for part in split_documents(lengths, count))
+    lengths = [len(sequence) for sequence in job.text.every]
+    calibrating = lengths[: len(job.text.sequences)]
+    parts = split_documents(calibrating, count, len(lengths) - len(calibrating))
+    of_rank = max(sum(lengths[part.start : part.stop]) for part in parts)
     memory = made.needs.memory.of_sequences(of_rank, run.act_budget).of_processes(ranks().local)
     memory.require()
     needs = replace(made.needs, memory=memory.of_text(job.text.characters))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from quantkit.checkpoint.report import ROW_SUM, WORDS
 from quantkit.core.units import format_bytes
 from quantkit.engines.tables import BY_QUANTKIT, UNTRIED
-from quantkit.errors import Setting, Words, more_samples
+from quantkit.errors import FILE, Setting, Words, more_samples
 from quantkit.reporting import layer_errors as errors
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
@@ -40,6 +41,8 @@ EVENTS = {
 }
 #: The totals that explain a size, and the linear outside the blocks that can be packed.
 SIZES, HEAD = ("source_bytes", "bytes", "dense_bits"), "lm_head"
+#: The least ratio in a geometric mean.
+_TINY = 1e-9
 _COUNTED = re.compile(r"(\d+) tokens for (\d+) input channels")
 
 
@@ -210,6 +213,41 @@ def losses(layers: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
+def held_out(layers: Iterable[Mapping[str, Any]]) -> str:
+    """Describe the losses on text that did not calibrate, relative to rounding's, by source."""
+    means = (
+        f"{source} {math.exp(sum(math.log(max(r, _TINY)) for r, _ in found) / len(found)):.3f}"
+        for source, found in _by_source(layers).items()
+    )
+    text = ", ".join(means)
+    return text and f"{text} of rounding's, in the geometric mean over linears"
+
+
+def _by_source(layers: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, str]]]:
+    """List (ratio, name) of the linears for each held-out source, the worst first."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for layer in layers:
+        for source, ratio in layer.get("held_out", {}).items():
+            found.setdefault(source, []).append((ratio, str(layer.get("name"))))
+    return {source: sorted(each, reverse=True) for source, each in found.items()}
+
+
+def _behind(layers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Warn of the linears that are behind rounding on a held-out source, in one line for each."""
+    lines: list[str] = []
+    for source, found in _by_source(layers).items():
+        names = [f"{name} {ratio:.2f}" for ratio, name in found if ratio > 1]
+        if names:
+            what = f"{len(names)} of {len(found)} linears are behind rounding on {source}:"
+            more = f"{_listed(names)}; if such text matters, add it with"
+            lines.append(Words(what, more, Setting("calib", FILE)))
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
 def protocol(report: Mapping[str, Any]) -> str:
     """Describe the calibration text."""
     facts = report.get("calibration") or {}
@@ -292,8 +330,7 @@ def tails(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 def left_out(report: Mapping[str, Any]) -> str:
     """List the files of the source that did not go along, empty if there are none."""
     names = [str(name) for name in report.get("left_out", [])]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}: no data that belongs to these weights" if names else ""
+    return f"{_listed(names)}: no data that belongs to these weights" if names else ""
 
 
 def events(report: Mapping[str, Any]) -> list[str]:
@@ -301,10 +338,7 @@ def events(report: Mapping[str, Any]) -> list[str]:
     found = [str(notice) for key in ("layout_notices", "notices") for notice in report.get(key, [])]
     dense = [str(name) for name in report.get("dense", [])]
     if dense:
-        found.append(
-            "left dense: "
-            f"{', '.join(dense[:5])}{f' and {len(dense) - 5} more' if len(dense) > 5 else ''}"
-        )
+        found.append(f"left dense: {_listed(dense)}")
     layers = report.get("layers", [])
     for fact, meaning in EVENTS.items():
         hit = [layer for layer in layers if _count(fact, layer.get(fact))]
@@ -314,7 +348,7 @@ def events(report: Mapping[str, Any]) -> list[str]:
             )
             line = f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}"
             found.append(Words(line, *_way_out(fact, hit, report.get("calibration") or {})))
-    return found + _row_sums(layers, len(layers))
+    return found + _behind(layers) + _row_sums(layers, len(layers))
 
 
 def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:

@@ -144,6 +144,7 @@ def _facts(
         ("Method", facts.methods(layers)),
         ("2:4 sparsity", facts.sparsity(layers)),
         ("Output loss", facts.losses(layers)),
+        ("Held out", facts.held_out(layers)),
         *((label.capitalize(), text) for label, text in facts.readers(report)),
         ("Verified", verified),
     ]

@@ -130,6 +130,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("2:4", facts.sparsity(layers)),
         ("weight error", facts.weight_error(layers) or "not recorded"),
         ("output loss", facts.losses(layers)),
+        ("held out", facts.held_out(layers)),
     ]
 
 

@@ -33,6 +33,7 @@ def summary(report: Mapping[str, Any], above: Collection[str] = ()) -> str:
         ("2:4", facts.sparsity(layers)),
         ("weight error", facts.weight_error(layers)),
         ("output loss", facts.losses(layers)),
+        ("held out", facts.held_out(layers)),
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
         ("target", facts.fit(report)),
         ("evaluation", facts.evaluation(report)),

@@ -12,8 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,7 +33,15 @@ from quantkit.text.conversations import (
     names_unread,
     present_date,
 )
-from quantkit.text.sources import PACKAGED, SELF, Documents, kind_of, load_documents, name_of_text
+from quantkit.text.sources import (
+    PACKAGED,
+    SELF,
+    Documents,
+    held_out_documents,
+    kind_of,
+    load_documents,
+    name_of_text,
+)
 from quantkit.text.tokenizer import token_ids
 
 Lengths = Literal["own", "fixed"]
@@ -42,6 +51,9 @@ Write = Callable[[int], tuple[list[Tensor], dict[str, Any]]]
 WEIGHT = re.compile(r"\d{1,9}(?:\.\d{1,9})?|\.\d{1,9}")
 #: The most names of keys that a notice lists.
 MOST_NAMES = 8
+#: Each source holds out a 128th of the calibration tokens within these limits, from its first
+#: documents behind the samples.
+HELD_OUT_PART, LEAST_HELD_OUT, MOST_HELD_OUT, SPARE = 128, 64, 1024, 16
 
 
 @dataclass(frozen=True)
@@ -49,8 +61,9 @@ class Calibration:
     """Hold calibration sequences, int64 `[t]` each, and the facts about them for report and
     journal.
 
-    `notices` are lines about the data for the user. `more` are sequences that do not calibrate.
-    `characters` are those of the longest source, which is in memory while it is drawn.
+    `notices` are lines about the data for the user. `more` are sequences that do not calibrate;
+    `held_out` has those, by source, on which a run measures its linears. `characters` are those of
+    the longest source, which is in memory while it is drawn.
     """
 
     sequences: list[Tensor]
@@ -58,6 +71,12 @@ class Calibration:
     notices: tuple[str, ...] = ()
     more: Sequence[Tensor] = ()
     characters: int = 0
+    held_out: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    @property
+    def every(self) -> list[Tensor]:
+        """All sequences that run, the held-out ones last."""
+        return [*self.sequences, *chain.from_iterable(self.held_out.values())]
 
 
 def draw_calibration(
@@ -111,6 +130,7 @@ def draw_calibration(
     notices: list[str] = []
     every: list[Tensor] = []
     further: list[Tensor] = []
+    spare: dict[str, Sequence[Tensor]] = {}
     each: list[dict[str, Any]] = []
     plain: list[str] = []
     characters = 0
@@ -127,10 +147,11 @@ def draw_calibration(
             )
             characters = max(characters, found.characters)
             tokens = _Tokens(found, copy(template), share)
-            amount = _Amount(counts[source], max_length, most_tokens * share, ceil(more * share))
+            others = ceil(more * share)
+            amount = _Amount(counts[source], max_length, most_tokens * share, max(others, SPARE))
             drawn, facts = _draw(tokens, amount, seed, lengths, notices)
-            sequences = drawn[: facts["sequences"]]
-            further += drawn[facts["sequences"] :]
+            sequences, spare[name] = drawn[: facts["sequences"]], drawn[facts["sequences"] :]
+            further += spare[name][:others]
             notices += [f"{name}: {line}" for line in _remarks(tokens)]
             plain += [] if found.conversations else [name]
             template.is_dated |= tokens.template.is_dated
@@ -164,6 +185,12 @@ def draw_calibration(
                 Setting("template_args", f"{NOW}={template.date[:10]}"),
             )
         )
+    spare.pop(PACKAGED, None)
+    spare |= {
+        f"{PACKAGED} {kind}": [token_ids(tokenizer, text, special=True)[:max_length]]
+        for kind, text in held_out_documents().items()
+    }
+    held_out = _held_out(spare, sum(map(len, every)) // HELD_OUT_PART)
     facts = {
         "source": each[0]["source"]
         if len(each) == 1
@@ -178,9 +205,25 @@ def draw_calibration(
         },
         **_digest(every),
         "sources": each,
+        "held_out": {source: sum(map(len, found)) for source, found in held_out.items()},
         **({"date": template.date} if template.is_dated else {}),
     }
-    return Calibration(every, facts, tuple(notices), further, characters)
+    return Calibration(every, facts, tuple(notices), further, characters, held_out)
+
+
+def _held_out(spare: Mapping[str, Sequence[Tensor]], tokens: int) -> dict[str, list[Tensor]]:
+    """Take the first `tokens` of each source's spare sequences, within limits."""
+    found: dict[str, list[Tensor]] = {}
+    for source, sequences in spare.items() if tokens >= LEAST_HELD_OUT else ():
+        left, taken = min(tokens, MOST_HELD_OUT), list[Tensor]()
+        for sequence in sequences:
+            taken.append(sequence[:left].clone())
+            left -= len(taken[-1])
+            if left < 2:
+                break
+        if sum(map(len, taken)) >= LEAST_HELD_OUT:
+            found[source] = taken
+    return found
 
 
 def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:

@@ -56,6 +56,8 @@ PACKAGED = "packaged"
 #: The name of the text that the unquantized model writes itself.
 SELF = "self"
 PACKAGED_FILE = Path(__file__).parents[1] / "calibration_text" / "text.jsonl.gz"
+#: Documents that never calibrate, one of each kind.
+HELD_OUT_FILE = PACKAGED_FILE.with_name("held_out.json")
 
 #: Names that papers have for the test texts of others.
 AS_IN_PAPERS = {"ptb-new": "ptb", "c4-new": "c4"}
@@ -219,6 +221,12 @@ def load_documents(
             f"holds no text{why}", Words("give another file with", Setting("calib")), subject=source
         )
     return Documents(texts, source, rule, undivided, left_out, pair, unread)
+
+
+def held_out_documents() -> dict[str, str]:
+    """Return packaged text that never calibrates, by kind."""
+    found: dict[str, str] = json.loads(HELD_OUT_FILE.read_text("utf-8"))
+    return found
 
 
 def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:

@@ -315,6 +315,18 @@ def test_linears_solved_together_equal_those_solved_one_by_one(label: str, optio
         gptq.split(together, [96, 32])
 
 
+@pytest.mark.parametrize("label", ["int4:g64", "fp6:channel", "int4:g64:24"])
+def test_losses_on_held_out_inputs_are_those_of_the_hessian_where_the_inputs_are_its_own(label: str) -> None:
+    w, x, rows = gauss(96, 128).float(), gauss(300, 128).float() @ correlated(128).float(), [64, 32]
+    h, other = 2 / len(x) * x.T @ x, gauss(50, 128).float()
+    held_out = {"its own": x, "another": other, "none": x[:0]}
+    whole = gptq.quantize(w, Scheme.parse(label), h, Options(), held_out=held_out)
+    for part in gptq.split(gptq.join([whole.rows(slice(0, 40)), whole.rows(slice(40, 96))]), rows):
+        found = part.facts["held_out"]
+        assert found["its own"] == pytest.approx(float(part.loss.sum() / part.rtn_loss.sum()), rel=1e-4)
+        assert found["another"] > 1.1 * found["its own"] and "none" not in found
+
+
 @pytest.mark.parametrize(
     ("options", "scheme"),
     [

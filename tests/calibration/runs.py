@@ -72,6 +72,7 @@ def interrupted(
     device: str = "cpu",
     *,
     before_commit: bool = False,
+    **options: Any,
 ) -> dict[str, Item]:
     """Run into a partial folder until `blocks` commits are made, or `before_commit` the last is due; then drop the
     generator.
@@ -81,7 +82,7 @@ def interrupted(
     writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
     items: dict[str, Item] = {}
     model = BlockRunner(src, device=device)
-    for item in calibrated(new_run(recipe, model, docs or sequences(), partial), writer.done):
+    for item in calibrated(new_run(recipe, model, docs or sequences(), partial, **options), writer.done):
         if isinstance(item, Item):
             items[item.name] = item
             writer.add(item)
@@ -101,10 +102,11 @@ def resumed(
     progress: Progress,
     docs: list[Tensor] | None = None,
     device: str = "cpu",
+    **options: Any,
 ) -> dict[str, Item]:
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     model = BlockRunner(src, device=device)
-    found = calibrated(new_run(recipe, model, docs or sequences(), partial, progress=progress), writer.done)
+    found = calibrated(new_run(recipe, model, docs or sequences(), partial, progress=progress, **options), writer.done)
     return {item.name: item for item in found if isinstance(item, Item)}
 
 

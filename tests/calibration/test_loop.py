@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +181,32 @@ def stopped(three: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         return partial, interrupted(Checkpoint(three), from_mapping(COARSE), partial, blocks)
 
     return after
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [COARSE, {**COARSE, "tune": 2, "output_aware": True}, {**COARSE, "true_sequential": False}],
+    ids=["gptq", "tuned", "one step"],
+)
+def test_held_out_text_changes_no_bit_and_a_stop_changes_no_figure(
+    recipe: dict[str, Any], three: Path, tmp_path: Path
+) -> None:
+    """Documents of one length, which would run together, and tuning, which takes sequences by number."""
+    src, docs = Checkpoint(three), sequences((20,) * 9)
+    held_out = {"near": sequences((20, 20)), "far": [torch.full((20,), 7)]}
+    plain = interrupted(src, from_mapping(recipe), tmp_path / "plain", 4, docs)
+    whole = interrupted(src, from_mapping(recipe), tmp_path / "whole", 4, docs, held_out=held_out)
+    first = interrupted(src, from_mapping(recipe), tmp_path / "stopped", 1, docs, held_out=held_out)
+    second = resumed(src, from_mapping(recipe), tmp_path / "stopped", Progress(), docs, held_out=held_out)
+    assert digests(plain) == digests(whole) == digests(first) | digests(second)
+
+    def figures(items: dict[str, Item]) -> dict[str, Any]:
+        return {name: (items[name].facts or {}).get("held_out") for name in digests(items)}
+
+    assert figures(whole) == figures(first) | figures(second)
+    found = [sorted(each) for each in figures(whole).values() if each]
+    assert found.count(["far", "near"]) == len(found) and set(figures(plain).values()) == {None}
+    assert found or "tune" in recipe  # codes that tuning moved have other losses
 
 
 @pytest.mark.parametrize(("blocks", "damage"), [(1, "none"), (1, "flipped"), (2, "short"), (2, "gone"), (4, "gone")])

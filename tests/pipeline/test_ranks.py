@@ -7,7 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,15 @@ def same(a: Path, b: Path) -> bool:
     return found[0] == found[1]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def held_out() -> Iterator[None]:
+    """Let runs of so few tokens measure their linears on held-out text too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantkit.text.sequences.HELD_OUT_PART", 16)
+        patch.setattr("quantkit.text.sequences.LEAST_HELD_OUT", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def line(small_llama: Path, calib: Path) -> tuple[object, ...]:
     return "quantize", small_llama, "--calib", calib, *PLAIN, *TEXT
@@ -86,6 +95,7 @@ def test_several_ranks_write_the_bytes_of_one_and_one_speaks(
     assert same(whole, out)
     found, expected = report(out), report(whole)
     assert found["layers"] == expected["layers"] and found["ranks"] == count and "ranks" not in expected
+    assert all("packaged code" in layer["held_out"] for layer in found["layers"])
     opened = ("opened_by", "not_opened_by", "not_tried")  # by compressed-tensors too, which could wait for all ranks
     assert [found[key] for key in opened] == [expected[key] for key in opened]
     assert "processes     3" in call("report", out).stdout and "processes" not in call("report", whole).stdout

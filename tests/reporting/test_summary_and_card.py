@@ -45,6 +45,18 @@ def test_closing_table_and_card_count_every_event(fact: str) -> None:
         assert f"1 of 2 linears {EVENTS[fact]}: {counted}, first a.k_proj" in text
 
 
+def test_linears_behind_rounding_on_held_out_text_are_named_by_source() -> None:
+    report = example()
+    assert "held out" not in summary(report) and "behind rounding" not in summary(report)
+    for layer, figures in zip(report["layers"], ((0.5, 0.8), (2.0, 1.25)), strict=True):
+        layer["held_out"] = dict(zip(("talks", "code"), figures, strict=True))
+    report["layers"][0]["held_out"]["code"] = 1.5
+    for text in (" ".join(summary(report).split()), model_card(report)):
+        assert "talks 1.000, code 1.369 of rounding's, in the geometric mean" in text
+        assert "1 of 2 linears are behind rounding on talks: a.k_proj 2.00; if such text matters" in text
+        assert "2 of 2 linears are behind rounding on code: a.q_proj 1.50, a.k_proj 1.25;" in text
+
+
 def test_experts_with_few_tokens_name_the_samples_that_they_need(samples: int = 7) -> None:
     """Eight sequences gave the worst of them 750 tokens; a tenth is to spare."""
     report, fact = example(), "few_routed"

@@ -98,6 +98,24 @@ def test_sequences_beyond_the_samples_change_none_and_are_as_many_as_there_are(
     assert len(found.more) == (2 if lengths == "own" else 126 // 16 - 2)
 
 
+def test_each_source_holds_out_documents_behind_the_samples_and_calibrates_alike(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    texts = ["\n\n".join(f"{name}{i:05}" * 40 for i in range(32)) for name in "ab"]
+    sources = [write(tmp_path / f"{name}.txt", text) for name, text in zip("ab", texts, strict=True)]
+    found = draw_calibration(sources, tokenizer, samples=60, max_length=200, seed=0)  # 30 of 32, 12,000 tokens
+    sizes = found.facts["held_out"]
+    assert sizes == {source: sum(map(len, each)) for source, each in found.held_out.items()}
+    assert set(sizes.values()) == {12000 // 128} and {"a.txt", "b.txt", "packaged code"} <= sizes.keys()
+    used = {tuple(sequence[:93].tolist()) for sequence in found.sequences}
+    for source in ("a.txt", "b.txt"):
+        assert not used & {tuple(each.tolist()) for each in found.held_out[source]}
+    assert len(found.every) == 60 + len(sizes)
+    whole = draw_calibration(sources, tokenizer, samples=64, max_length=200, seed=0)
+    assert "a.txt" not in whole.held_out and "packaged code" in whole.held_out  # no document is left
+    assert not draw_calibration(sources, tokenizer, samples=4, max_length=200, seed=0).held_out  # too few tokens
+
+
 def test_invalid_numbers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     source = paragraphs(tmp_path, [30])
     for samples, max_length in ((0, 32), (1, 1)):

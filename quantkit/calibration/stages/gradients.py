@@ -74,7 +74,7 @@ class Gradients(Stage):
 
         All ranks together have the documents of a single process, divided anew.
         """
-        lengths, ranks = [len(tokens) for tokens in run.every], run.ranks
+        lengths, ranks = [len(tokens) for tokens in run.every[: run.calibrating]], run.ranks
         count = gradient_documents(lengths, ranks=ranks.count)
         mine = split_documents(lengths[:count], ranks.count)[ranks.rank]
         here = [tokens.to(run.model.device) for tokens in run.every[mine.start : mine.stop]]

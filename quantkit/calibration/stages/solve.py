@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit.algorithms import gptq, pruning, rtn
 from quantkit.algorithms.hessian import (
@@ -174,6 +175,7 @@ def solve(
     with about(names):
         check_size(h, k)
     common = {"tokens": hessian.tokens, **_channel_peak(h)}
+    held_out = {source: torch.cat(inputs) for source, inputs in hessian.held_out.items()}
     systems: dict[tuple[bool, int], tuple[Tensor, Factor | None]] = {}
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
@@ -191,7 +193,8 @@ def solve(
         by_row: dict[str, ByLinear] = {"weight": wide}
         if floors.keys() >= chosen.keys():
             by_row["floor"] = floors
-        rounds = _gptq if recipe.factored else _rtn
+        inputs = {source: pad(x, (0, width - k)) for source, x in held_out.items()}
+        rounds = partial(_gptq, held_out=inputs) if recipe.factored else _rtn
         method = rounds if isinstance(goal, Scheme) else _prune
         solved = method(by_row, goal, *systems[sparse, width], recipe.solving(goal), ranks)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
@@ -274,8 +277,11 @@ def _gptq(
     factor: Factor | None,
     recipe: Recipe,
     ranks: Ranks,
+    held_out: ByLinear,
 ) -> Solved:
-    rows = partial(gptq.quantize, scheme=scheme, h=h, options=recipe.gptq, factor=factor)
+    rows = partial(
+        gptq.quantize, scheme=scheme, h=h, options=recipe.gptq, factor=factor, held_out=held_out
+    )
     joint = gptq.join(_as_one(by_row, rows, ranks))
     return [
         (

@@ -24,7 +24,10 @@ from quantkit.engines.readers import sums_in_float16
 from quantkit.errors import about
 from quantkit.layouts.humming import Humming
 from quantkit.models.families import EXPERT
+from quantkit.text.sequences import MOST_HELD_OUT
 
+#: Sources whose held-out inputs memory is planned for: those of the package, and two others.
+HELD_OUT_SOURCES = 8
 #: A sum from here on is reported: served text may be worse than the calibration tokens.
 LEAST = torch.finfo(torch.float16).max / 4
 #: Raised scales bring the sums of the original weights below this. Those of codes may be somewhat
@@ -39,7 +42,8 @@ class Hessians(Stage):
     """
 
     def bytes(self, sizes: Sizes) -> Peaks:
-        """Count the Hessians of a layer's experts on each rank, and a chunk of the widest linear.
+        """Count the Hessians of a layer's experts on each rank, and the widest linear's chunk and
+        held-out inputs.
 
         A rank holds Hessians of its own documents, and the sums over all ranks that it will solve.
         """
@@ -52,7 +56,11 @@ class Hessians(Stage):
         for layer, _, k in experts:
             of_layers[layer, k] += Hessian.bytes(k) + Hessian.chunk_bytes(k)
         summed = min(HESSIAN_BYTES, max(of_layers.values(), default=0))
-        at = {"Hessians of experts": summed * (count + (count > 1)) // count}
+        held_out = HELD_OUT_SOURCES * MOST_HELD_OUT * sizes.channels * sizes.width
+        at = {
+            "Hessians of experts": summed * (count + (count > 1)) // count,
+            "held-out inputs": held_out,
+        }
         if sizes.on_gpu:
             at["chunk of a Hessian"] = Hessian.chunk_bytes(sizes.channels, "cuda", sizes.width)
         return Peaks(at=at)
@@ -165,7 +173,7 @@ def sum_once(
     # Experts are not called in the order of solving.
     waits = stop and groups[0].linears[0] not in run.model.experts
     numbers: Sequence[int] = ()
-    weights, seen = None, False
+    weights, seen, source = None, False, None
     if not waits:
         stream.waiting.close()
 
@@ -176,12 +184,18 @@ def sum_once(
             run.clock.phase("hessian"),
             about(f"{linear}, calibration document {run.first + numbers[0]}"),
         ):
-            hessians[linear].add(x, weights if linear in normalised else None)
+            if source is None:
+                hessians[linear].add(x, weights if linear in normalised else None)
+            else:
+                hessians[linear].hold_out(
+                    source, without_first(x, len(stream.sequences[numbers[0]]))
+                )
         return stop and not (fits and stream.waiting.wait())
 
     with run.clock.phase("forward"), run.model.watching(hessians, see):
         for numbers in stream.forwards(block.index, at_once=0 if singly else None):
             weights, seen = token_weights(block, numbers), False
+            source = run.held_out_source(numbers[0])
             waited = tuple(numbers) in stream.waiting
             try:
                 stream.run(block.index, numbers, waits)
@@ -190,6 +204,15 @@ def sum_once(
             if waited and not seen:  # it calls its linears in another order than the first document
                 return []
     return list(hessians.values())
+
+
+def without_first(x: Tensor, tokens: int) -> Tensor:
+    """Drop the first of a document's `tokens` from an input with a row `[k]` for each token.
+
+    Its input hardly depends on the text, and may have most of the energy.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[1:] if len(rows) == tokens else rows
 
 
 class RowSums(Stage):

@@ -173,7 +173,8 @@ def _tuned_item(
     facts |= {fact: count for fact, count in rtn.scale_facts(tuned).items() if fact in facts}
     facts.pop("zeroed", None)
     facts |= zeroed(source, tuned)
-    if common["tuned_step"]:  # the loss is not computed again
+    if common["tuned_step"]:  # the losses are not computed again
+        facts.pop("held_out", None)
         facts = {"untuned_loss" if key == "loss" else key: fact for key, fact in facts.items()}
     return item._replace(
         value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)}
@@ -249,10 +250,10 @@ class BlockTuning:
             if owner == run.ranks.rank
         )
         self._weights = {name: TunedWeight(sources[name], starts[name]) for name in owned}
-        numbers = range(len(run.every))
+        numbers = range(run.calibrating)
         self._held_out = numbers[HELD_OUT - 1 :: HELD_OUT]
         trained = [number for number in numbers if number not in self._held_out]
-        divided = split_documents([len(tokens) for tokens in run.every], run.ranks.count)
+        divided = split_documents([len(run.every[n]) for n in numbers], run.ranks.count)
         self._of_ranks = [[number for number in trained if number in part] for part in divided]
         self._generator = torch.Generator().manual_seed(
             (run.recipe.calibration.seed + block.index) % 2**63
