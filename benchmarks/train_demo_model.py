@@ -127,14 +127,14 @@ def main() -> None:
 
 def training_text() -> dict[str, list[str]]:
     """Return the documents of each source, one a topic or Python file. None has a string that the demo evaluates on."""
-    held_out = _sequences(texts()[1])
+    held_out = word_sequences(texts()[1])
     seen: set[str] = set()
 
     def documents(files: Iterable[list[str]]) -> list[str]:
         found = []
         for strings in files:
             long = (string for string in strings if len(string) >= SHORTEST)
-            fresh = [s for s in dict.fromkeys(long) if s not in seen and held_out.isdisjoint(_sequences(s))]
+            fresh = [s for s in dict.fromkeys(long) if s not in seen and held_out.isdisjoint(word_sequences(s))]
             seen.update(fresh)
             found.append("\n\n".join(fresh))
         return list(filter(None, found))
@@ -161,7 +161,7 @@ def _docstrings(root: Path) -> Iterator[list[str]]:
         yield [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
 
 
-def _sequences(text: str) -> set[tuple[str, ...]]:
+def word_sequences(text: str) -> set[tuple[str, ...]]:
     words = re.findall(r"\w+", text.lower())
     return set(zip(*(words[i:] for i in range(SHARED_WORDS)), strict=False))
 
