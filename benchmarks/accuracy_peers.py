@@ -61,6 +61,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "refined, tune 200": merge(BEST, {"tune": 200}),
     "int4-best": merge(BEST, {"output_aware": True, "tune": 200}),
     "int4-tuned": TUNED,
+    "int3-best": merge(TUNED, {"scheme": {"format": "int3", "group_size": 64}}),
     "fp6": FP6,
     "fp6, output-aware, tune 50": merge(FP6, {"output_aware": True, "tune": 50}),
     "fp6, output-aware, tune 200": merge(FP6, {"output_aware": True, "tune": 200}),

@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) gptq_tune(
     float *__restrict__ factor_squares,  // [groups]
     const float *__restrict__ scales,    // [groups]: at the start
     const float *__restrict__ zeros,     // [groups], or null: zero points
+    const float *__restrict__ centers,   // [groups, size]: the middle of a latent value's range
     const unsigned char *__restrict__ codes, // [groups, size]: at the start
-    const float *__restrict__ values,    // of each code, without zero point
     const float *__restrict__ steps,     // of each code: the distance to its nearest neighbour
     Grid grid,                           // the values of the format
     Step by,
@@ -59,12 +59,12 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) gptq_tune(
     for (int i = lane; i < size; i += 32) {
         u64 at = first + i;
         int code = codes[at];
-        float x = latent[at], slope = to_float(gradient[at]) * scale, step = steps[code], start = values[code] - zero;
+        float x = latent[at], slope = to_float(gradient[at]) * scale, step = steps[code], center = centers[at];
         sum += slope * (code == by.frozen ? 0 : grid.nearest(x, zero));
         float square = squares[at];
         x = moved(x, slope * step, by.rate * step, square, by);
         float reach = by.bound * step;
-        latent[at] = fminf(fmaxf(x, fmaxf(start - reach, low)), fminf(start + reach, high));
+        latent[at] = fminf(fmaxf(x, fmaxf(center - reach, low)), fminf(center + reach, high));
         squares[at] = square;
     }
 #pragma unroll

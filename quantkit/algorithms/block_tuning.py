@@ -1,8 +1,8 @@
 """Tune the codes and scales of quantized weights by the gradient of a shared loss (ALGORITHMS 8.1).
 
 Each code has a latent value, and each scale a factor; the gradient passes the rounding unchanged
-(straight through). There is no momentum, because it would overshoot codes that the solver has
-fitted to each other.
+(straight through). A code stays one of the two next to its weight: farther ones fit the calibration
+text, and lose on others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.kernels import gptq as kernels
 
-#: How far a latent value may move from the code that it starts at, in steps of the grid.
-BOUND = 1.0
+#: How far a latent value may move, in steps of the grid: from the source, and in a 2:4 scheme from
+#: the code that it starts at.
+BOUND, SPARSE_BOUND = 0.5, 1.0
 #: Least and largest factor of a scale.
 FACTORS = (0.5, 1.5)
-#: Bytes for each weight: latent value, mean square, step, dequantized weight, its gradient, the
-#: same in bfloat16, the best codes so far, and the source.
-TUNING_BYTES = 28
-#: A latent value starts inside its code's interval, which reaches 0.5 steps to each side.
+#: Bytes for each weight: latent value, its center, mean square, step, dequantized weight, its
+#: gradient, the same in bfloat16, the best codes so far, and the source.
+TUNING_BYTES = 32
+#: In a 2:4 scheme a latent value starts inside its code's interval, 0.5 steps to each side.
 _INSIDE = 0.49
 _DECAY = 0.95
 _TINY = 1e-12
@@ -46,35 +47,39 @@ def is_moved_in_place(weight: Tensor, start: QuantizedTensor) -> bool:
 
 
 class TunedWeight:
-    """Learn the codes and scales of one weight `[n, k]`, from the start values `start`, which may
-    be padded.
+    """Learn the codes and scales of one weight `[n, k]`, from the scales of `solved`, which may be
+    padded.
 
-    Zero points stay, and so do the zero codes of a 2:4 scheme. All arithmetic is float32.
+    The codes start at the nearest to the weight; in a 2:4 scheme at those of `solved`, whose zeros
+    stay. Zero points stay. All arithmetic is float32.
     """
 
-    def __init__(self, weight: Tensor, start: QuantizedTensor) -> None:
-        self.start, self._stored, self._size = start, weight.dtype, tuple(weight.shape)
-        groups = start.scales.shape[1]
-        fmt = start.scheme.format
-        steps = _steps(fmt, weight.device)
-        even = bool((steps == steps[0]).all())  # then no memory is needed for them
-        self._step = steps[0] if even else steps[start.codes.int()].unflatten(1, (groups, -1))
-        self._zeros = None if start.zeros is None else start.zeros.float().unsqueeze(-1)
-        self._scales = start.scales.float().contiguous()
-        values = start.values()
-        target = self._grouped(weight.float()).div_(
+    def __init__(self, weight: Tensor, solved: QuantizedTensor) -> None:
+        self.start, self._stored, self._size = solved, weight.dtype, tuple(weight.shape)
+        fmt, is_sparse = solved.scheme.format, solved.scheme.sparsity is not None
+        self._zeros = None if solved.zeros is None else solved.zeros.float().unsqueeze(-1)
+        self._scales = solved.scales.float().contiguous()
+        self._centers = self._grouped(weight.float()).div_(
             self._scales.masked_fill(self._scales == 0, 1.0).unsqueeze(-1)
         )
-        inside = _INSIDE * self._step
-        self._latent = _Moved(torch.clamp(target, values - inside, values + inside))
+        self._latent = _Moved(self._centers.clone())
         self._factors = _Moved(torch.ones_like(self._scales))
+        self._bound = BOUND
+        if not is_sparse:
+            self.start = self.tensor()
+        steps = _steps(fmt, weight.device)
+        even = bool((steps == steps[0]).all())  # then no memory is needed for them
+        codes = self.start.codes.contiguous()
+        self._step = steps[0] if even else steps[codes.int()].view_as(self._centers)
+        if is_sparse:
+            self._bound, self._centers = SPARSE_BOUND, solved.values()
+            inside = _INSIDE * self._step
+            self._latent.value.clamp_(self._centers - inside, self._centers + inside)
         self._dense: Tensor | None = None
-        if is_moved_in_place(weight, start):
+        if is_moved_in_place(weight, solved):
             self._dense = self.dense().to(torch.bfloat16)
-            table = torch.tensor(fmt.values, dtype=torch.float32, device=weight.device)
             zeros = None if self._zeros is None else self._zeros.flatten()
-            table = table if zeros is None else table - table[0]  # zero points count codes
-            self._given = (self._scales, zeros, start.codes.contiguous(), table, steps)
+            self._given = (self._scales, zeros, self._centers, codes, steps)
 
     def dense(self) -> Tensor:
         """Return the dequantized weight `[n, k]`, without padding; in bfloat16 where a kernel takes
@@ -101,10 +106,10 @@ class TunedWeight:
         self._factors.descend((slope * self._values()).sum(-1), rate)
         self._factors.value.clamp_(*FACTORS)
         self._latent.descend(slope.mul_(self._step), rate * self._step)
-        values, bound = self.start.values(), BOUND * self._step
+        bound = self._bound * self._step
         low, high = _range(self.start.scheme.format, self._zeros)
         self._latent.value.clamp_(
-            (values - bound).clamp_(min=low), (values + bound).clamp_(max=high)
+            (self._centers - bound).clamp_(min=low), (self._centers + bound).clamp_(max=high)
         )
 
     def _descend_by_kernel(self, dense: Tensor, gradient: Tensor, rate: float) -> None:
@@ -115,7 +120,7 @@ class TunedWeight:
             latent.count(),
             _DECAY,
             _TINY,
-            BOUND,
+            self._bound,
             *FACTORS,
             SMALLEST_SCALE,
             LARGEST_HALF,

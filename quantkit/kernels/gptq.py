@@ -170,9 +170,9 @@ def tune(
     `[n, k]`.
 
     `moved`: latent values `[n, groups, g]`, their mean squares, factors `[n, groups]`, their mean
-    squares. `start`: the scales, the zeros or None, the codes uint8 `[n, k]`, and each code's value
-    and step. `step` is the structure of kernels/gptq_tune.cu. All others are float32 and
-    contiguous, on a device that `runs_on` accepts.
+    squares. `start`: the scales, the zeros or None, the centers `[n, groups, g]`, the codes uint8
+    `[n, k]`, and each code's step. `step` is the structure of kernels/gptq_tune.cu. All others are
+    float32 and contiguous, on a device that `runs_on` accepts.
     """
     name, grid = grid_of(fmt, start[1] is not None)
     function = loader.load("gptq_tune", TUNES, dense.device)[f"gptq_tune<{name}>"]

@@ -7,13 +7,14 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.hessian import CHUNK, Hessian
@@ -307,9 +308,9 @@ def tuning(calib: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
     """
     plain = BlockTuning.held_out_error
 
-    def halved(self: BlockTuning) -> float:
+    def halved(self: BlockTuning, weights: Mapping[str, Tensor]) -> float:
         seen = vars(self)["seen"] = vars(self).get("seen", 0) + 1
-        return plain(self) * 0.5**seen
+        return plain(self, weights) * 0.5**seen
 
     monkeypatch.setattr(BlockTuning, "held_out_error", halved)
     monkeypatch.setattr("quantkit.calibration.stages.tune.RATE", 0.02)

@@ -20,6 +20,7 @@ SAYS = {
     "int4-quick": ("quick", "int4:g128:asym"),
     "int4-awq": ("awq", "int4:g128:asym"),
     "int4": ("compressed-tensors", "int4:g128"),
+    "int3": ("compressed-tensors", "int3:g64"),
     "marlin-paper": ("marlin", "int4:g128"),
     "fp6-humming": ("humming", "fp6:channel"),
     "fp6-tcfpx": ("tcfpx", "fp6:channel"),

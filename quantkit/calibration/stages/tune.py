@@ -56,7 +56,7 @@ HELD_OUT = 8
 BATCH = 4
 #: The largest step of a latent value, in grid steps, for this many steps. Fewer steps are larger,
 #: by the square root.
-RATE, RATE_STEPS = 0.0025, 200
+RATE, RATE_STEPS = 0.005, 200
 #: Warm-up steps, and the number of evaluations of the held-out error in a run.
 WARM_UP, CHECKS = 5, 8
 _TINY = 1e-30
@@ -279,7 +279,7 @@ class BlockTuning:
         """
         best, before, best_step = (
             {name: self._starts[name] for name in self._weights},
-            self.held_out_error(),
+            self.held_out_error(self._solved()),
             0,
         )
         least, rate = before, RATE * math.sqrt(RATE_STEPS / steps)
@@ -294,7 +294,7 @@ class BlockTuning:
                 / 2,
             )
             if step * CHECKS // steps > (step - 1) * CHECKS // steps:
-                error = self.held_out_error()
+                error = self.held_out_error(self._dense())
                 if error < least:
                     best, least, best_step = (
                         {n: w.tensor() for n, w in self._weights.items()},
@@ -396,10 +396,15 @@ class BlockTuning:
                 for name, weight in zip(self._starts, each, strict=True)
             }
 
-    def held_out_error(self) -> float:
-        """Compute the mean error of the tokens of the held-out sequences."""
+    def _solved(self) -> dict[str, Tensor]:
+        """Dequantize the solved weights, in the shapes and dtypes of `_dense`."""
+        return {
+            name: self._starts[name].dequantize(like.dtype)[: len(like), : like.shape[1]]
+            for name, like in self._dense().items()
+        }
 
-        weights = self._dense()
+    def held_out_error(self, weights: Mapping[str, Tensor]) -> float:
+        """Compute the mean error of the tokens of the held-out sequences."""
 
         def total() -> float:
             held_out = parts(self._stream, self._block.index, self._here(self._held_out))
