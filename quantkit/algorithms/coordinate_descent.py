@@ -8,6 +8,10 @@ fixed, it is a quadratic form in the row's scales. Both also fit the noise of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import permutations
+
 import torch
 from torch import Tensor
 
@@ -22,6 +26,7 @@ from quantkit.algorithms.numerics import (
 )
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.sparsity import QUAD
 from quantkit.core.threads import one_thread
 from quantkit.kernels import gptq as kernels
 from quantkit.kernels.gptq import Columns
@@ -31,17 +36,27 @@ _STEP = 32  # columns corrected one by one before one product corrects the rest 
 _ROWS = 256  # rows whose normal equations are in memory together
 _ENTRIES = 2**23  # on a GPU more rows, up to so many entries of each matrix
 _RIDGE = 1e-8
+#: Pairs of columns this near to being the same do not replace a four, nor does a smaller relative
+#: fall of the loss; kernels/gptq_fours.cu has the same.
+_SINGULAR = _FALL = 1e-6
 
 
 def refine(
-    weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False
+    weight: Tensor,
+    tensor: QuantizedTensor,
+    h: Tensor,
+    *,
+    descent: int = 0,
+    refit: bool = False,
+    masks: bool = False,
 ) -> tuple[QuantizedTensor, dict[str, Tensor]]:
     """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit`
     of its scales.
 
     `h` `[k, k]` is the damped Hessian: the undamped one ruins texts unlike those that calibrate
     (ALGORITHMS 8). After all passes, and after the refit, every row takes the better of before and
-    after, so its loss never rises. Zero points stay, and so do the zero codes of a 2:4 scheme.
+    after, so its loss never rises. Zero points stay. With `masks`, descent chooses the mask of a
+    2:4 scheme too; else its zero codes stay.
     Returns also the changes of each step that was asked for, by row `[n]`: `descent_changed` counts
     codes, `refit_rows` marks new scales.
     """
@@ -51,7 +66,7 @@ def refine(
     loss = row_losses(weight, tensor, h)
     if descent:
         with one_thread(h.device):
-            found = descend(weight, tensor, h, descent)
+            found = descend(weight, tensor, h, descent, masks)
         before = tensor.codes
         tensor, loss, _ = _better(weight, found, tensor, loss, h)
         changes["descent_changed"] = (tensor.codes != before).sum(-1)
@@ -80,35 +95,60 @@ def rows_of(taken: Tensor, one: QuantizedTensor, other: QuantizedTensor) -> Quan
     return QuantizedTensor(one.scheme, codes, torch.where(taken, one.scales, other.scales), zeros)
 
 
-def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor, passes: int = 1) -> QuantizedTensor:
+def descend(
+    weight: Tensor, tensor: QuantizedTensor, h: Tensor, passes: int = 1, masks: bool = False
+) -> QuantizedTensor:
     """Return the tensor `[n, k]` after some passes over its columns in natural order, fewer if a
-    pass changes nothing.
-
-    Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
+    pass changes nothing; with `masks`, over its aligned fours.
     """
     dtype = working_dtype(weight)
     fmt = tensor.scheme.format
-    h, w = h.to(dtype), weight.to(dtype).T.contiguous()
     v = tensor.values(dtype).flatten(1).T.contiguous()
     k, groups = len(v), tensor.scales.shape[1]
     scales = tensor.scales.to(dtype).T.contiguous()
     zeros = None if tensor.zeros is None else tensor.zeros.to(dtype).T.contiguous()
     group_of = torch.arange(k, dtype=torch.int32, device=h.device) // (k // groups)
     columns, frozen = Columns(scales, zeros, group_of), tensor.scheme.sparsity is not None
-    for _ in range(passes):
-        before = v.clone()
-        e = w - (v.unflatten(0, (groups, -1)) * scales.unsqueeze(1)).flatten(0, 1)
-        for a in range(0, k, _BLOCK):
-            b = min(a + _BLOCK, k)
-            descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], columns.part(a, b), fmt, frozen)
-        if torch.equal(v, before):
-            break
+    move = descend_fours if masks else partial(descend_block, frozen=frozen)
+    _descend(weight.to(dtype).T.contiguous(), v, h.to(dtype), columns, fmt, passes, move)
     codes = (
         fmt.encode(v)
         if zeros is None
         else v.add_(zeros.repeat_interleave(k // groups, 0)).to(torch.uint8)
     )
     return QuantizedTensor(tensor.scheme, codes.T.contiguous(), tensor.scales, tensor.zeros)
+
+
+def descend_pruned(weight: Tensor, values: Tensor, h: Tensor, passes: int) -> Tensor:
+    """Return the 2:4 `values` `[n, k]` of a pruned weight after some passes over their fours."""
+    dtype = working_dtype(weight)
+    w, v = (x.to(dtype).T.contiguous() for x in (weight, values))
+    _descend(w, v, h.to(dtype), None, None, passes, descend_fours)
+    return v.T.to(weight.dtype).contiguous()
+
+
+def _descend(
+    w: Tensor,
+    v: Tensor,
+    h: Tensor,
+    columns: Columns | None,
+    fmt: Format | None,
+    passes: int,
+    move: Callable[..., None],
+) -> None:
+    """Move the values `v` towards the weights `w`, both transposed `[k, n]`, so that a column of
+    the weight is contiguous.
+    """
+    scale = 1.0 if columns is None else columns.scales[columns.group_of.long()]
+    for _ in range(passes):
+        before = v.clone()
+        e = w - v * scale
+        for a in range(0, len(v), _BLOCK):
+            b = min(a + _BLOCK, len(v))
+            part = None if columns is None else columns.part(a, b)
+            move(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], part, fmt)
+        if torch.equal(v, before):
+            break
 
 
 def descend_block(
@@ -150,6 +190,54 @@ def descend_block(
             v[j] = nearest
             e[j] += moves[j]
         slope[b:].addmm_(h[b:, a:b], moves[a:b])
+
+
+def descend_fours(
+    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns | None, fmt: Format | None
+) -> None:
+    """Move the values `v` `[b, n]` of a block of a 2:4 weight, one aligned four after the other,
+    and update their errors `e` `[b, n]`.
+
+    All else in a row given, each pair of the four may stay. The first of the pair is rounded as if
+    the second were not, and the second makes up for it; both orders are tried. The best of these
+    twelve replaces the four if the loss falls. Arguments are those of `descend_block`. Without
+    `columns` and `fmt` nothing is rounded. On a GPU a kernel does this, where it can be compiled.
+    """
+    if v.dtype == torch.float32 and kernels.runs_on(v.device):
+        kernels.descend_fours(slope, e, v, h, columns, fmt)
+        return
+    first, second = torch.tensor([*permutations(range(QUAD), 2)], device=v.device).T
+    group_of = [] if columns is None else columns.group_of.tolist()
+    moves = torch.zeros_like(e)  # changes of the errors in this block
+    for q in range(0, len(e), QUAD):
+        four = slice(q, q + QUAD)
+        block = h[four, four]
+        a, b = (block[i, i].unsqueeze(-1) for i in (first, second))
+        between = block[first, second].unsqueeze(-1)
+        both = a * b - between * between
+        scale = 1.0 if columns is None else columns.scales[group_of[q]]
+        step = slope[four].addmm_(h[four, :q], moves[:q])
+        x = v[four] * scale
+        aim = torch.addmm(step, block, x)  # the slope if all four were zero
+        one = _rounded((aim[first] * b - aim[second] * between) / both / scale, fmt)
+        y = one * scale
+        rest = aim[second] - between * y
+        other = _rounded(rest / b / scale, fmt)
+        z = other * scale
+        loss = y * (a * y - 2 * aim[first]) + z * (b * z - 2 * rest)
+        loss.masked_fill_(~(both > _SINGULAR * a * b), torch.inf)
+        least, best = loss.min(0, keepdim=True)
+        gain = (x * (step + aim)).sum(0)
+        found = torch.zeros_like(x).scatter_(0, first[best], one.gather(0, best))
+        found.scatter_(0, second[best], other.gather(0, best))
+        found = torch.where(least < -gain - _FALL * gain.abs(), found, v[four])
+        torch.mul(v[four] - found, scale, out=moves[four])
+        v[four] = found
+    e += moves
+
+
+def _rounded(x: Tensor, fmt: Format | None) -> Tensor:
+    return x if fmt is None else round_to_codes(x, fmt, None)
 
 
 def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:

@@ -146,7 +146,12 @@ def quantize(
     diagonal = h.diagonal().clone()
     h.diagonal().copy_(factor.diagonal)  # a copy of all of H would be a gigabyte
     swept, changes = coordinate_descent.refine(
-        weight, swept, h, descent=options.descent, refit=options.refit
+        weight,
+        swept,
+        h,
+        descent=options.descent,
+        refit=options.refit,
+        masks=pattern is not None and options.prune == "sparsegpt",
     )
     h.diagonal().copy_(diagonal)
     # Last, because the check of a record waits for the GPU, and before it the launches of the sweep

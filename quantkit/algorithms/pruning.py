@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.algorithms.coordinate_descent import descend_pruned
 from quantkit.algorithms.hessian import Factor, factorize, live_diagonal
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
@@ -65,15 +66,20 @@ def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = N
     `options`, in its dtype.
 
     sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h`
-    `[k, k]`. `factor` is the result of `factorize` with `sparse`, if it is known already.
-    NumericError for a weight that is not finite, for a survivor that overflows the dtype, and as
-    `factorize`.
+    `[k, k]`. Then `options.descent` passes choose the masks and values of single fours anew.
+    `factor` is the result of `factorize` with `sparse`, if it is known already. NumericError for a
+    weight that is not finite, for a survivor that overflows the dtype, and as `factorize`.
     """
     check_weight(weight)
     if options.prune != "sparsegpt":
         return weight.masked_fill(~fixed_mask(weight, options.prune, h), 0)
     factor = factor or factorize(h, options, sparse=True)
     values = survivors(weight, factor, options, sweep_pattern(weight, h, options, factor))
+    if options.descent:
+        damped = h.clone()
+        damped.diagonal().copy_(factor.diagonal)
+        with one_thread(h.device):
+            values = descend_pruned(weight, values, damped, options.descent)
     if not bool(torch.isfinite(values).all()):
         raise NumericError(
             f"weights that make up for pruned ones overflow {dtype_name(values.dtype)}",

@@ -38,12 +38,14 @@ SWEEPS = tuple(
 )
 SEARCHES = tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SEARCHED)
 DESCENTS = tuple(f"gptq_descent<{grid}>" for grid in GRIDS)
+FOURS = tuple(f"gptq_fours<{grid}>" for grid in ("Integers", "Exact"))
 TUNES = tuple(f"gptq_tune<{grid}>" for grid in GRIDS)
 #: CUDA source -> its template instances, in the order of their use.
 SOURCES = {
     "gptq_sweep": SWEEPS,
     "gptq_search": SEARCHES,
     "gptq_descent": DESCENTS,
+    "gptq_fours": FOURS,
     "gptq_tune": TUNES,
 }
 
@@ -131,6 +133,24 @@ def descend_block(
     h = h if h.stride(1) == 1 else h.contiguous()
     function = loader.load("gptq_descent", DESCENTS, v.device)[f"gptq_descent<{name}>"]
     arguments = [v, e, slope, h, *columns, grid, n, b, h.stride(0), int(frozen)]
+    driver.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+
+
+def descend_fours(
+    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns | None, fmt: Format | None
+) -> None:
+    """Move the values `v` `[b, n]` of up to `COLUMNS` columns by descent over the masks of aligned
+    fours, and update their errors `e`.
+
+    Tensors are as for `descend_block`, 4 divides `b`, and a four has one group. Without `columns`
+    and `fmt` nothing is rounded.
+    """
+    b, n = v.shape
+    name, grid = grid_of(fmt, False)
+    h = h if h.stride(1) == 1 else h.contiguous()
+    function = loader.load("gptq_fours", FOURS, v.device)[f"gptq_fours<{name}>"]
+    given = (None, None) if columns is None else (columns.scales, columns.group_of)
+    arguments = [v, e, slope, h, *given, grid, n, b, h.stride(0)]
     driver.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
 
 

@@ -294,7 +294,7 @@ def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
     asked = read(mapping, pruning_keys(Recipe))
     rule: Rule = asked.pop("method", "sparsegpt")
-    gptq = Options(**asked.pop("gptq", {}), prune=rule)
+    gptq = Options(**asked.pop("gptq", {}), prune=rule, descent=DESCENT)
     fixed: Any = {"scheme": "2:4", "clip": "none", "metric": "mse", "layout": None}
     return Recipe(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))
 
@@ -393,10 +393,9 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
     """Return True if signed scales, descent and refit are the default: by GPTQ, if there are
-    symmetric integers, all dense.
+    symmetric integers.
     """
-    schemes = list(schemes)
-    return method == "gptq" and any(map(takes_signed, schemes)) and not any(map(is_sparse, schemes))
+    return method == "gptq" and any(map(takes_signed, schemes))
 
 
 def _pattern(pattern: str) -> str:

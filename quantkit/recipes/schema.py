@@ -110,11 +110,11 @@ class RecipeKeys:
     signed: bool = key(
         "Scales with a sign, for symmetric integers; false for W4A8",
         default=False,
-        usual="gptq of symmetric integers without 2:4: on, else off",
+        usual="gptq of symmetric integers: on, else off",
         more="The extreme weight of a group then gets the code −8 exactly.",
         when="`false` for W4A8 in vLLM (`VLLM_MARLIN_INPUT_DTYPE=int8`), which reads negative "
         "scales as positive, and "
-        "for an engine that refuses them. `true` for accuracy with `rtn` or 2:4.",
+        "for an engine that refuses them. `true` for accuracy with `rtn`.",
     )
     gptq: Options = section("Damping, column order and what follows the sweep.", Options)
     output_aware: bool = key(

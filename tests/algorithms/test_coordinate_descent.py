@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import coordinate_descent, gptq, rtn
+from quantkit.algorithms import coordinate_descent, gptq, pruning, rtn
 from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.numerics import encode, stored_scale
 from quantkit.algorithms.options import Options
+from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
 from quantkit.calibration.stages.solve import solve, solve_uncalibrated
@@ -21,7 +23,7 @@ from quantkit.errors import NumericError, RecipeError
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping, written
 from tests import synthetic
-from tests.algorithms.inputs import correlated, damped, gauss, hostile, loss
+from tests.algorithms.inputs import correlated, damped, gauss, hostile, is_24, loss
 
 LABELS = ["int4:g32", "int4:channel", "int4:g64:asym", "int4:g32:24", "fp6:channel", "fp5:channel"]
 HOSTILE = ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"]
@@ -72,6 +74,72 @@ def test_a_pass_equals_the_slow_loop(label: str, k: int) -> None:
     assert torch.equal(changes["descent_changed"], (found.codes != tensor.codes).sum(1)) and changes.keys() == {
         "descent_changed"
     }
+
+
+def slow_fours(w: Tensor, q: Tensor, h: Tensor, scales: Tensor | None) -> Tensor:
+    """Run one pass over the masks of aligned fours (ALGORITHMS 9), in float64; return dequantized values."""
+    q = q.clone()
+    for row, a in product(range(len(w)), range(0, w.shape[1], 4)):
+
+        def loss_of(four: Tensor, row: int = row, a: int = a) -> Tensor:
+            d = w[row] - q[row]
+            d[a : a + 4] = w[row, a : a + 4] - four
+            return d @ h @ d
+
+        s = torch.tensor(1.0) if scales is None else scales[row, a]
+        block = h[a : a + 4, a : a + 4]
+        aim = block @ q[row, a : a + 4] + (h @ (w[row] - q[row]))[a : a + 4]
+        best = q[row, a : a + 4].clone()
+        for i, j in permutations(range(4), 2):
+            pair = torch.linalg.solve(block[[i, j]][:, [i, j]], aim[[i, j]])
+            four = torch.zeros(4, dtype=torch.float64)
+            four[i] = pair[0] if scales is None else s * (pair[0] / s).round().clamp(-8, 7)
+            four[j] = (aim[j] - block[i, j] * four[i]) / block[j, j]
+            four[j] = four[j] if scales is None else s * (four[j] / s).round().clamp(-8, 7)
+            if loss_of(four) < loss_of(best) * (1 - 1e-9):
+                best = four
+        q[row, a : a + 4] = best
+    return q
+
+
+@pytest.mark.parametrize("k", [32, 160])
+def test_a_pass_over_masks_equals_the_slow_loop(k: int) -> None:
+    w, h = gauss(6, k), correlated(k)
+    start = rounded(w, "int4:g32:24", signed=True)
+    found = coordinate_descent.descend(w, start, h, masks=True)
+    scales = start.scales.double().repeat_interleave(32, 1)
+    expected = slow_fours(w, start.dequantize(torch.float64), h, scales)
+    assert torch.allclose(found.dequantize(torch.float64), expected, rtol=1e-9)
+    assert not torch.equal(found.codes == 8, start.codes == 8)
+    held = coordinate_descent.descend(w, start, h)
+    assert bool((held.codes[start.codes == 8] == 8).all())
+    values = start.dequantize(torch.float64)
+    pruned = coordinate_descent.descend_pruned(w, values, h, 1)
+    assert torch.allclose(pruned, slow_fours(w, values, h, None), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_masks_stay_2_4_and_no_row_gets_worse_on_hostile_hessians(name: str) -> None:
+    w, h = gauss(24, 64).float(), hostile(name, 64)
+    start = rounded(w, "int4:g32:24")
+    for passes in (1, 3):
+        found, _ = coordinate_descent.refine(w, start, h, descent=passes, refit=True, masks=True)
+        assert (loss(w, found, h) <= loss(w, start, h) * (1 + 1e-9)).all()
+    pruned = coordinate_descent.descend_pruned(w, start.dequantize(torch.float32), h, 3)
+    assert is_24(pruned) and bool(pruned.isfinite().all())
+
+
+def test_a_mask_that_was_asked_for_stays_and_sparsegpts_is_chosen_again() -> None:
+    scheme, h = Scheme.parse("int4:g32:24"), correlated(64)
+    w = gauss(24, 64)
+    for rule in ("magnitude", "wanda"):
+        found = gptq.quantize(w, scheme, h, Options(prune=rule, descent=3)).tensor
+        assert bool((found.codes[~fixed_mask(w, rule, h)] == 8).all())
+    plain, moved = (gptq.quantize(w, scheme, h, Options(descent=passes, damp=1e-3)) for passes in (0, 3))
+    assert float(moved.loss.sum()) < 0.95 * float(plain.loss.sum())
+    assert not torch.equal(plain.tensor.codes == 8, moved.tensor.codes == 8)
+    before, after = (pruning.prune(w, h, Options(descent=passes, damp=1e-3)) for passes in (0, 3))
+    assert is_24(after) and float(loss(w, after, h).sum()) < 0.95 * float(loss(w, before, h).sum())
 
 
 @pytest.mark.parametrize(
@@ -284,7 +352,7 @@ def test_signed_scales_and_descent_are_the_default_of_symmetric_int4_by_gptq_alo
     scheme = Scheme.parse(label)
     section = written(scheme)
     recipe = from_mapping({"scheme": section, "method": method})
-    refined = method == "gptq" and label in ("int4:g128", "int4:channel")
+    refined = method == "gptq" and label in ("int4:g128", "int4:channel", "int4:g128:24")
     gptq = recipe.gptq
     assert (recipe.signed, gptq.signed, gptq.descent, gptq.refit) == (
         (True, True, 3, True) if refined else (False, False, 0, False)
@@ -293,13 +361,11 @@ def test_signed_scales_and_descent_are_the_default_of_symmetric_int4_by_gptq_alo
     assert again == recipe and again.sha256() == recipe.sha256()
     plain = from_mapping({"scheme": section, "method": method, "signed": False, "gptq": {"descent": 0}})
     assert not plain.signed and plain.gptq.descent == 0 and (plain == recipe) is not refined
-    # One linear that takes no sign leaves the default of all others; 2:4 anywhere changes it.
+    # One linear that takes no sign leaves the default of all others.
     if label == "int4:g128" and refined:
-        for other in ("int4:g128:asym", "fp6:channel"):
+        for other in ("int4:g128:asym", "fp6:channel", "int4:g128:24"):
             mixed = build_recipe(override={"k_proj": other})
             assert mixed.signed and mixed.gptq.descent == 3
-        sparse = build_recipe(override={"k_proj": "int4:g128:24"})
-        assert not sparse.signed and not sparse.gptq.descent
         assert build_recipe(override={"k_proj": "int4:g32"}).signed
         assert build_recipe(descent=0).signed and build_recipe(signed=False).gptq.descent == 3
 

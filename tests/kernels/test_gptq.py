@@ -105,6 +105,15 @@ def test_descent_moves_codes_as_in_torch(case: tuple[str, int, int, str]) -> Non
     assert torch.equal(first.e.cpu()[stayed], given.e[stayed])
 
 
+@pytest.mark.parametrize("case", gptq_steps.FOURS, ids=str)
+def test_descent_over_fours_moves_masks_as_in_torch(case: tuple[str | None, int, int, str]) -> None:
+    given = gptq_steps.fours(*case)
+    expected = gptq_steps.solved_fours(case[0], given.on("cpu"))
+    first, second = (gptq_steps.solved_fours(case[0], given.on("cuda")) for _ in range(2))
+    assert torch.equal(first.v, second.v) and torch.equal(first.e, second.e), "two launches differ"
+    gptq_steps.same_rows(expected, first.on("cpu"))
+
+
 def test_descent_writes_nothing_outside_of_its_block() -> None:
     """The block lies inside larger tensors of NaN, and all around it stays NaN."""
     given = gptq_steps.problem("int4", 97, 61, "signed").on("cuda")

@@ -13,7 +13,17 @@ import torch
 
 from quantkit.kernels import driver, gptq as kernels, loader
 from tests.kernels import emulation
-from tests.kernels.gptq_steps import CASES, TUNED, problem, same_rows, same_tuning, solved
+from tests.kernels.gptq_steps import (
+    CASES,
+    FOURS,
+    TUNED,
+    fours,
+    problem,
+    same_rows,
+    same_tuning,
+    solved,
+    solved_fours,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +51,15 @@ def test_the_kernel_moves_codes_as_torch_does(case: tuple[str, int, int, str]) -
     found = solved(name, problem(name, n, b, kind), kernels.descend_block)
     same_rows(expected, found)
     assert torch.isfinite(found.e).all() and (n == 1 or not torch.equal(found.v, given.v))
+
+
+@pytest.mark.parametrize("case", [case for case in FOURS if case[1] < 100], ids=str)
+def test_the_kernel_moves_fours_as_torch_does(case: tuple[str | None, int, int, str]) -> None:
+    given, expected = fours(*case), solved_fours(case[0], fours(*case))
+    found = solved_fours(case[0], fours(*case), kernels.descend_fours)
+    same_rows(expected, found)
+    assert torch.isfinite(found.e).all() and (case[1] == 1 or not torch.equal(found.v != 0, given.v != 0))
+    assert int((found.v != 0).view(-1, 4, case[1]).sum(1).max()) <= 2
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])

@@ -73,7 +73,7 @@ CALIB = "--calib calib.txt --samples 8 --max-length 64"
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 ROUNDING = ("int4-rtn",)
 #: Recipes whose bytes also depend on how a CPU multiplies in bfloat16.
-UNFROZEN = ("int4-best", "int4-tuned", "int3-best")
+UNFROZEN = ("int3-best", "int4-best", "int4-marlin24", "int4-tuned")
 #: Outputs whose bytes depend on how this machine multiplies and factors matrices.
 CALIBRATED = {
     **{
