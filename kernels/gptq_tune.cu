@@ -9,7 +9,7 @@ constexpr int WARPS = 8, BLOCKS = 6; // together on a multiprocessor: 40 registe
 // What all groups share. `weight` is that of all gradients so far in the mean squares, `frozen` the code that stays or
 // -1, `through_bfloat` whether scales are bfloat16 values.
 struct Step {
-    float rate, weight, decay, tiny, bound, least_factor, largest_factor, smallest_scale, largest_half;
+    float rate, factor_rate, weight, decay, tiny, bound, least_factor, largest_factor, smallest_scale, largest_half;
     int frozen, through_bfloat;
 };
 
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) gptq_tune(
 #pragma unroll
     for (int other = 16; other; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
     float square = factor_squares[group];
-    float factor = moved(factors[group], sum, by.rate, square, by);
+    float factor = moved(factors[group], sum, by.factor_rate, square, by);
     factor = fminf(fmaxf(factor, by.least_factor), by.largest_factor);
     scale = stored_scale(scale, factor, fmaxf(-low, high), by);
     __syncwarp(); // each lane has read the factor

@@ -27,7 +27,9 @@ from quantkit.kernels import gptq as kernels
 
 #: How far a latent value may move, in steps of the grid: from the source, and in a 2:4 scheme from
 #: the code that it starts at.
-BOUND, SPARSE_BOUND = 0.5, 1.0
+BOUND, SPARSE_BOUND = 0.5, 8.0
+#: How much faster a latent value moves in a 2:4 scheme.
+SPARSE_PACE = 6.0
 #: Least and largest factor of a scale.
 FACTORS = (0.5, 1.5)
 #: Bytes for each weight: latent value, its center, mean square, step, dequantized weight, its
@@ -64,7 +66,7 @@ class TunedWeight:
         )
         self._latent = _Moved(self._centers.clone())
         self._factors = _Moved(torch.ones_like(self._scales))
-        self._bound = BOUND
+        self._bound, self._pace = BOUND, 1.0
         if not is_sparse:
             self.start = self.tensor()
         steps = _steps(fmt, weight.device)
@@ -72,7 +74,7 @@ class TunedWeight:
         codes = self.start.codes.contiguous()
         self._step = steps[0] if even else steps[codes.int()].view_as(self._centers)
         if is_sparse:
-            self._bound, self._centers = SPARSE_BOUND, solved.values()
+            self._bound, self._pace, self._centers = SPARSE_BOUND, SPARSE_PACE, solved.values()
             inside = _INSIDE * self._step
             self._latent.value.clamp_(self._centers - inside, self._centers + inside)
         self._dense: Tensor | None = None
@@ -97,7 +99,8 @@ class TunedWeight:
         """Take one step against the gradient `[n, k]` of the loss by `dense()`; `rate` is in steps
         of the grid.
 
-        A factor moves by `rate` too, relative to its start of 1.
+        A factor moves by `rate` too, relative to its start of 1; the latent values of a 2:4 scheme
+        are faster by `SPARSE_PACE`.
         """
         if self._dense is not None:
             self._descend_by_kernel(self._dense, gradient, rate)
@@ -105,7 +108,7 @@ class TunedWeight:
         slope = self._grouped(gradient).mul_(self._scales.unsqueeze(-1))
         self._factors.descend((slope * self._values()).sum(-1), rate)
         self._factors.value.clamp_(*FACTORS)
-        self._latent.descend(slope.mul_(self._step), rate * self._step)
+        self._latent.descend(slope.mul_(self._step), rate * self._pace * self._step)
         bound = self._bound * self._step
         low, high = _range(self.start.scheme.format, self._zeros)
         self._latent.value.clamp_(
@@ -116,6 +119,7 @@ class TunedWeight:
         scheme, latent, factors = self.start.scheme, self._latent, self._factors
         frozen = -1 if scheme.sparsity is None else scheme.format.zero_code
         numbers = (
+            rate * self._pace,
             rate,
             latent.count(),
             _DECAY,
@@ -125,7 +129,7 @@ class TunedWeight:
             SMALLEST_SCALE,
             LARGEST_HALF,
         )
-        step = struct.pack("<9f2i", *numbers, frozen, self._stored == torch.bfloat16)
+        step = struct.pack("<10f2i", *numbers, frozen, self._stored == torch.bfloat16)
         moved = (latent.value, latent.square, factors.value, factors.square)
         kernels.tune(dense, gradient.to(dense.dtype), moved, self._given, scheme.format, step)
 
