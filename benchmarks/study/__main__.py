@@ -1,10 +1,10 @@
 """Run the study of docs/study.md: `quantkit compare` on SmolLM2-135M-Instruct and the 29 M Llama, several at a time.
 
-INT4, FP5 and FP6, by rounding and GPTQ, one scale a row and groups, calibrated on four texts. Each model is judged on
+INT4, FP5 and FP6, by rounding and GPTQ, one scale a row and groups, calibrated on three texts. Each model is judged on
 four texts. SmolLM2, calibrated on WikiText-2, also answers ten tasks, for which the Llama is too small; and
 `python -m benchmarks.study.programs` asks it for programs.
 Texts are those of `real.py`, questions those of `task_data.py`. Calibration is windows of 1024 tokens cut anywhere
-(`lengths: fixed`), and as many sequences that the model writes itself, which have their own lengths.
+(`lengths: fixed`).
 
 Processes share the rows of a folder in OUT, and the same command continues after --seconds. OUT/MODEL.csv has the rows
 that are finished; put it into benchmarks/gpu as study_MODEL.csv, and `make docs` renders it. To continue on another
@@ -31,9 +31,8 @@ from quantkit.reporting.recipe_table import Row, as_csv, read_csv
 #: Model -> size of groups that divides its widths, and whether it answers tasks.
 MODELS = {"smollm2": (64, True), "llama-29m": (128, False)}
 FORMATS, METHODS, WINDOW = ("int4", "fp5", "fp6"), ("rtn", "gptq"), 1024
-#: WikiText-2, whose rows answer questions, other texts, and that of the model itself: each is a call, with options.
-FIXED = ["--set", "calibration.lengths=fixed"]
-CALLS = {"wikitext2": FIXED, "others": FIXED, "self": []}
+#: WikiText-2, whose rows answer questions, and other texts: each is a call.
+CALLS = ("wikitext2", "others")
 
 
 def main() -> None:
@@ -67,23 +66,22 @@ def main() -> None:
 
 
 def calls(args: argparse.Namespace, name: str, model: str) -> Iterator[list[str]]:
-    """Yield the commands of a model: one for the texts of others, one for its own."""
+    """Yield the commands of a model: one for WikiText-2, one for the other texts."""
     group, answers = MODELS[name]
     chats = args.texts / "chat_calib.jsonl" if answers else plain_chats(args.texts / "chat_calib.jsonl", args.out)
     sources = {
         "wikitext2": f"wikitext2={args.data}/wikitext2/train.txt",
         "others": f"c4={args.texts}/c4_calib.txt,chat={chats}",
-        "self": "self",
     }
     texts = {"wikitext2": args.data / "wikitext2/test.txt", "ptb": args.data / "ptb/test.txt"}
     texts |= {"c4": args.texts / "c4_eval.txt", "chat": args.texts / f"chat_eval{'' if answers else '_plain'}.txt"}
-    for call, options in CALLS.items():
+    for call in CALLS:
         asked = call == "wikitext2"
         methods = METHODS if asked else METHODS[1:]
         recipes = [f"{form}:{size}:{by}" for form in FORMATS for size in ("channel", f"g{group}") for by in methods]
         line = [sys.executable, "-m", "quantkit", "compare", model, "-o", str(args.out / f"{name}-{call}")]
         line += ["--recipes", ",".join(recipes), "--calib", sources[call], "--seeds", args.seeds]
-        line += ["--samples", str(args.samples), "--max-length", str(WINDOW), *options]
+        line += ["--samples", str(args.samples), "--max-length", str(WINDOW), "--set", "calibration.lengths=fixed"]
         line += ["--text", ",".join(f"{text}={path}" for text, path in texts.items())]
         # The window of the Llama, whose context is 1024 tokens, has room for BOS.
         line += ["--window", str(WINDOW if answers else WINDOW - 1), "--tokens", str(args.windows * WINDOW)]

@@ -135,7 +135,7 @@ OVER_ALL = [key for key in keys_of(RecipeKeys) if key.keyword in ("samples", "ma
 @command(
     "compare",
     "quantkit compare ./model -o table --recipes int4:g128:rtn,int4-gptq,fp6:channel:gptq --calib "
-    "packaged,self",
+    "packaged,wikitext2",
     keys=keys_of(RecipeKeys),
 )
 @options.model

@@ -41,13 +41,12 @@ from quantkit.errors import Option, QuantkitError
 from quantkit.keys import OPTIONS, Key, built, keys_of
 from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
-from quantkit.text.sources import FILES, NAMED, PACKAGED, SELF
+from quantkit.text.sources import FILES, NAMED, PACKAGED
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
 CALIBRATION = (
-    f"{', '.join(NAMED)}, a hub data set org/name[:config], {PACKAGED}, {SELF} (written by the "
-    f"model), or {FILES}, of "
+    f"{', '.join(NAMED)}, a hub data set org/name[:config], {PACKAGED}, or {FILES}, of "
     "text or conversations"
 )
 PATH = click.Path(path_type=Path)

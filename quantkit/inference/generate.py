@@ -16,13 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import (
-    CheckpointError,
     Option,
-    QuantkitError,
     RecipeError,
     Words,
-    is_out_of_memory,
-    reason,
 )
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
@@ -127,48 +123,6 @@ def writing() -> Iterator[None]:
     """
     with torch.inference_mode(), sdpa_kernel(_REPEATABLE):
         yield
-
-
-def write_rows(
-    model: PreTrainedModel,
-    first: Tensor,
-    tokens: int,
-    choose: Callable[[Tensor, Tensor], Tensor],
-    is_done: Callable[..., Tensor],
-    instead: str,
-) -> None:
-    """Continue rows of equal length, int64 `[rows, t]`, up to `tokens` tokens each, with a cache of
-    keys and values.
-
-    `choose` gets the rows and the logits `[rows, v]` of their next tokens; it returns logits whose
-    largest counts. Rows end where `is_done` says so. CheckpointError, with the way out `instead`,
-    for a model whose code fails.
-    """
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
-    model.generation_config = GenerationConfig()  # the model's own would change or end the draw
-    generated: Any = model.generate
-    try:
-        with writing():
-            generated(
-                first,
-                attention_mask=torch.ones_like(first),
-                generation_config=GenerationConfig(
-                    max_new_tokens=tokens - first.shape[1], do_sample=False, use_cache=True
-                ),
-                logits_processor=LogitsProcessorList([choose]),
-                stopping_criteria=StoppingCriteriaList([is_done]),
-            )
-    except QuantkitError:
-        raise
-    except Exception as error:  # a model's own code can raise anything
-        if is_out_of_memory(error):
-            raise QuantkitError(
-                "there is not enough memory for the text that the model writes", instead
-            ) from error
-        raise CheckpointError(
-            f"{type(model).__name__} cannot write text ({reason(error)})", instead
-        ) from error
 
 
 def _write(

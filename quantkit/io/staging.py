@@ -19,8 +19,6 @@ from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
 
 LOCK = "lock"
-#: The calibration text that the model of a run wrote, for the run to be resumed with.
-WRITTEN = "calibration-self.json"
 #: Takes the place of LOCK's own lock where the file system has none: its existence is the lock.
 SOFT_LOCK = "soft-lock"
 NO_LOCKS = (
@@ -134,9 +132,7 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
         )
     old = _beside(out, "old")
     with files.guarded(out):
-        for path in sorted(
-            [*partial.glob("activations-*"), *partial.glob(WRITTEN), *partial.glob(".*.tmp")]
-        ):
+        for path in sorted([*partial.glob("activations-*"), *partial.glob(".*.tmp")]):
             files.remove(path)
         files.sync_folder(partial)
         files.remove(partial / JOURNAL)

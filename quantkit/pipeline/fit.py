@@ -479,10 +479,6 @@ def _search(
             f"a target chooses among formats, and {name} is one",
             Words("add", Option("allowed", name)),
         )
-    if recipe.calibration.is_written:
-        raise RecipeError(
-            "a size is fitted on a text that is there", Words("name one with", Option("calib"))
-        )
     schemes = schemes_of(asked.allowed, recipe)
     job = surveys.survey(surveys.dense_source(model, run, recipe), recipe, None, run, gpu_memory)
     notices = notices if job.recipe.calibration.tokens is None else []

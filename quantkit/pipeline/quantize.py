@@ -144,7 +144,6 @@ def _lead(
         if is_complete(work):
             here.broadcast(None)
             return publish_complete(work, out, without_paths(recipe), src, run.overwrite)
-        job.save_text(work)
         writer = CheckpointWriter(work, like=src, layout=recipe.output_layout)
         report["notices"] += [*job.text.notices, *lacking]
         progress.note(*lacking)

@@ -18,7 +18,7 @@ import torch
 
 from quantkit.algorithms.hessian import Hessian
 from quantkit.algorithms.rtn import ROUNDING_BYTES
-from quantkit.calibration import divergence, self_generated
+from quantkit.calibration import divergence
 from quantkit.calibration.budget import (
     ACTIVATIONS,
     DOCUMENT,
@@ -38,7 +38,6 @@ from quantkit.calibration.budget import (
     most_waiting,
     stays_on_gpu,
 )
-from quantkit.calibration.self_generated import AUTHOR, INSTEAD
 from quantkit.calibration.stages import stages_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import WAITING_BYTES
@@ -70,7 +69,6 @@ CERTAINLY_NEEDED = 0.6
 #: The options that reduce parts.
 SMALLER = {
     ACTIVATIONS: Words("use a smaller", Option("act_budget")),
-    AUTHOR: INSTEAD,
     DOCUMENT: Words("use a smaller", Setting("max_length")),
     GRADIENTS: Words("use", Setting("output_aware", False)),
     READ: Words("use", Setting("output_aware", False)),
@@ -206,11 +204,6 @@ class Memory:
         if there is not None and there < self.least_vram:
             on_cpu = Words("use", Option("device", "cpu"))
             what, ways = "the weights of the largest block take", (on_cpu, "a GPU with more memory")
-            if AUTHOR in self.vram:
-                what, ways = (
-                    "the whole model, which writes its calibration text, takes",
-                    (INSTEAD, on_cpu),
-                )
             raise QuantkitError(
                 Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there)), *ways
             )
@@ -378,9 +371,6 @@ def calibrated_memory(
         return Memory({"program": program, **host}, cuda, token_bytes=sizes.token)
 
     others = [placed(each) for each in passes]
-    if recipe.calibration.is_written:
-        writing = placed(self_generated.text_bytes(sizes))
-        others.append(replace(writing, least_vram=sum(writing.vram.values())))
     activations = sizes.tokens * sizes.token
     found = placed({ACTIVATIONS: activations, **_of_block(sizes, peaks)})
     passing = sizes.width * (PASS_STATES * sizes.hidden + sizes.channels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil, inf
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from quantkit.calibration.budget import (
 )
 from quantkit.calibration.loop import check_sequences, units_of
 from quantkit.calibration.probe import BEGINS, is_worth_a_probe, probe as probe_run
-from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import heading
@@ -46,7 +45,7 @@ from quantkit.errors import (
     Words,
 )
 from quantkit.inference.load import NotTried, refusal_by_transformers
-from quantkit.io.staging import WRITTEN, check_staging, is_complete
+from quantkit.io.staging import check_staging, is_complete
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.models.block_runner import BlockRunner
@@ -104,11 +103,6 @@ class Job(NamedTuple):
             "calibration": self.text.facts,
         }
 
-    def save_text(self, work: Path) -> None:
-        """Save text that the model has written, for the run to be resumed with."""
-        if self.recipe.calibrated and self.recipe.calibration.is_written:
-            save_text(work / WRITTEN, self.text)
-
 
 def plan(
     model: str | Path,
@@ -144,13 +138,7 @@ def plan(
     except QuantkitError as error:
         return replace(made, verdict=replace(made.verdict, refusal=error))
     made, facts, remarks = job.plan, job.text.facts, list(job.text.notices)
-    if job.recipe.calibrated and job.recipe.calibration.is_written:
-        remarks.append(
-            "the model writes its calibration text in the run: its tokens are counted as if all "
-            "were the longest, and no duration is known"
-        )
-        facts = {key: value for key, value in facts.items() if key not in ("sha256", "sources")}
-    elif probe and gpu_memory is None:
+    if probe and gpu_memory is None:
         duration, why = estimate_duration(job, run, announce)
         remarks += why
         if duration is not None:
@@ -413,8 +401,7 @@ def with_affordable_text(
         return recipe, []
     length = min(calib.max_length, max(LEAST_LENGTH, tokens // calib.samples))
     length = length if "max_length" in free else calib.max_length
-    samples = min(calib.samples, ceil(tokens / length)) if calib.is_written else calib.samples
-    limited = replace(calib, tokens=tokens, max_length=length, samples=samples)
+    limited = replace(calib, tokens=tokens, max_length=length)
     if calib.tokens is not None:
         return replace(recipe, calibration=limited), []
     each = sum(n * k for n, k in shapes) / RATE["cpu"]
@@ -439,9 +426,8 @@ def require_runnable(
 ) -> Job:
     """Raise the first error that needs no computation; return the job with the calibration text.
 
-    It writes nothing. Text that the model writes itself is only bounded in a plan. Without `text`
-    it is drawn, with up to `more` sequences that do not calibrate. Chat templates write `date`, or
-    that of the resumed run, or the present date.
+    It writes nothing. Without `text` it is drawn, with up to `more` sequences that do not
+    calibrate. Chat templates write `date`, or that of the resumed run, or the present date.
     """
     recipe, made, count = job.recipe, job.plan, ranks().count
     made.verdict.require()
@@ -477,9 +463,8 @@ def require_runnable(
     if resumed is not None and is_complete(resumed):
         return job  # only the last step is left
     if text is None and (recipe.calibrated or more):
-        saved = None if resumed is None else resumed / WRITTEN
         date = date or (None if resumed is None else date_of(resumed))
-        text = calibration_text(job, recipe.calibration, run, saved, is_plan, more, date)
+        text = calibration_text(job, recipe.calibration, run, more, date)
     job = job._replace(text=text or job.text)
     if recipe.calibrated:
         check_sequences(recipe, job.model, job.text.sequences)
@@ -508,38 +493,23 @@ def calibration_text(
     job: Job,
     calib: Calib,
     run: RunOptions,
-    saved: Path | None = None,
-    is_plan: bool = False,
     more: int = 0,
     date: str | None = None,
 ) -> Calibration:
     """Draw the calibration sequences for a model by the tokenizer of its source, with notes for the
     user.
-
-    Text of the model's own is read from `saved`, if that is there. Otherwise the model writes it,
-    except for a plan.
     """
-    model, progress = job.model, run.progress or Progress(quiet=True)
-
-    def write(count: int) -> Text:
-        if saved is not None and saved.exists():
-            return load_text(saved)
-        if is_plan:
-            return expected_text(model, calib, count)
-        return draw_text(model, calib, count, progress)
-
     text = draw_calibration(
         calib.data,
         load_tokenizer(job.src.path, job.src.trusted),
         samples=calib.samples,
-        max_length=min(calib.max_length, model.max_length),
+        max_length=min(calib.max_length, job.model.max_length),
         seed=calib.seed,
         lengths=calib.lengths,
         text_column=calib.text_column,
         split=calib.split,
         template_args=calib.template_args,
         skip_bad_records=calib.skip_bad_records,
-        write=write,
         more=more,
         date=date,
         most_tokens=calib.tokens or inf,

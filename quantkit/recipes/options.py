@@ -17,7 +17,7 @@ from quantkit.keys import Checked, Count, Fraction, Positive, check, key, option
 from quantkit.progress import Progress
 from quantkit.recipes.keywords import Settings
 from quantkit.text.conversations import RESERVED
-from quantkit.text.sources import PACKAGED, SELF
+from quantkit.text.sources import PACKAGED
 
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 #: The name of the source's own dtype among schemes, such as 16 bits.
@@ -131,11 +131,6 @@ class Calib:
                 ),
                 "drop it",
             )
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the model writes a part of the text."""
-        return any(each.partition(":")[0] == SELF for each in self.sources)
 
     @property
     def sources(self) -> Sources:

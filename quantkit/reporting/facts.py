@@ -384,7 +384,7 @@ def _way_out(
     if not ratios or not isinstance(sequences, int):
         return []
     most = max(ratios)
-    texts = [each for each in calibration.get("sources", []) if each["source"] != "self"]
+    texts = calibration.get("sources", [])
     held = sum(each["documents"] for each in texts) if texts else None
     return [":", more_samples(sequences, most.denominator, most.numerator, held)]
 

@@ -35,7 +35,6 @@ from quantkit.text.conversations import (
 )
 from quantkit.text.sources import (
     PACKAGED,
-    SELF,
     Documents,
     held_out_documents,
     kind_of,
@@ -45,8 +44,6 @@ from quantkit.text.sources import (
 from quantkit.text.tokenizer import token_ids
 
 Lengths = Literal["own", "fixed"]
-#: Lets the model write a number of sequences; returns them and their facts.
-Write = Callable[[int], tuple[list[Tensor], dict[str, Any]]]
 #: A weight after the last colon of a source. Nine digits: a sum of weights stays a number.
 WEIGHT = re.compile(r"\d{1,9}(?:\.\d{1,9})?|\.\d{1,9}")
 #: The most names of keys that a notice lists.
@@ -91,7 +88,6 @@ def draw_calibration(
     split: str | None = None,
     template_args: Mapping[str, Any] | None = None,
     skip_bad_records: int = 0,
-    write: Write | None = None,
     more: int = 0,
     date: str | None = None,
     most_tokens: float = inf,
@@ -102,11 +98,10 @@ def draw_calibration(
     from the joined documents. A mixture has `source:weight` strings (`find_shares`).
     No further sequence is drawn once there are `most_tokens`, of which each source has its share.
     `template_args` are arguments of the chat template for every conversation. Records without text
-    are skipped, and at most `skip_bad_records` broken records of each source. `write` is called for
-    the sequences of the source `self`, once all others are drawn. After the samples, up to `more`
-    sequences are drawn from the remaining documents. Chat templates that write the present date
-    write `date`, in ISO form, by default that of the call. CheckpointError if a source holds too
-    little.
+    are skipped, and at most `skip_bad_records` broken records of each source. After the samples, up
+    to `more` sequences are drawn from the remaining documents. Chat templates that write the
+    present date write `date`, in ISO form, by default that of the call. CheckpointError if a source
+    holds too little.
     """
     if samples < 1 or max_length < 2:
         raise RecipeError(
@@ -116,17 +111,6 @@ def draw_calibration(
     shares = find_shares(map(at_home, [sources] if isinstance(sources, str) else sources))
     counts = _split_samples(samples, shares)
     _refuse_idle(shares, text_column, split)
-    if SELF in shares and (write is None or (lengths == "fixed" and len(shares) == 1)):
-        rule = (
-            "no model is here to write text"
-            if write is None
-            else "text that the model writes has its own lengths"
-        )
-        raise RecipeError(
-            rule,
-            "drop it",
-            subject=Setting("calib", SELF) if write is None else Setting("lengths", lengths),
-        )
     notices: list[str] = []
     every: list[Tensor] = []
     further: list[Tensor] = []
@@ -135,26 +119,21 @@ def draw_calibration(
     plain: list[str] = []
     characters = 0
     template = ChatTemplate(tokenizer, template_args or {}, date or present_date())
-    for source, share in sorted(shares.items(), key=lambda item: item[0] == SELF):
+    for source, share in shares.items():
         name = name_of_text(source)
-        if source == SELF and write is not None:
-            sequences, written = write(counts[source])
-            sizes = {"sequences": len(sequences), "tokens": sum(map(len, sequences))}
-            facts = {**sizes, **written}
-        else:
-            found = load_documents(
-                source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
-            )
-            characters = max(characters, found.characters)
-            tokens = _Tokens(found, copy(template), share)
-            others = ceil(more * share)
-            amount = _Amount(counts[source], max_length, most_tokens * share, max(others, SPARE))
-            drawn, facts = _draw(tokens, amount, seed, lengths, notices)
-            sequences, spare[name] = drawn[: facts["sequences"]], drawn[facts["sequences"] :]
-            further += spare[name][:others]
-            notices += [f"{name}: {line}" for line in _remarks(tokens)]
-            plain += [] if found.conversations else [name]
-            template.is_dated |= tokens.template.is_dated
+        found = load_documents(
+            source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
+        )
+        characters = max(characters, found.characters)
+        tokens = _Tokens(found, copy(template), share)
+        others = ceil(more * share)
+        amount = _Amount(counts[source], max_length, most_tokens * share, max(others, SPARE))
+        drawn, facts = _draw(tokens, amount, seed, lengths, notices)
+        sequences, spare[name] = drawn[: facts["sequences"]], drawn[facts["sequences"] :]
+        further += spare[name][:others]
+        notices += [f"{name}: {line}" for line in _remarks(tokens)]
+        plain += [] if found.conversations else [name]
+        template.is_dated |= tokens.template.is_dated
         each.append({"source": name, "share": float(share), **facts, **_digest(sequences)})
         every += sequences
     if plain == [PACKAGED] and len(each) == 1:

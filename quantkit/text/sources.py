@@ -53,8 +53,6 @@ SAVED = ("dataset_dict.json", "state.json")
 #: The name of the text that comes with quantkit; `calibration_text/README.md` states its origin and
 #: licence.
 PACKAGED = "packaged"
-#: The name of the text that the unquantized model writes itself.
-SELF = "self"
 PACKAGED_FILE = Path(__file__).parents[1] / "calibration_text" / "text.jsonl.gz"
 #: Documents that never calibrate, one of each kind.
 HELD_OUT_FILE = PACKAGED_FILE.with_name("held_out.json")
@@ -62,7 +60,7 @@ HELD_OUT_FILE = PACKAGED_FILE.with_name("held_out.json")
 #: Names that papers have for the test texts of others.
 AS_IN_PAPERS = {"ptb-new": "ptb", "c4-new": "c4"}
 
-Kind = Literal["data set", "hub", "packaged", "self", "plain text", "records"]
+Kind = Literal["data set", "hub", "packaged", "plain text", "records"]
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,6 @@ def kind_of(source: str) -> Kind:
         return "data set"
     if source == PACKAGED:
         return "packaged"
-    if source == SELF:
-        return "self"
     path = Path(source)
     if path.is_dir() or (
         not path.exists() and ON_HUB.fullmatch(source) and suffix_of(path) not in KNOWN
@@ -313,9 +309,15 @@ def _file(source: str, option: Setting | Option) -> Path:
         raise CheckpointError(rule, Words("give one of its files with", option), subject=source)
     if not path.is_file():
         ways = [Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"]
+        rule = "no such text"
         if isinstance(option, Setting) and suffix_of(path) not in KNOWN:
             ways.append("write a data set of the hub as org/name")
-        raise CheckpointError("no such text", *ways, subject=source)
+            if source == "self":
+                rule, ways = (
+                    "models no longer write their calibration text",
+                    [f"use {PACKAGED}", *ways],
+                )
+        raise CheckpointError(rule, *ways, subject=source)
     if suffix_of(path) not in KNOWN or (
         path.suffix.lower() in COMPRESSED and suffix_of(path) == ".parquet"
     ):

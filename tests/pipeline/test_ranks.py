@@ -108,7 +108,6 @@ def test_several_ranks_write_the_bytes_of_one_and_one_speaks(
         ("qwen3_moe", ("quantize", "--group-size", 64, *PLAIN)),
         ("small", ("quantize", "--set", "true_sequential=false", "--asym")),
         ("small", ("prune",)),
-        ("small", ("quantize", "--calib", "self", *PLAIN)),
         ("small", ("quantize", "--method", "rtn", "--set", "clip=search", "--set", "metric=block")),
     ],
 )

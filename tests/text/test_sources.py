@@ -432,3 +432,8 @@ def test_files_of_another_kind_in_a_folder_are_not_left_out_in_silence(tmp_path:
     assert len(found.texts) == 2 and found.unread == ["notes.txt"]
     drawn = draw_calibration(str(folder), byte_tokenizer(), samples=1, max_length=8, seed=0)
     assert any("not read, 1 in all: notes.txt" in line for line in drawn.notices)
+
+
+def test_a_text_that_models_wrote_once_is_answered_with_the_packaged_one() -> None:
+    with pytest.raises(CheckpointError, match="self: models no longer write their calibration text: use packaged, or"):
+        load_documents("self")
