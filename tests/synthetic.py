@@ -73,8 +73,8 @@ def table(layer: Layer) -> dict[str, float]:
     variants = {
         "GPTQ natural absmax": Options(act_order="off", clip="none", damp=0.01, damp_kind="mean"),  # the published loop
         "MARLIN (mean 0.1)": Options(act_order="off", damp=0.1, damp_kind="mean"),
-        "static absmax": Options(clip="none"),
-        "static block": Options(),
+        "static absmax": Options(damp=0.3, clip="none"),
+        "static block": Options(damp=0.3),
     }
     results |= {name: gptq.quantize(w, scheme, h, options).tensor for name, options in variants.items()}
     return {name: layer.loss(tensor) / plain for name, tensor in results.items()}

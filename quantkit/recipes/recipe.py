@@ -36,6 +36,8 @@ from quantkit.text.sources import name_of_text
 
 #: Passes of descent where they are the default.
 DESCENT = 3
+#: Damping of 2:4 weights, whose survivors must move further.
+SPARSE_DAMP = 0.3
 #: The most similar names that a message gives.
 SHOWN = 3
 
@@ -294,7 +296,8 @@ def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
     asked = read(mapping, pruning_keys(Recipe))
     rule: Rule = asked.pop("method", "sparsegpt")
-    gptq = Options(**asked.pop("gptq", {}), prune=rule, descent=DESCENT)
+    usual = {"damp": SPARSE_DAMP, "descent": DESCENT}
+    gptq = Options(**{**usual, **asked.pop("gptq", {})}, prune=rule)
     fixed: Any = {"scheme": "2:4", "clip": "none", "metric": "mse", "layout": None}
     return Recipe(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))
 
@@ -325,8 +328,10 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         for name in ("clip", "metric", "signed", "prune")
         if asked[name] is not None
     }
-    refining = {"descent": DESCENT, "refit": True} if refined else {}
-    gptq = Options(**{**refining, **asked.pop("gptq", {})}, **fixed)
+    usual: dict[str, Any] = {"descent": DESCENT, "refit": True} if refined else {}
+    if any(map(is_sparse, schemes)):
+        usual["damp"] = SPARSE_DAMP
+    gptq = Options(**{**usual, **asked.pop("gptq", {})}, **fixed)
     found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **_read_shared(asked))
     _check(found)
     return found

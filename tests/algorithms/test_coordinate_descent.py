@@ -320,7 +320,11 @@ def test_the_refinements_lower_the_held_out_loss_of_the_synthetic_layer() -> Non
         signed = label.startswith("int4")
         found = [
             layer.loss(gptq.quantize(layer.weight, Scheme.parse(label), layer.h, options).tensor)
-            for options in (Options(), Options(signed=signed, descent=1), Options(signed=signed, descent=3, refit=True))
+            for options in (
+                Options(damp=0.3),
+                Options(damp=0.3, signed=signed, descent=1),
+                Options(damp=0.3, signed=signed, descent=3, refit=True),
+            )
         ]
         assert found[1] < least * found[0] and found[2] < found[1], label
 

@@ -12,7 +12,7 @@ from quantkit.core.formats import FORMATS, INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
 from quantkit.recipes.files import load, load_named_or_scheme, merge
-from quantkit.recipes.recipe import Recipe, from_mapping, matches
+from quantkit.recipes.recipe import Recipe, from_mapping, matches, pruning_from_mapping
 
 
 def read(text: str, folder: Path) -> Recipe:
@@ -89,13 +89,20 @@ def test_defaults_of_each_format() -> None:
         assert recipe.calibrated and not recipe.gptq.descent and not recipe.signed
     for recipe in (int4, fp6, fp5):
         options = recipe.gptq
-        assert (options.damp, options.damp_kind, options.block, options.act_order) == (0.3, "median", 128, "static")
+        assert (options.damp, options.damp_kind, options.block, options.act_order) == (1.0, "median", 128, "static")
         assert (options.clip, options.metric) == (recipe.clip, recipe.metric)
         assert recipe.true_sequential
         assert recipe.skip == ("lm_head",)
         calibration = recipe.calibration
         assert (calibration.samples, calibration.max_length, calibration.seed) == (256, 4096, 0)
         assert calibration.lengths == "own"
+
+
+def test_2_4_weights_are_damped_less_unless_a_recipe_says_how() -> None:
+    sparse: dict[str, Any] = {"scheme": {"sparsity": "2:4"}}
+    assert from_mapping(sparse).gptq.damp == pruning_from_mapping({}).gptq.damp == 0.3
+    assert from_mapping(sparse | {"gptq": {"damp": 1.0}}).gptq.damp == 1.0
+    assert pruning_from_mapping({"gptq": {"damp": 1.0}}).gptq.damp == 1.0
 
 
 def test_a_search_without_calibration_uses_mse() -> None:
