@@ -198,7 +198,7 @@ def load_documents(
             json.loads(line)["text"]
             for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()
         ]
-        rule = "quantkit's own text: articles, small talk, documentation and code in pieces"
+        rule = "quantkit's own text: articles, small talk, documentation, code, other languages"
     elif plain:
         parts = [(*_split(text), ends) for text, ends in map(_plain, plain)]
         texts = [text for found, *_ in parts for text in found]
