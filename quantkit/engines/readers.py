@@ -121,10 +121,10 @@ TRAITS = {
             is_expert(module) and not scheme.symmetric for module, (scheme, _) in f.linears.items()
         ),
     ),
-    "sizes": Trait(
-        "several group sizes with zero points",
-        Words("quantize with one group size, or with", Setting("asym", False)),
-        lambda f: len({s.group_size for s in f.schemes}) > 1,
+    "one of several": Trait(
+        "several schemes, all of which its dequantizing decodes as the first",
+        Words("quantize all linears in one scheme, or with", Setting("asym", False)),
+        lambda f: len(f.schemes) > 1,
     ),
     "mixed": Trait(
         "linears with a scheme of their own, for which the public config has no place",

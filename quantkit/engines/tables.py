@@ -350,7 +350,7 @@ TRANSFORMERS = Engine(
         Reader(
             _DEQUANTIZED,
             ("compressed-tensors",),
-            ("zeros of experts", "sizes", "padded"),
+            ("zeros of experts", "one of several", "padded"),
             _ELSEWHERE,
             only="asymmetric",
         ),
