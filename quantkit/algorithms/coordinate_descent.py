@@ -134,7 +134,7 @@ def _descend(
     columns: Columns | None,
     fmt: Format | None,
     passes: int,
-    move: Callable[..., None],
+    descend_some: Callable[..., None],
 ) -> None:
     """Move the values `v` towards the weights `w`, both transposed `[k, n]`, so that a column of
     the weight is contiguous.
@@ -146,7 +146,7 @@ def _descend(
         for a in range(0, len(v), _BLOCK):
             b = min(a + _BLOCK, len(v))
             part = None if columns is None else columns.part(a, b)
-            move(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], part, fmt)
+            descend_some(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], part, fmt)
         if torch.equal(v, before):
             break
 

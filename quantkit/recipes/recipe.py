@@ -329,7 +329,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         if asked[name] is not None
     }
     usual: dict[str, Any] = {"descent": DESCENT, "refit": True} if refined else {}
-    if any(map(is_sparse, schemes)):
+    if method == "gptq" and any(map(is_sparse, schemes)):
         usual["damp"] = SPARSE_DAMP
     gptq = Options(**{**usual, **asked.pop("gptq", {})}, **fixed)
     found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **_read_shared(asked))
