@@ -67,7 +67,7 @@ class Method:
     @property
     def signed(self) -> bool:
         """Whether scales may be negative: the extreme of a group is then eight steps from zero."""
-        return self.solved and self.label.startswith("int4") and self.scheme.symmetric and not self.scheme.sparsity
+        return self.solved and self.label.startswith("int4") and self.scheme.symmetric
 
     @property
     def published(self) -> bool:
@@ -354,7 +354,7 @@ def odd_folders() -> Iterator[tuple[str, Callable[[Tensors], Tensors], torch.dty
         ("3e38", brain, 3e38, "row 3 has weights too large"),
         ("3e38 in float32", single, 3e38, "row 3 has weights too large"),
     ):
-        without = ("int4 gptq",) if value == LARGEST_HALF else ()  # signed scales hold it
+        without = ("int4 gptq", "2:4 sparsegpt") if value == LARGEST_HALF else ()  # signed scales hold it
         yield name, partial(with_values, LINEAR, 3, value), dtype, (words, module), without
     for value, words in (
         (3e38, "calibration document 0: "),
@@ -522,8 +522,8 @@ def scaled(method: Method, base: Tensor, tokens: Tensor, e: int, one: QuantizedT
     else:
         finest = min(value for value in tensor.scheme.format.values if value > 0)
         if float(weight.abs().max()) < SMALLEST_SCALE * finest / 2:
-            assert counts["floored_scales"] == scales.numel()
-            # GPTQ may gather the errors of many weights in one.
+            # GPTQ may gather the errors of many weights in one, and then refit its scale.
+            assert method.signed or counts["floored_scales"] == scales.numel()
             assert method.solved or bool((tensor.dequantize() == 0).all())
             return "all at the floor"
     return "subnormal scales, counted"
