@@ -22,6 +22,7 @@ from quantkit.algorithms import coordinate_descent, rtn
 from quantkit.algorithms.hessian import (
     Factor,
     check_size,
+    damped,
     factor_bytes,
     factorize,
     output_losses,
@@ -143,17 +144,15 @@ def quantize(
         grid = grid._replace(scales=grid.scales * binades.exp2().half().unsqueeze(-1))
     scales_by_group = options.act_order == "off" and groups > 1 and pattern is None
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid, pattern)
-    diagonal = h.diagonal().clone()
-    h.diagonal().copy_(factor.diagonal)  # a copy of all of H would be a gigabyte
-    swept, changes = coordinate_descent.refine(
-        weight,
-        swept,
-        h,
-        descent=options.descent,
-        refit=options.refit,
-        masks=pattern is not None and options.prune == "sparsegpt",
-    )
-    h.diagonal().copy_(diagonal)
+    with damped(h, factor):
+        swept, changes = coordinate_descent.refine(
+            weight,
+            swept,
+            h,
+            descent=options.descent,
+            refit=options.refit,
+            masks=pattern is not None and options.prune == "sparsegpt",
+        )
     # Last, because the check of a record waits for the GPU, and before it the launches of the sweep
     # hide behind the search.
     rounded = weight

@@ -9,6 +9,8 @@ drown the others (ALGORITHMS 5.1).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -375,6 +377,19 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     raise NumericError(
         "the Hessian is no covariance: it is indefinite even with damping 1: calibrate anew"
     )
+
+
+@contextmanager
+def damped(h: Tensor, factor: Factor) -> Iterator[None]:
+    """Let `h` `[k, k]` have the damped diagonal of its factor inside the context; a copy of all of
+    it may be a gigabyte.
+    """
+    diagonal = h.diagonal().clone()
+    h.diagonal().copy_(factor.diagonal)
+    try:
+        yield
+    finally:
+        h.diagonal().copy_(diagonal)
 
 
 def factorize_blocks(blocks: Tensor, diagonals: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.coordinate_descent import descend_pruned
-from quantkit.algorithms.hessian import Factor, factorize, live_diagonal
+from quantkit.algorithms.hessian import Factor, damped, factorize, live_diagonal
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import Pattern, column_blocks, round_block, targets
@@ -76,10 +76,8 @@ def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = N
     factor = factor or factorize(h, options, sparse=True)
     values = survivors(weight, factor, options, sweep_pattern(weight, h, options, factor))
     if options.descent:
-        damped = h.clone()
-        damped.diagonal().copy_(factor.diagonal)
-        with one_thread(h.device):
-            values = descend_pruned(weight, values, damped, options.descent)
+        with damped(h, factor), one_thread(h.device):
+            values = descend_pruned(weight, values, h, options.descent)
     if not bool(torch.isfinite(values).all()):
         raise NumericError(
             f"weights that make up for pruned ones overflow {dtype_name(values.dtype)}",

@@ -36,8 +36,8 @@ from quantkit.text.sources import name_of_text
 
 #: Passes of descent where they are the default.
 DESCENT = 3
-#: Damping of 2:4 weights, whose survivors must move further.
-SPARSE_DAMP = 0.3
+#: Damping of 2:4 weights, whose survivors must move further; and by another unit than the median.
+SPARSE_DAMP, OTHER_DAMP = 0.3, 0.01
 #: The most similar names that a message gives.
 SHOWN = 3
 
@@ -296,8 +296,8 @@ def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
     asked = read(mapping, pruning_keys(Recipe))
     rule: Rule = asked.pop("method", "sparsegpt")
-    usual = {"damp": SPARSE_DAMP, "descent": DESCENT}
-    gptq = Options(**{**usual, **asked.pop("gptq", {})}, prune=rule)
+    solver = _with_usual_damp(asked.pop("gptq", {}), True)
+    gptq = Options(**{"descent": DESCENT, **solver}, prune=rule)
     fixed: Any = {"scheme": "2:4", "clip": "none", "metric": "mse", "layout": None}
     return Recipe(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))
 
@@ -328,13 +328,21 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         for name in ("clip", "metric", "signed", "prune")
         if asked[name] is not None
     }
-    usual: dict[str, Any] = {"descent": DESCENT, "refit": True} if refined else {}
-    if method == "gptq" and any(map(is_sparse, schemes)):
-        usual["damp"] = SPARSE_DAMP
-    gptq = Options(**{**usual, **asked.pop("gptq", {})}, **fixed)
+    solver = asked.pop("gptq", {})
+    if refined and solver.setdefault("descent", DESCENT):
+        solver.setdefault("refit", True)
+    sparse = method == "gptq" and any(map(is_sparse, schemes))
+    gptq = Options(**_with_usual_damp(solver, sparse), **fixed)
     found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **_read_shared(asked))
     _check(found)
     return found
+
+
+def _with_usual_damp(solver: dict[str, Any], sparse: bool) -> dict[str, Any]:
+    """Add the damping that goes with the unit and with 2:4, if none is asked for."""
+    if solver.get("damp_kind", "median") != "median":
+        return {"damp": OTHER_DAMP, **solver}
+    return {"damp": SPARSE_DAMP, **solver} if sparse else solver
 
 
 def _scheme(
@@ -397,8 +405,8 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 
 def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
-    """Return True if signed scales, descent and refit are the default: by GPTQ, if there are
-    symmetric integers.
+    """Return True if signed scales, descent and a refit after it are the default: by GPTQ, if there
+    are symmetric integers.
     """
     return method == "gptq" and any(map(takes_signed, schemes))
 

@@ -102,7 +102,18 @@ def test_2_4_weights_are_damped_less_unless_a_recipe_says_how() -> None:
     sparse: dict[str, Any] = {"scheme": {"sparsity": "2:4"}}
     assert from_mapping(sparse).gptq.damp == pruning_from_mapping({}).gptq.damp == 0.3
     assert from_mapping(sparse | {"gptq": {"damp": 1.0}}).gptq.damp == 1.0
+    for kind in ("own", "mean"):  # a whole mean diagonal makes GPTQ rounding
+        unit: dict[str, Any] = {"gptq": {"damp_kind": kind}}
+        assert from_mapping(unit).gptq.damp == pruning_from_mapping(unit).gptq.damp == 0.01
     assert pruning_from_mapping({"gptq": {"damp": 1.0}}).gptq.damp == 1.0
+
+
+def test_a_recipe_without_descent_has_no_refit_unless_it_asks() -> None:
+    """Recipes from before the refit was usual, and the published ones, stay what they were."""
+    assert not from_mapping({"gptq": {"descent": 0}}).gptq.refit
+    assert from_mapping({"gptq": {"descent": 0, "refit": True}}).gptq.refit
+    for published in ("int4-published", "marlin-paper"):
+        assert not from_mapping(load_named_or_scheme(published)).gptq.refit
 
 
 def test_a_search_without_calibration_uses_mse() -> None:
