@@ -176,7 +176,9 @@ def new_run(
     mine = split_documents(lengths, ranks.count, added)[ranks.rank]
     # A copy of tokens in each forward would wait for a GPU.
     here = [tokens.to(model.device) for tokens in every[mine.start : mine.stop]]
-    goals = goals_of(recipe, model.paths, model.kept_dense) if goals is None else goals
+    goals = (
+        goals_of(recipe, model.paths, model.kept_dense, model.tables) if goals is None else goals
+    )
     return Run(
         recipe,
         model,
@@ -289,10 +291,10 @@ def _commit(run: Run, stream: Stream, index: int) -> Commit:
 
 
 def _rest(run: Run) -> Iterator[Item]:
-    """Yield the tensors outside the blocks; a linear there that is not skipped is solved without a
-    Hessian.
+    """Yield the tensors outside the blocks; embeddings and linears there that are not skipped are
+    solved without a Hessian.
     """
-    model, goals = run.model, run.goals(run.model.linears)
+    model, goals = run.model, run.goals(run.chosen)
     for name in model.stored(None) if run.ranks.first else ():
         run.progress.check()
         with run.clock.phase("solve"):

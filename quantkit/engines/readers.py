@@ -24,6 +24,7 @@ from quantkit.engines.tables import (
     Reader,
 )
 from quantkit.errors import Setting, Words
+from quantkit.layouts.schemes import is_embedding
 from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS, REFUSED_BY_VLLM
 
 CAUSAL = AUTO_CLASSES[False][0]
@@ -89,6 +90,10 @@ def _part_of_a_name(folder: Folder) -> bool:
 
 def _has_encoder(folder: Folder) -> bool:
     return folder.config.get("is_encoder_decoder") is True
+
+
+def _has_packed_embeddings(folder: Folder) -> bool:
+    return any(map(is_embedding, folder.linears))
 
 
 #: Name -> trait. A trait belongs to the format or the layout; docs/models.md has the traits of
@@ -188,6 +193,17 @@ TRAITS = {
         "a packed output head, which vLLM does not take in this layout",
         Words("leave it dense with", Setting("skip", ".*lm_head")),
         lambda f: any(module.rpartition(".")[2] == "lm_head" for module in f.linears),
+    ),
+    "packed embeddings": Trait(
+        "packed embeddings",
+        Words("leave out the", Setting("override"), "of embeddings"),
+        _has_packed_embeddings,
+    ),
+    "embeddings not tried": Trait(
+        "packed embeddings",
+        "load it with another reader",
+        _has_packed_embeddings,
+        is_unknown=True,
     ),
     "part": Trait(
         "a dense linear whose name is a part of a quantized one's, which the public config cannot "

@@ -146,7 +146,15 @@ VLLM = Engine(
         Reader(
             "vLLM",
             ("compressed-tensors",),
-            (*_SHARED, "experts", *_OF_WIDTHS, "packed head", "encoder", "family"),
+            (
+                *_SHARED,
+                "experts",
+                *_OF_WIDTHS,
+                "packed head",
+                "embeddings not tried",
+                "encoder",
+                "family",
+            ),
             _LOADER,
         ),
         Reader(
@@ -265,7 +273,12 @@ _HUMMING_KERNELS = "docs/layouts.md 9b, humming-kernels 0.1.19, 2026-11-23"
 SGLANG = Engine(
     "sglang",
     readers=(
-        Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "encoder"), PUBLISHED),
+        Reader(
+            "SGLang",
+            ("compressed-tensors",),
+            (*_SHARED, "experts", "packed embeddings", "encoder"),
+            PUBLISHED,
+        ),
         Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", "encoder", *_SHARED), PUBLISHED),
         Reader(
             "SGLang",
@@ -346,7 +359,12 @@ def _transformers(names: str = "", before: str = "", options: str = "") -> str:
 TRANSFORMERS = Engine(
     "transformers",
     readers=(
-        Reader(_PLAIN, ("compressed-tensors",), ("zeros", "padded"), _ELSEWHERE),
+        Reader(
+            _PLAIN,
+            ("compressed-tensors",),
+            ("zeros", "packed embeddings", "padded"),
+            _ELSEWHERE,
+        ),
         Reader(
             _DEQUANTIZED,
             ("compressed-tensors",),

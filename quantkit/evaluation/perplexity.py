@@ -230,7 +230,8 @@ def cut(
             Words(smaller, "a longer text"),
         )
     for model in models:
-        rows = model.get_input_embeddings().get_parameter("weight").shape[0]
+        table: Any = model.get_input_embeddings()
+        rows = table.weight.shape[0]
         check_tokens(max(int(read.max()), *front, 0), rows)
     prefix = torch.tensor(front, dtype=torch.int64)
     return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(read))

@@ -152,7 +152,7 @@ def _write(
             else Words("use", Option("max_new_tokens", limit), "or less"),
         )
     embeddings: Any = model.get_input_embeddings()
-    check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
+    check_tokens(int(ids.max()), embeddings.weight.shape[0])
     batch: Any = ids[None].to(model.device)
     # The decoder of an encoder-decoder begins with a token of its own.
     before, begun = ([], 1) if has_encoder else (ids.tolist(), len(ids))

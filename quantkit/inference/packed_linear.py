@@ -324,6 +324,60 @@ class PackedLinear(PackedWeight):
             }
 
 
+class PackedEmbedding(PackedLinear):
+    """An `nn.Embedding` with a packed weight `[n, k]`: it gathers the rows of the tokens, and
+    decodes these to `dense_dtype`, on any device.
+
+    `table` is the module in whose place it stands, without a weight of its own. Its forward may
+    scale the rows.
+    """
+
+    def __init__(self, table: nn.Embedding, *packed: Any) -> None:
+        super().__init__(*packed)
+        dtype = table.weight.dtype
+        del table.weight
+        table.padding_idx = None  # which only gradients and random weights heed
+        empty: Any = torch.empty(0, dtype=dtype)
+        empty._is_hf_initialized = True  # transformers leaves it unchanged
+        table.weight = empty
+        self.table, self.dense_dtype = table, dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up the rows of token numbers `[...]`: `[..., k]`."""
+        rows = self.rows(input.reshape(-1))
+        if type(self.table).forward is nn.Embedding.forward:
+            return rows.view(*input.shape, self.in_features)
+        # Its own code gets the rows found, as a weight of which it takes each row once.
+        self.table.weight = rows
+        try:
+            places = torch.arange(len(rows), device=rows.device)
+            found: Tensor = self.table(places.view(input.shape))
+        finally:
+            self.table.weight = rows[:0]
+        return found
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Decode the rows with these numbers, int64 `[t]`: `[t, k]`."""
+        if not len(numbers):
+            return torch.empty(0, self.in_features, dtype=self.dense_dtype, device=numbers.device)
+        layout = LAYOUTS[self.layout]
+        gathered = layout.gather(self.scheme, self.packed(), numbers)
+        decoded = layout.unpack(gathered, self.scheme).dequantize(self.dense_dtype)
+        return decoded[:, : self.in_features]
+
+    def prepare_kernel(self) -> str | None:
+        """Do nothing: gathering needs no kernel."""
+        return None
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """Do nothing: a pass needs few rows."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedEmbedding:
+        super()._apply(fn, recurse)
+        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
+        return self
+
+
 @functools.cache
 def _warn_decoded(why: str) -> None:
     reason = in_python(why)

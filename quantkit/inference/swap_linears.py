@@ -35,11 +35,11 @@ from quantkit.errors import (
     Words,
     about,
 )
-from quantkit.inference.packed_linear import PackedLinear
+from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout, half
 from quantkit.models.meta_model import float32_states
-from quantkit.models.modules import is_linear, reads_weight, size_of
+from quantkit.models.modules import is_linear, is_table, reads_weight, size_of
 from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
 
@@ -69,7 +69,7 @@ def swap(outline: Outline) -> Linears:
         dense = None if pattern else modules.get(path)
         if dense is None and not undeclared(outline.names, src, [f"{module}.weight"]):
             continue  # a packed draft layer
-        if dense is None or not is_linear(dense):
+        if dense is None or not (is_linear(dense) or is_table(dense)):
             raise CheckpointError(
                 f"{module} is packed, and {type(model).__name__} in this transformers has no "
                 "linear of that name",
@@ -82,6 +82,8 @@ def swap(outline: Outline) -> Linears:
         setattr(model.get_submodule(owner), leaf, packed)
         if path in outline.held:
             outline.held[path].linear = packed
+        if isinstance(packed, PackedEmbedding):
+            linears |= _share(outline, module, path)
         # A head with a packed weight of its own is no longer tied to the embeddings.
         if model.all_tied_weights_keys.pop(state, None) is not None:
             model.config.tie_word_embeddings = False
@@ -91,8 +93,31 @@ def swap(outline: Outline) -> Linears:
     return linears
 
 
+def _share(outline: Outline, module: str, path: str) -> Linears:
+    """Replace what the model ties to the embeddings `module` at `path` by layers of the same packed
+    tensors, which transformers ties in the place of the weights. A head that is stored by itself
+    stays, and is no longer tied.
+    """
+    model, stored = outline.module, outline.states.stored
+    ties, shared = model.all_tied_weights_keys, Linears()
+    for state in [a for a, b in ties.items() if b == f"{path}.weight"]:
+        del ties[state]
+        if stored.get(state) != stored.get(f"{path}.weight"):
+            model.config.tie_word_embeddings = False
+            continue
+        user = state.removesuffix(".weight")
+        owner, _, leaf = user.rpartition(".")
+        packed = _packed_skeleton(outline.src, module, model.get_submodule(user))
+        setattr(model.get_submodule(owner), leaf, packed)
+        ties |= {f"{user}.{suffix}": f"{path}.{suffix}" for suffix in packed.suffixes}
+        shared[user] = packed
+    return shared
+
+
 def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:
-    """Make the packed layer, on the meta device, that replaces a linear of the skeleton."""
+    """Make the packed layer, on the meta device, that replaces a linear or an embedding of the
+    skeleton.
+    """
     assert src.layout is not None
     parts, scheme = src.parts(module), src.scheme(module)
     asked, true, stored = size_of(dense), src.true_size(module), src.size(module)
@@ -118,9 +143,11 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
         suffix: torch.empty(src.shape(name), dtype=src.dtype(name), device="meta")
         for suffix, name in parts.items()
     }
-    bias: Any = dense.bias
+    bias: Any = getattr(dense, "bias", None)
     if bias is None and f"{module}.bias" in src.names():  # some programs always write one, of zeros
         bias = torch.empty(true[0], dtype=dense.get_parameter("weight").dtype, device="meta")
+    if isinstance(dense, nn.Embedding):
+        return PackedEmbedding(dense, src.layout.NAME, scheme, stored, true, tensors)
     packed = PackedLinear(src.layout.NAME, scheme, stored, true, tensors, bias)
     packed.dense_dtype = dense.get_parameter("weight").dtype
     return packed
@@ -203,6 +230,7 @@ def repack_for_kernels(linears: Linears) -> list[str]:
                     linear.record()
         if (
             linear.device.type == "meta"
+            and not isinstance(linear, PackedEmbedding)
             and torch.cuda.is_available()
             and linear.layout not in kernels.MATMULS
         ):
@@ -225,6 +253,8 @@ def keep_decoded(linears: Linears, free: float) -> tuple[str | None, str | None]
     """
     total, kept, left = 0, list[str](), dict[str, int]()
     for name, linear in linears.items():
+        if isinstance(linear, PackedEmbedding):
+            continue
         nbytes = linear.out_features * linear.in_features * linear.dense_dtype.itemsize
         if linear.device.type == "cpu" and total + nbytes <= KEPT * free:
             with about(name):
@@ -256,7 +286,7 @@ def describe_weights(model: PreTrainedModel) -> str:
         if linear.is_multiplied_on(model.device, model.dtype)
         else "decoded"
         for linear in model.modules()
-        if isinstance(linear, PackedLinear)
+        if isinstance(linear, PackedLinear) and not isinstance(linear, PackedEmbedding)
     )
     words = [
         f"{count} weights {kind}" if len(kinds) > 1 else f"weights {kind}"

@@ -134,6 +134,8 @@ class Layout(ABC):
     #: Weights can be stacked if each `n` is a multiple of this: then no two share a tile. None: not
     #: stacked.
     STACKING_UNIT: ClassVar[int | None] = None
+    #: Whether the packed rows of a weight can be gathered one by one, as embeddings need.
+    GATHERS: ClassVar[bool] = False
     #: Conditions under which another layout holds the contents of a file: on integers, and on
     #: floats.
     INTEGERS_IF: ClassVar[str | None] = None
@@ -333,6 +335,14 @@ class Layout(ABC):
                 memory_format=torch.contiguous_format
             )
         return found
+
+    def gather(
+        self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Copy the packed tensors, by suffix, of the weight `[t, k]` whose rows are those with the
+        numbers `rows`, int64 `[t]`, of a weight `[n, k]`. Only layouts with GATHERS have it.
+        """
+        raise NotImplementedError
 
     def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
         """Name the variant of this layout that the data show; it may differ from the label in the

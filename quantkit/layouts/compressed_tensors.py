@@ -33,7 +33,7 @@ from quantkit.layouts.arrangement import (
 from quantkit.layouts.base import Layout, Stored, match, matrix
 from quantkit.layouts.expressions import LONGEST, anchored, check_amount, literal, pattern
 from quantkit.layouts.gptq import check_static
-from quantkit.layouts.schemes import ORIGINAL, Schemes
+from quantkit.layouts.schemes import EMBEDDINGS, ORIGINAL, Schemes, is_embedding
 
 T = TypeVar("T")
 
@@ -43,6 +43,8 @@ INTEGERS = {fmt.bits: fmt for fmt in FORMATS.values() if not fmt.is_float}
 NO_CODE = 255
 #: The method in configs, and the format that `Marlin24CompressedTensors` reads.
 METHOD, MARLIN24 = "compressed-tensors", "marlin-24"
+#: Targets that are classes of modules: of all linears, and of all embeddings.
+LINEAR, EMBEDDING = "Linear", "Embedding"
 #: The formats of weights that `CompressedTensors` holds.
 INTEGER, FLOAT = "pack-quantized", "float-quantized"
 
@@ -111,6 +113,7 @@ class CompressedTensors(Layout):
     TITLE, MULTIPLES = "compressed-tensors", (1, 1)
     WAY_OUT = Words(Setting("skip"), "the weight")
     OTHER_FORMAT = Words("use another", Setting("format"))
+    GATHERS = True
     INTEGERS_IF = "there is no act-order"
     FLOATS_IF = "every FP8 value is one of the format"
 
@@ -187,14 +190,36 @@ class CompressedTensors(Layout):
         check_static(tensors, "weight_g_idx", scheme, k)
         return n, k
 
+    def gather(
+        self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor
+    ) -> dict[str, Tensor]:
+        found = {
+            name: tensors[name].index_select(0, rows)
+            for name in ("weight", "weight_packed", "weight_scale")
+            if name in tensors
+        }
+        if "weight_shape" in tensors:
+            n, k = tensors["weight_shape"].tolist()
+            found["weight_shape"] = torch.tensor((len(rows), k), device=rows.device)
+            if not scheme.symmetric:
+                name, bits = "weight_zero_point", scheme.format.bits
+                zeros = unpack_zeros(tensors[name], bits, n, name).index_select(0, rows)
+                found[name] = pack_zeros(zeros, bits)
+        return found
+
     def config(self, schemes: Schemes) -> CompressedTensorsConfig:
         """Make the config of docs/layouts.md 9, with one config group for each scheme.
 
         The library prefers a target that is a name, then the first pattern in text order, then a
         class. `overrides` has its own order. So each name has the same scheme as in `schemes`:
-        every pattern excludes the patterns before it.
+        every pattern excludes the patterns before it. Embeddings of one scheme are stated by their
+        class, because many classes of vLLM do not tell the name.
         """
-        targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
+        targets: dict[Scheme, list[str]] = {schemes.default: [LINEAR]}
+        names = {literal(text): scheme for text, scheme in schemes.overrides}
+        tables = {scheme for name, scheme in names.items() if name and is_embedding(name)}
+        for scheme in tables if len(tables) == 1 else ():
+            targets.setdefault(scheme, []).append(EMBEDDING)
         before = ""
         for text, scheme in schemes.overrides:
             name = literal(text)
@@ -256,18 +281,22 @@ def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str,
     """Return the value of `Linear`, which is the default, and (regular expression, value) pairs of
     the other targets.
 
-    The first match wins, in the library's order: names, then patterns as text, then classes.
-    CheckpointError for a target that is no pattern.
+    The first match wins, in the library's order: names, then patterns as text, then classes. The
+    class `Embedding` stands for the names of token embeddings. CheckpointError for a target that is
+    no pattern.
     """
     ordered = sorted(by_target.items(), key=lambda pair: pair[0])
+    classes = {LINEAR, EMBEDDING}
     exact = [
-        (re.escape(t), value) for t, value in ordered if t != "Linear" and not t.startswith("re:")
+        (re.escape(t), value) for t, value in ordered if not (t in classes or t.startswith("re:"))
     ]
     check_amount(t[3:] for t in by_target if t.startswith("re:"))
     patterns = [(f"(?:{t[3:]}).*", value) for t, value in ordered if t.startswith("re:")]
     for text, _ in patterns:
         pattern(text)
-    return by_target.get("Linear", next(iter(by_target.values()))), (*exact, *patterns)
+    tables = [(EMBEDDINGS, by_target[EMBEDDING])] if EMBEDDING in by_target else []
+    default = by_target.get(LINEAR, next(iter(by_target.values())))
+    return default, (*exact, *patterns, *tables)
 
 
 def _fill_codes(weight: Tensor, fmt: Format, first: int, codes: Tensor) -> None:

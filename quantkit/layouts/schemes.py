@@ -29,6 +29,10 @@ S = TypeVar("S", bound=msgspec.Struct)
 GroupSize = Annotated[int, Meta(ge=-1)]
 #: The exceptions of a config: entries that differ, by a pattern of names.
 Dynamic = dict[str, dict[str, Any] | None] | UnsetType | None
+#: The last names of token embeddings, which headers do not tell from linears.
+EMBEDDINGS = (
+    r"(?:.*\.)?(?:embed_tokens(?:_per_layer)?|embed_in|wte|word_embeddings|tok_embeddings|shared)"
+)
 #: The way out for weights of a method that is not read.
 ORIGINAL = "give the original model, which the model card names as base_model"
 
@@ -67,6 +71,11 @@ class Schemes:
         return not any(
             module.rpartition(".")[2] in ("lm_head", "embed_out") for module in self.ignore
         )
+
+
+def is_embedding(module: str) -> bool:
+    """Return True if a module has the name of token embeddings."""
+    return re.fullmatch(EMBEDDINGS, module) is not None
 
 
 def read(kind: type[S], entries: object, where: str = "", way_out: str = ORIGINAL) -> S:

@@ -54,6 +54,18 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module) is Conv1D
 
 
+def is_table(module: nn.Module) -> bool:
+    """Return True if a module looks up the rows of its `weight` by the numbers of tokens, and at
+    most changes each row by itself.
+
+    True for `nn.Embedding` and subclasses that scale it. Tables of positions get more arguments.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    plain = [name for name, _ in module.named_parameters()] == ["weight"]
+    return plain and len(inspect.signature(module.forward).parameters) == 1
+
+
 def reads_weight(owner: nn.Module, leaf: str) -> bool:
     """Return True if the forward of a module uses the weight of its linear `leaf` itself, or asks
     for its dtype.

@@ -34,6 +34,7 @@ from quantkit.models.modules import (
     find_towers,
     get_tensor,
     is_linear,
+    is_table,
     language_model,
     replace_transposed,
     size_of,
@@ -148,6 +149,7 @@ class Outline:
         """
         stored, _, outside, strays = self.states
         self.names.refresh()
+        ties = self.module.all_tied_weights_keys
         weights = {f"{module}.weight" for module in paths}
         for state in [state for state, name in stored.items() if name in weights]:
             del stored[state]
@@ -157,6 +159,8 @@ class Outline:
                     stored[f"{path}.{suffix}"] = name
                 else:
                     strays.append(name)
+                for shared in (a for a, b in ties.items() if b == f"{path}.{suffix}"):
+                    stored[shared] = name
             bias = f"{module}.bias"
             if bias in strays and f"{path}.bias" in self.names.states:
                 strays.remove(bias)
@@ -183,9 +187,11 @@ class LanguageModel(Outline):
     `linears`: name in the checkpoint -> `(n, k)` of every linear. `paths`: the same names -> module
     paths, which differ in a few published families. `tied`: linears that share their weight with
     the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names
-    them. `experts`: name -> the expert that a linear belongs to. `notices`: matrices that stay
-    dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the module
-    whose forward is run: the outermost module that runs on tokens only; `text_path`: its path.
+    them. `tables`: name -> module path of the embeddings that a recipe may name, `table_sizes`
+    their `(n, k)`. `experts`: name -> the expert that a linear belongs to. `notices`: matrices that
+    stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
+    module whose forward is run: the outermost module that runs on tokens only; `text_path`: its
+    path.
 
     CheckpointError if transformers cannot build the model, or a stored tensor has another shape
     than it.
@@ -208,6 +214,15 @@ class LanguageModel(Outline):
             name: size_of(self.module.get_submodule(path)) for name, path in self.paths.items()
         }
         self.kept_dense = _kept_dense(self.module, decoder, self.tied, self.states.stored)
+        inside = tuple(f"{path}." for path in self.blocks)
+        self.tables = {
+            name: path
+            for name, path in find_tables(self.module, self.states.stored).items()
+            if name not in self.paths and not path.startswith(inside)
+        }
+        self.table_sizes = {
+            name: size_of(self.module.get_submodule(path)) for name, path in self.tables.items()
+        }
         of_path = find_experts(self.module)
         self.experts = {name: of_path[path] for name, path in self.paths.items() if path in of_path}
         self.notices += self.outside.notices()
@@ -227,6 +242,18 @@ class LanguageModel(Outline):
         """List the checkpoint names of a block's linears, in module order."""
         inside = set(self.stored(block))
         return [name for name in self.linears if f"{name}.weight" in inside]
+
+    def dense_embeddings(self, packed: Collection[str]) -> list[str]:
+        """List the paths and stored names of the embeddings that stay dense beside the tables
+        `packed`, because a config may state embeddings by their class. Empty if none is packed.
+        """
+        names: list[str] = []
+        paths = {self.tables[name] for name in packed}
+        for path, found in self.module.named_modules() if packed else ():
+            stored = self.states.stored.get(f"{path}.weight", "").removesuffix(".weight")
+            if isinstance(found, nn.Embedding) and path not in paths and stored not in packed:
+                names += [path, stored or path]
+        return [*dict.fromkeys(names)]
 
     def why_uncalled(self, linear: str) -> str | None:
         """Give the reason why a text-only pass never calls a linear; None if it may."""
@@ -325,6 +352,15 @@ def find_linears(
                 "linear that transformers makes from other stored tensors,", []
             ).append(path)
     return paths, tied, _notices(others) + dense_matrices(module)
+
+
+def find_tables(module: PreTrainedModel, stored: Mapping[str, str]) -> dict[str, str]:
+    """Map stored name to module path of each embedding; `stored` as for `find_linears`."""
+    found: dict[str, str] = {}
+    for path, table in module.named_modules():
+        if is_table(table) and (name := stored.get(f"{path}.weight")) is not None:
+            found.setdefault(name.removesuffix(".weight"), path)
+    return found
 
 
 def dense_matrices(module: PreTrainedModel) -> list[str]:

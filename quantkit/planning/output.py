@@ -29,7 +29,7 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE, inside
 from quantkit.kernels import MATMULS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import Schemes, is_embedding
 from quantkit.models.outline import largest_others, share_of
 from quantkit.models.outside import Outside
 from quantkit.recipes.goals import Goal, label
@@ -397,7 +397,9 @@ def schemes_of(
         for name in dict.fromkeys((module, paths.get(module, module)))
     ]
     overrides = tuple(
-        (re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != usual
+        (re.escape(name), s)
+        for name, s in named
+        if isinstance(s, Scheme) and (s != usual or is_embedding(name))
     )
     return Schemes(usual, overrides, (*(name for name, s in named if s is None), *outside))
 
@@ -421,7 +423,11 @@ def converted_schemes(src: Checkpoint, rows: Iterable[Row], outside: Outside) ->
         if all(stated.of(module) == scheme for module, scheme in now.items()):
             return stated
     most = Counter(now.values()).most_common(1)[0][0] if now else default
-    exact = tuple((re.escape(module), scheme) for module, scheme in now.items() if scheme != most)
+    exact = tuple(
+        (re.escape(module), scheme)
+        for module, scheme in now.items()
+        if scheme != most or is_embedding(module)
+    )
     return Schemes(most, exact, ignore)
 
 

@@ -289,19 +289,22 @@ def job_of(
 ) -> Job:
     """Plan the output of a source whose model is known already."""
     recipe, sized = with_group_size(recipe, model.linears, model.paths, model.kept_dense)
-    goals = goals_of(recipe, model.paths, model.kept_dense)
+    goals = goals_of(recipe, model.paths, model.kept_dense, model.tables)
+    tables = [name for name in model.tables if name in goals]
     on_cpu = model.device.type == "cpu" and gpu_memory is None
     recipe, drawn = with_affordable_text(
         recipe, [shape for name, shape in model.linears.items() if goals[name] is not None], on_cpu
     )
-    names = {name for linear, path in model.paths.items() for name in (linear, path)}
+    pairs = (*model.paths.items(), *model.tables.items())
+    names = {name for pair in pairs for name in pair}
     unused = require_effect(recipe, sorted(names), model.kept_dense)
     made = plan_quantize(
         src,
-        model.linears,
+        model.linears | {name: model.table_sizes[name] for name in tables},
         recipe,
         goals=goals,
         tied=model.tied,
+        tables=tables,
         inside={name for block in range(len(model.blocks)) for name in model.stored(block)},
         out=None if out is None else Path(out),
         device=model.device.type if gpu_memory is None else "cuda",
@@ -310,12 +313,14 @@ def job_of(
     )
     more = [*model_remarks(recipe, model, goals), *unused]
     if recipe.fused_alike:
-        asked = goals_of(replace(recipe, fused_alike=False), model.paths, model.kept_dense)
+        apart = replace(recipe, fused_alike=False)
+        asked = goals_of(apart, model.paths, model.kept_dense, model.tables)
         more += changes(asked, goals)
     remarks = (*sized, *drawn, *made.verdict.remarks, *more)
     made = replace(made, verdict=replace(made.verdict, remarks=remarks))
     if not made.verdict.misfits:  # else a config cannot be made
-        schemes = schemes_of(recipe, goals, model.paths, model.outside.dense_entries(src))
+        dense = [*model.outside.dense_entries(src), *model.dense_embeddings(tables)]
+        schemes = schemes_of(recipe, goals, model.paths | model.tables, dense)
         units = units_of(src, src.names())
         if recipe.calibrated:
             units = map(model.stored, (*range(len(model.blocks)), None))

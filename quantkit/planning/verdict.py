@@ -290,6 +290,13 @@ def source_rule(
     return None
 
 
+def table_rule(layout: Layout | None) -> str | None:
+    """Return the rule by which a layout holds no embeddings; None if it does."""
+    if layout is None:
+        return "embeddings are not pruned"
+    return None if layout.GATHERS else f"{layout.TITLE} has no place for embeddings"
+
+
 def layout_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None:
     """Return the rule that a weight breaks in a layout or, if it stays dense, as a 2:4 weight."""
     if layout is not None and isinstance(goal, Scheme):

@@ -163,12 +163,16 @@ def goal_of(recipe: Recipe, name: str, path: str) -> Goal | None:
 
 
 def goals_of(
-    recipe: Recipe, paths: Mapping[str, str], kept_dense: Mapping[str, str]
+    recipe: Recipe,
+    paths: Mapping[str, str],
+    kept_dense: Mapping[str, str],
+    tables: Mapping[str, str] | None = None,
 ) -> dict[str, Goal | None]:
     """Return the goal of every linear, by its name in the checkpoint; None for a dense linear.
 
     `paths`: name -> path in the model. `kept_dense`: name -> reason, for dense matrices, linears or
-    not. An override may match only these. RecipeError if such an override names a router.
+    not. `tables`: name -> path of the embeddings; only those that get codes are in the result. An
+    override may match only these. RecipeError if such an override names a router.
     """
     goals = {
         name: goal_of(recipe, name, path) for name, path in paths.items() if name not in kept_dense
@@ -186,8 +190,14 @@ def goals_of(
                     "drop the override",
                 )
             named.setdefault(name, scheme)
+        for name, path in (tables or {}).items():
+            if recipe.scheme_of(name) is not None and (
+                matches(pattern, name) or matches(pattern, path)
+            ):
+                named.setdefault(name, scheme)
     goals |= {name: named.get(name) for name in kept_dense}
-    return treat_alike(goals) if recipe.fused_alike else goals
+    goals = treat_alike(goals) if recipe.fused_alike else goals
+    return goals | {name: named[name] for name in tables or () if name in named}
 
 
 def without_paths(recipe: Recipe) -> Recipe:

@@ -1,0 +1,141 @@
+"""Embeddings in few bits: the config that names them, rows gathered and decoded, and what has no place for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.scheme import Scheme
+from quantkit.errors import LayoutError, RecipeError
+from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
+from quantkit.layouts import LAYOUTS
+from tests.inference.samples import decoded, logits, same, stored
+from tests.layouts.samples import HELD, record
+
+#: Family, its embedding, the scheme, and whether the head is tied to it. Gemma scales the rows.
+MODELS = [
+    ("llama", "model.embed_tokens", "int8:channel", False),
+    ("qwen2", "model.embed_tokens", "int8:channel", True),
+    ("gemma", "model.embed_tokens", "int6:g64", True),
+    ("opt", "model.decoder.embed_tokens", "int4:g64:asym", True),
+]
+SHAPES = [torch.tensor([[3, 256], [0, 3]]), torch.empty(1, 0, dtype=torch.int64)]
+
+
+def packed(folders: dict[str, Path], family: str, out: Path, pattern: str, label: str, **options: Any) -> Any:
+    return quantkit.quantize(folders[family], out, **{"method": "rtn", "override": {pattern: label}, **options})
+
+
+def stated(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return found
+
+
+@pytest.mark.parametrize(("family", "name", "label", "tied"), MODELS)
+def test_rows_of_a_packed_embedding_are_those_of_the_decoded_model(
+    family: str, name: str, label: str, tied: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    made = packed(folders, family, out, name.rpartition(".")[2], label)
+    assert {each["name"]: each["scheme"] for each in made.layers}[name] == label
+    assert quantkit.verify(out).ok
+    model, expected = quantkit.load(out, device="cpu"), decoded(out)
+    assert torch.equal(logits(model), expected)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(table, PackedEmbedding) and isinstance(head, PackedLinear) is tied
+    assert tied is any(f"{name}.weight_packed" == b for b in model.all_tied_weights_keys.values())
+    if tied:  # one tensor in memory and in the file
+        assert head.packed()["weight_packed"].data_ptr() == table.packed()["weight_packed"].data_ptr()
+    for ids in SHAPES:
+        assert table(ids).shape == (*ids.shape, 128)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(quantkit.load(tmp_path / "saved", device="cpu")), expected)
+    assert model.to(torch.bfloat16).get_input_embeddings()(SHAPES[0]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("label", [each for each in HELD["compressed-tensors"][0] if not each.endswith(":24")])
+def test_gathered_rows_are_the_rows_of_the_weight(label: str) -> None:
+    layout, scheme, rows = LAYOUTS["compressed-tensors"], Scheme.parse(label), torch.tensor([5, 0, 39, 5])
+    whole = record(scheme, 40, 256)
+    part = layout.unpack(layout.gather(scheme, layout.pack(whole), rows), scheme)
+    assert torch.equal(part.codes, whole.codes[rows]) and same(part.scales, whole.scales[rows])
+    assert (part.zeros is None) is (whole.zeros is None)
+    assert part.zeros is None or torch.equal(part.zeros, whole.zeros[rows])
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "label", "others"),
+    [
+        ("gpt2", "transformer.wte", "int8:channel", ["transformer.wpe"]),  # else wpe would count as packed
+        ("gpt_neox", "gpt_neox.embed_in", "int4:g128", []),  # the scheme of all linears
+    ],
+)
+def test_a_config_names_embeddings_by_class_and_other_tables_as_dense(
+    family: str, name: str, label: str, others: list[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    packed(folders, family, out, name.rpartition(".")[2], label)
+    config = stated(out)
+    (group,) = [each for each in config["config_groups"].values() if "Embedding" in each["targets"]]
+    assert name in group["targets"] and group["weights"]["num_bits"] == Scheme.parse(label).format.bits
+    assert [each for each in config["ignore"] if each.endswith("wpe")] == others
+    del config["quantkit"]  # as another program would write it
+    group["targets"].remove(name)
+    whole = json.loads((out / "config.json").read_text()) | {"quantization_config": config}
+    (out / "config.json").write_text(json.dumps(whole))
+    assert Checkpoint(out).scheme(name).label == label
+    assert torch.equal(logits(quantkit.load(out, device="cpu", check=False)), decoded(out))
+
+
+def test_only_an_override_for_embeddings_alone_packs_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    made = packed(folders, "llama", tmp_path / "out", ".*", "int8:channel")
+    assert "model.embed_tokens" not in {each["name"] for each in made.layers}
+    assert stated(tmp_path / "out")["ignore"] == ["lm_head"]
+    with pytest.raises(RecipeError, match="matches only linears that are skipped"):
+        packed(folders, "llama", tmp_path / "not", "embed_tokens", "int8:channel", skip=["embed_tokens"])
+
+
+def test_layouts_without_a_place_for_embeddings_refuse_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        LayoutError, match=r"no place for embeddings: model\.embed_tokens is \[257, 128\].*embed_tokens"
+    ):
+        packed(folders, "llama", tmp_path / "not", "embed_tokens", "int4:g128", layout="gptq")
+    packed(folders, "llama", tmp_path / "out", "embed_tokens", "int4:g128")
+    with pytest.raises(LayoutError, match="no place for embeddings"):
+        quantkit.pack(tmp_path / "out", tmp_path / "not", layout="gptq")
+
+
+def test_no_program_is_named_that_was_not_seen_to_open_packed_embeddings(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = packed(folders, "llama", tmp_path / "out", "embed_tokens", "int8:channel")
+    assert made["readers"] == made["opened_by"] == ["quantkit.load"]
+    assert "transformers" in made["not_opened_by"]  # it fails on them, and never fills them with random values
+    assert any("SGLang" in line and "packed embeddings" in line for line in made["layout_notices"])
+
+
+def test_calibration_rounds_embeddings_and_says_so(folders: dict[str, Path], calib: Path, tmp_path: Path) -> None:
+    options = {"method": "gptq", "calib": str(calib), "samples": 4, "max_length": 64}
+    made = packed(folders, "qwen2", tmp_path / "out", "embed_tokens", "int8:channel", **options)
+    (row,) = [each for each in made.layers if each["name"] == "model.embed_tokens"]
+    assert row["method"] == "rtn" and "outside the blocks" in row["reason"] and row["relative_error"] < 0.01
+    assert torch.equal(logits(quantkit.load(tmp_path / "out", device="cpu")), decoded(tmp_path / "out"))
+
+
+def test_a_head_stored_beside_packed_embeddings_stays_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
+    packed(folders, "qwen2", tmp_path / "out", "embed_tokens", "int8:channel")
+    head = torch.linspace(-1, 1, 257 * 128).view(257, 128).half()
+    tensors = {**stored(tmp_path / "out"), "lm_head.weight": head}
+    for path in [*(tmp_path / "out").glob("*.safetensors*")]:
+        path.unlink()
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    model = quantkit.load(tmp_path / "out", device="cpu", check=False)
+    assert torch.equal(model.get_output_embeddings().weight, head.float())
+    assert not model.config.tie_word_embeddings and isinstance(model.get_input_embeddings(), PackedEmbedding)
