@@ -114,6 +114,11 @@ TRAITS = {
         "load it with CompressedTensorsConfig(dequantize=True)",
         lambda f: any(not s.symmetric for s in f.schemes),
     ),
+    "decoded whole": Trait(
+        "weights that transformers does not keep compressed",
+        "load it with CompressedTensorsConfig(dequantize=True)",
+        lambda f: any(not s.symmetric for s in f.schemes) or _has_packed_embeddings(f),
+    ),
     "zeros of other widths": Trait(
         "zero points of other widths than 4 and 8 bits, which vLLM 0.26.0 refuses and 0.33.0 reads",
         Words("quantize with", Setting("asym", False)),
@@ -196,7 +201,7 @@ TRAITS = {
     ),
     "packed embeddings": Trait(
         "packed embeddings",
-        Words("leave out the", Setting("override"), "of embeddings"),
+        "load it with another reader",
         _has_packed_embeddings,
     ),
     "embeddings not tried": Trait(

@@ -370,7 +370,7 @@ TRANSFORMERS = Engine(
             ("compressed-tensors",),
             ("zeros of experts", "one of several", "padded"),
             _ELSEWHERE,
-            only="asymmetric",
+            only="decoded whole",
         ),
         Reader(_THROUGH, ("gptq",), ("padded", "encoder"), PUBLISHED),
         Reader(_THROUGH, ("awq",), ("mixed", "part", "channel", "padded", "encoder"), PUBLISHED),

@@ -121,6 +121,20 @@ def test_no_program_is_named_that_was_not_seen_to_open_packed_embeddings(
     assert any("SGLang" in line and "packed embeddings" in line for line in made["layout_notices"])
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])
+def test_transformers_decodes_embeddings_of_the_scheme_of_all_linears(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    made = packed(folders, family, tmp_path / "out", "embed_tokens", "int4:g128", group_size=128)
+    assert any("dequantize=True" in reader for reader in made["readers"])
+    whole: Any = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", quantization_config=whole)
+    assert torch.equal(logits(model), decoded(tmp_path / "out", torch.float16))
+
+
 def test_calibration_rounds_embeddings_and_says_so(folders: dict[str, Path], calib: Path, tmp_path: Path) -> None:
     options = {"method": "gptq", "calib": str(calib), "samples": 4, "max_length": 64}
     made = packed(folders, "qwen2", tmp_path / "out", "embed_tokens", "int8:channel", **options)
