@@ -21,7 +21,7 @@ from quantkit.core.tensors import dtype_name
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout
 from quantkit.layouts.expressions import literal
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import Schemes, is_head
 from quantkit.version import __version__
 
 #: The name of the joined linear, and its members. The first row with a member counts. A row may
@@ -168,4 +168,9 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
         if joined not in packed:
             ignore |= dict.fromkeys(asked_names(joined, members))
     ignore |= dict.fromkeys(name for module in schemes.ignore for name in aliases(module))
-    return replace(schemes, overrides=(*named, *schemes.overrides), ignore=tuple(ignore))
+    return replace(
+        schemes,
+        overrides=(*named, *schemes.overrides),
+        ignore=tuple(ignore),
+        heads=tuple(filter(is_head, modules)),
+    )

@@ -29,6 +29,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 GroupSize = Annotated[int, Meta(ge=-1)]
 #: The exceptions of a config: entries that differ, by a pattern of names.
 Dynamic = dict[str, dict[str, Any] | None] | UnsetType | None
+#: The last names of output heads.
+HEADS = ("lm_head", "embed_out")
 #: The last names of token embeddings, which headers do not tell from linears.
 EMBEDDINGS = (
     r"(?:.*\.)?(?:embed_tokens(?:_per_layer)?|embed_in|wte|word_embeddings|tok_embeddings|shared)"
@@ -45,13 +47,15 @@ class Schemes:
     `overrides` are (regular expression, scheme) pairs, matched against the whole module name; the
     first match wins. `ignore` lists the names of dense modules, or patterns `re:...`, as public
     readers expect them. `padded` are (module name, true shape `[n, k]`) pairs of linears stored
-    larger, with zeros; only the `quantkit` key has them.
+    larger, with zeros; only the `quantkit` key has them. `heads` are the output heads that have
+    codes, for a config that must name them.
     """
 
     default: Scheme
     overrides: tuple[tuple[str, Scheme], ...] = ()
     ignore: tuple[str, ...] = ()
     padded: tuple[tuple[str, tuple[int, int]], ...] = ()
+    heads: tuple[str, ...] = ()
 
     def of(self, module: str) -> Scheme:
         """Give the scheme of the linear called `module`; CheckpointError if the patterns take too
@@ -68,9 +72,12 @@ class Schemes:
         """True if the output head is quantized too: `ignore` has none of the names that models give
         it.
         """
-        return not any(
-            module.rpartition(".")[2] in ("lm_head", "embed_out") for module in self.ignore
-        )
+        return not any(map(is_head, self.ignore))
+
+
+def is_head(module: str) -> bool:
+    """Return True if a module has the name of an output head."""
+    return module.rpartition(".")[2] in HEADS
 
 
 def is_embedding(module: str) -> bool:

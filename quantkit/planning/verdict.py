@@ -279,7 +279,7 @@ def source_rule(
     """Return the rule, independent of the layout, by which a weight cannot be quantized."""
     name = f"{module}.weight"
     if not own_weight:
-        return "a linear tied to the embeddings has no weight of its own, and those stay dense"
+        return "a linear tied to the embeddings has no weight of its own, theirs serves both"
     if src.dtype(name) not in FLOATS:
         return (
             f"weights stored as {dtype_name(src.dtype(name))} are not quantized, only "

@@ -27,6 +27,7 @@ from quantkit.keys import Key, keys_of, read
 from quantkit.layouts import LAYOUTS, expressions
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import fitting
+from quantkit.layouts.schemes import HEADS
 from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
 from quantkit.recipes.goals import Goal, is_sparse, label, treat_alike
@@ -329,6 +330,8 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         (_pattern(p), Scheme.parse(label))
         for p, label in (asked.pop("overrides", None) or {}).items()
     )
+    if any(pattern.endswith(HEADS) for pattern, _ in overrides):  # it is skipped by default
+        asked["skip"] = [each for each in asked.get("skip", RecipeKeys.skip) if each not in HEADS]
     schemes = [scheme, *(other for _, other in overrides)]
     refined = _refined_by_default(method, schemes)
     asked.setdefault("signed", refined)

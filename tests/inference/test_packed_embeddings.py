@@ -1,8 +1,9 @@
-"""Embeddings in few bits: the config that names them, rows gathered and decoded, and what has no place for them."""
+"""Embeddings and heads in few bits: configs that name them, gathered rows, and what has no place for them."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.layouts import LAYOUTS
+from quantkit.recipes.recipe import from_mapping
 from tests.inference.samples import decoded, logits, same, stored
 from tests.layouts.samples import HELD, record
 
@@ -92,6 +94,29 @@ def test_a_config_names_embeddings_by_class_and_other_tables_as_dense(
     (out / "config.json").write_text(json.dumps(whole))
     assert Checkpoint(out).scheme(name).label == label
     assert torch.equal(logits(quantkit.load(out, device="cpu", check=False)), decoded(out))
+
+
+@pytest.mark.parametrize("label", ["int6:g64", "int4:g128"])
+def test_a_config_names_a_packed_head_because_engines_count_it_as_no_linear(
+    label: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = packed(folders, "llama", tmp_path / "out", "lm_head", label)
+    config = stated(tmp_path / "out")
+    (group,) = [each for each in config["config_groups"].values() if any("lm_head" in t for t in each["targets"])]
+    assert group["weights"]["num_bits"] == Scheme.parse(label).format.bits and config["ignore"] == []
+    patterns = [target.removeprefix("re:") for target in group["targets"] if target.startswith("re:")]
+    for name in ("lm_head", "language_model.lm_head"):  # as engines match
+        assert any(re.match(pattern, name) for pattern in patterns)
+    assert not any(re.match(pattern, "model.my_lm_head") for pattern in patterns)
+    assert made["opened_by"] == ["quantkit.load", "transformers"]
+    assert torch.equal(logits(quantkit.load(tmp_path / "out", device="cpu")), decoded(tmp_path / "out"))
+
+
+def test_an_override_of_the_head_beats_the_skip_of_the_head_alone(tmp_path: Path) -> None:
+    made = from_mapping({"overrides": {".*lm_head": "int8"}, "skip": ["lm_head", "o_proj"], "method": "rtn"})
+    assert made.skip == ("o_proj",) and made.scheme_of("lm_head") == Scheme.parse("int8")
+    assert from_mapping(made.to_mapping()) == made
+    assert from_mapping({"overrides": {".*": "int8"}, "method": "rtn"}).skip == ("lm_head",)
 
 
 def test_only_an_override_for_embeddings_alone_packs_them(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ BAD = {
     "skip": (unchanged, (*RTN, "--skip", "dwn_proj"), 2),
     "skip in GPTQ": (unchanged, (*GPTQ, "--calib", "TEXT", "--skip", "layers.7.mlp.up_proj"), 2),
     "override": (unchanged, (*RTN, "--override", "v_prj=int4:g64"), 2),
-    "override of what is skipped": (unchanged, (*RTN, "--override", "lm_head=int4:g64"), 2),
+    "override of what is skipped": (unchanged, (*RTN, "--skip", "v_proj", "--override", "v_proj=int4:g64"), 2),
     "two patterns": (unchanged, (*RTN, "--skip", "a_proj", "--override", "b_proj=int4:g64"), 2),
     "everything skipped": (unchanged, (*RTN, "--skip", ".*"), 2),
     "misfits": (unchanged, (*RTN, "--layout", "marlin", "--group-size", 64), 1),

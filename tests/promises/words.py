@@ -46,7 +46,7 @@ ERRORS = (
     f"quantize model --skip ( {TO}",
     f"quantize model --skip .* --method rtn {TO}",
     f"quantize model --skip dwn_proj {RTN} -o out",
-    f"quantize model --override lm_head=int4:g64 {RTN} -o out",
+    f"quantize model --skip v_proj --override v_proj=int4:g64 {RTN} -o out",
     f"plan model --override v_prj=int4:g64 {RTN}",
     f"plan model --gpu h100 {RTN}",
     f"plan model --gpu-memory 1GB --device cpu {RTN}",
