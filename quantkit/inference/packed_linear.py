@@ -358,12 +358,17 @@ class PackedEmbedding(PackedLinear):
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Decode the rows with these numbers, int64 `[t]`: `[t, k]`."""
-        if not len(numbers):
-            return torch.empty(0, self.in_features, dtype=self.dense_dtype, device=numbers.device)
-        layout = LAYOUTS[self.layout]
-        gathered = layout.gather(self.scheme, self.packed(), numbers)
-        decoded = layout.unpack(gathered, self.scheme).dequantize(self.dense_dtype)
-        return decoded[:, : self.in_features]
+        tensors = self.packed()
+        found: Tensor = torch.ops.quantkit.gather(
+            numbers,
+            [*tensors.values()],
+            [*tensors],
+            self.layout,
+            self.scheme.label,
+            self.k,
+            self.dense_dtype,
+        )
+        return found[:, : self.in_features]
 
     def prepare_kernel(self) -> str | None:
         """Do nothing: gathering needs no kernel."""

@@ -1,8 +1,9 @@
-"""Products with packed weights as one torch operator. All facts that are known before the first
-token are looked up by a number, the handle.
+"""Products with packed weights as one torch operator, and rows of packed tables as another. All
+facts of a product that are known before the first token are looked up by a number, the handle.
 
 `torch.ops.quantkit.multiply` multiplies with a linear, or with the experts of a layer whose weights
-are stacked `[experts, ...]`. torch.compile and CUDA graphs see one operator and no Python.
+are stacked `[experts, ...]`. `torch.ops.quantkit.gather` decodes rows of embeddings. torch.compile
+and CUDA graphs see one operator and no Python.
 `packed_linear` uses it in a transformers model. For inference engines, `prepare` and
 `prepare_experts` check packed weights and compile their kernels before the first token.
 """
@@ -480,17 +481,58 @@ def _unprepared(handle: int, out: int) -> KernelError:
     )
 
 
+def gather(
+    rows: Tensor,
+    tensors: list[Tensor],
+    names: list[str],
+    layout: str,
+    scheme: str,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode the rows with the numbers `rows`, int64 `[...]`, of a packed table `[n, k]`: `[...,
+    k]`, without waiting for a GPU.
+
+    `names` are the suffixes of `tensors` in the layout, `scheme` is a label.
+    """
+    if not rows.numel():
+        return _fake_rows(rows, tensors, names, layout, scheme, k, dtype)
+    parts = dict(zip(names, tensors, strict=True))
+    found = LAYOUTS[layout].gather(_scheme(scheme), parts, rows.reshape(-1), k)
+    return found.to(dtype).view(*rows.shape, k)
+
+
+def _fake_rows(
+    rows: Tensor,
+    tensors: list[Tensor],
+    names: list[str],
+    layout: str,
+    scheme: str,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return rows.new_empty((*rows.shape, k), dtype=dtype)
+
+
 def _backward(ctx: Any, gradient: Tensor) -> Any:
     raise KernelError("packed weights have no gradient", "load the model that was quantized")
 
 
-OPERATOR = "quantkit::multiply"
+_scheme = functools.cache(Scheme.parse)
+OPERATOR, ROWS = "quantkit::multiply", "quantkit::gather"
 LIBRARY = torch.library.Library("quantkit", "FRAGMENT")  # the operator is gone with it
 LIBRARY.define(
     "multiply(Tensor x, Tensor[] tensors, Tensor[] others, int handle, int out) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+LIBRARY.define(
+    "gather(Tensor rows, Tensor[] tensors, str[] names, str layout, str scheme, int k, "
+    "ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.impl("gather", gather, "CompositeExplicitAutograd")
 LIBRARY.impl("multiply", multiply, "CUDA")
 LIBRARY.impl("multiply", _on_cpu, "CPU")
 torch.library.register_fake(OPERATOR, _fake, lib=LIBRARY)
+torch.library.register_fake(ROWS, _fake_rows, lib=LIBRARY)
 torch.library.register_autograd(OPERATOR, _backward, lib=LIBRARY)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
 
@@ -353,11 +354,11 @@ def stream_packer(words: Tensor, bits: int, k: int) -> OnRows:
     return pack_rows
 
 
-def stream_unpacker(words: Tensor, bits: int, k: int, name: str) -> OnRows:
+def stream_unpacker(words: Tensor, bits: int, k: int, name: str | None = None) -> OnRows:
     """Make a function that fills contiguous uint8 rows `[some, k]` from `words`: the inverse of
     `stream_packer`.
 
-    It raises LayoutError if bits after the last code of the tensor `name` are not 0.
+    With the `name` of the tensor it raises LayoutError if bits after the last code are not 0.
     """
     whole, words = _whole(k, bits), words.contiguous()
 
@@ -368,7 +369,7 @@ def stream_unpacker(words: Tensor, bits: int, k: int, name: str) -> OnRows:
             return
         padded = codes.new_empty(len(codes), whole)
         _unpack(pad(some, (0, whole * bits // 32 - some.shape[1])), padded, bits)
-        if bool(padded[:, k:].any()):
+        if name is not None and bool(padded[:, k:].any()):
             raise LayoutError(
                 f"{name!r} holds codes past its true shape, where it must be 0: the file is damaged"
             )
@@ -390,6 +391,28 @@ def unpack_zeros(words: Tensor, bits: int, n: int, name: str) -> Tensor:
     zeros = torch.empty((words.shape[1], n), dtype=torch.uint8, device=words.device)
     stream_unpacker(words.t(), bits, n, name)(0, zeros)
     return zeros.t().clone(memory_format=torch.contiguous_format)
+
+
+def decoded_rows(
+    scheme: Scheme, rows: Tensor, k: int, words: Tensor, scales: Tensor, zeros: Tensor | None
+) -> Tensor:
+    """Decode the rows with the numbers `rows`, int64 `[t]`, of a weight `[n, k]` to float32 `[t,
+    k]`, without waiting for a GPU.
+
+    `words` are those of `stream_packer`, `scales` are `[n, g]`, and `zeros` those of `pack_zeros`.
+    """
+    fmt, found = scheme.format, words.index_select(0, rows)
+    codes = torch.empty((len(rows), k), dtype=torch.uint8, device=words.device)
+    stream_unpacker(found, fmt.bits, k)(0, codes)
+    of_rows = scales.index_select(0, rows).float()
+    values = fmt.decode(codes).view(*of_rows.shape, -1)
+    if zeros is not None:
+        at = rows * fmt.bits  # of a bit; a zero point may lie in two words
+        low = zeros.index_select(0, at // 32).long() & 0xFFFFFFFF
+        high = zeros.index_select(0, (at // 32 + 1).clamp_(max=len(zeros) - 1)).long()
+        pair = (high << 32).bitwise_or_(low) >> (at % 32).unsqueeze(1)
+        values -= fmt.decode(pair.bitwise_and_(2**fmt.bits - 1)).unsqueeze(-1)
+    return values.mul_(of_rows.unsqueeze(-1)).view(codes.shape)
 
 
 def _whole(k: int, bits: int) -> int:

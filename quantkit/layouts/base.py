@@ -336,11 +336,9 @@ class Layout(ABC):
             )
         return found
 
-    def gather(
-        self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor
-    ) -> dict[str, Tensor]:
-        """Copy the packed tensors, by suffix, of the weight `[t, k]` whose rows are those with the
-        numbers `rows`, int64 `[t]`, of a weight `[n, k]`. Only layouts with GATHERS have it.
+    def gather(self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor, k: int) -> Tensor:
+        """Decode the rows with the numbers `rows`, int64 `[t]`, of a checked weight `[n, k]` to
+        float32 `[t, k]`, without waiting for a GPU. Only layouts with GATHERS have it.
         """
         raise NotImplementedError
 

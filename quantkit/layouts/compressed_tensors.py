@@ -24,6 +24,7 @@ from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import (
     OnRows,
     blocks,
+    decoded_rows,
     pack_zeros,
     stream_packer,
     stream_unpacker,
@@ -190,22 +191,13 @@ class CompressedTensors(Layout):
         check_static(tensors, "weight_g_idx", scheme, k)
         return n, k
 
-    def gather(
-        self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor
-    ) -> dict[str, Tensor]:
-        found = {
-            name: tensors[name].index_select(0, rows)
-            for name in ("weight", "weight_packed", "weight_scale")
-            if name in tensors
-        }
-        if "weight_shape" in tensors:
-            n, k = tensors["weight_shape"].tolist()
-            found["weight_shape"] = torch.tensor((len(rows), k), device=rows.device)
-            if not scheme.symmetric:
-                name, bits = "weight_zero_point", scheme.format.bits
-                zeros = unpack_zeros(tensors[name], bits, n, name).index_select(0, rows)
-                found[name] = pack_zeros(zeros, bits)
-        return found
+    def gather(self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor, k: int) -> Tensor:
+        if not scheme.format.is_float:
+            zeros = tensors.get("weight_zero_point")
+            found = tensors["weight_packed"], tensors["weight_scale"], zeros
+            return decoded_rows(scheme, rows, k, *found)
+        scales = tensors["weight_scale"].index_select(0, rows).float()
+        return tensors["weight"].index_select(0, rows).float().mul_(scales)
 
     def config(self, schemes: Schemes) -> CompressedTensorsConfig:
         """Make the config of docs/layouts.md 9, with one config group for each scheme.
