@@ -76,7 +76,7 @@ def probe(
     run also measures on `evaluated` tokens, before and after. Raises as the run would.
     """
     src, watch = model.src, _Watch(progress)
-    shapes = [model.linears[name] for name, goal in goals.items() if goal is not None]
+    shapes = [shape for name, shape in model.linears.items() if goals.get(name) is not None]
     weights, (low, high) = sum(n * k for n, k in shapes), SPREAD
     seconds = FIXED + src.source_bytes / BYTES_A_SECOND
     each = 1 / RATE[model.device.type]

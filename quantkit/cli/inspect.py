@@ -224,6 +224,10 @@ def _description(found: Mapping[str, Any]) -> str:
                 ),
             ),
             (
+                "among them",
+                ", ".join(map(" ".join, found["embeddings_and_heads"].items())) or None,
+            ),
+            (
                 "parameters",
                 f"{found['parameters']}, {found['quantized_weights']} of them quantized",
             ),

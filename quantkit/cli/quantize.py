@@ -229,7 +229,7 @@ def _linears(output: Output) -> str:
 def _schemes(output: Output) -> str:
     from quantkit.reporting import facts
 
-    layers = [{"scheme": row.scheme} for row in output.quantized]
+    layers = [{"scheme": row.scheme, "name": row.module} for row in output.quantized]
     return facts.schemes({"scheme": output.scheme, "layers": layers})
 
 

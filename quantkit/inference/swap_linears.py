@@ -38,6 +38,7 @@ from quantkit.errors import (
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout, half
+from quantkit.layouts.schemes import is_embedding
 from quantkit.models.meta_model import float32_states
 from quantkit.models.modules import is_linear, is_table, reads_weight, size_of
 from quantkit.models.outline import Outline
@@ -62,6 +63,8 @@ def swap(outline: Outline) -> Linears:
     modules, paths = dict(model.named_modules()), dict[str, str]()
     wide = float32_states(model, model.dtype)
     linears: Linears = {}
+    if any(map(is_embedding, src.modules())):
+        outline.require_tied()
     for module in src.modules():
         (state, *_), pattern = outline.names.place(f"{module}.weight")
         path = state.removesuffix(".weight")

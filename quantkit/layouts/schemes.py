@@ -85,6 +85,11 @@ def is_embedding(module: str) -> bool:
     return re.fullmatch(EMBEDDINGS, module) is not None
 
 
+def key_of(module: str) -> str:
+    """Return the key of a recipe that gives a module outside the blocks its scheme, by its name."""
+    return "embeddings" if is_embedding(module) else "head" if is_head(module) else ""
+
+
 def read(kind: type[S], entries: object, where: str = "", way_out: str = ORIGINAL) -> S:
     """Convert the entries of a config to a struct; CheckpointError names the entry that is wrong,
     and its rule.

@@ -111,22 +111,32 @@ class Outline:
     def require_tied(self) -> None:
         """Raise CheckpointError if a head and embeddings that the configuration ties are both
         stored, and differ: some readers take the first, some the second. Their values are read.
+        A packed head beside dense embeddings is taken by all, and the other way round.
         """
         src, head = self.src, head_state(self.module)
         pairs = self.module.all_tied_weights_keys.items()
         tied = next((pair for pair in pairs if head in pair), ())
         stored = (self.states.stored.get(state) for state in tied)
         names = list(dict.fromkeys(name for name in stored if name is not None))
-        rows = range(0, src.shape(names[0])[0], ROWS) if len(names) == 2 else ()
-        for part in (slice(at, at + ROWS) for at in rows):
-            if not torch.equal(*(src.get(name, part).float() for name in names)):
-                raise CheckpointError(
-                    f"{names[0]} and {names[1]} differ, and the configuration has "
-                    "tie_word_embeddings: true",
-                    "set it to false in config.json",
-                    "remove the one that is wrong",
-                    subject=src.path,
-                )
+        of = [
+            src.parts(m) if (m := n.removesuffix(".weight")) in src.modules() else {"": n}
+            for n in names
+        ]
+        if len(of) < 2 or ("" in of[0]) != ("" in of[1]):
+            return
+        are_equal = of[0].keys() == of[1].keys() and all(
+            torch.equal(*(src.get(name, slice(at, at + ROWS)).double() for name in pair))
+            for pair in zip(of[0].values(), of[1].values(), strict=True)
+            for at in range(0, src.shape(pair[0])[0], ROWS)
+        )
+        if not are_equal:
+            raise CheckpointError(
+                f"{names[0]} and {names[1]} differ, and the configuration has "
+                "tie_word_embeddings: true",
+                "set it to false in config.json",
+                "remove the one that is wrong",
+                subject=src.path,
+            )
 
     def require_fit(self, quantized: Collection[str]) -> None:
         """Raise NumericError if a tensor of no `quantized` linear overflows in the dtype in which

@@ -21,6 +21,7 @@ from quantkit.engines.readers import Folder, opened_by
 from quantkit.errors import CheckpointError, Words
 from quantkit.inference.load import Forms, NotTried, refusal_by_transformers
 from quantkit.inference.swap_linears import swap
+from quantkit.layouts.schemes import key_of
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline, decoder_weights, share_of
 
@@ -60,6 +61,9 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         "layout": src.layout.NAME if src.layout else None,
         "dequantized_from": src.low_bit,
         "schemes": dict(Counter(scheme.label for scheme, _ in modules.values())),
+        "embeddings_and_heads": {
+            module: scheme.label for module, (scheme, _) in modules.items() if key_of(module)
+        },
         "quantized_linears": len(modules),
         "padded_linears": sum(map(bool, padded.values())),
         "dense_tensors": len(dense),

@@ -329,7 +329,9 @@ class Output:
                 **dense_totals(stored, {row.module for row in self.quantized}, left),
             }
             low_bit = {"weights": f"{src.low_bit}, dequantized"} if src.low_bit else {}
-            notes = facts.explained_size({"totals": totals, "source": low_bit})
+            notes = facts.explained_size(
+                {"totals": totals, "source": low_bit, "layout": self.layout.NAME}
+            )
         return replace(self, schemes=schemes, config=config, files=files, size_notes=tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:

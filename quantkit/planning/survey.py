@@ -48,6 +48,7 @@ from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io.staging import check_staging, is_complete
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import GROUP_SIZES, fitting
+from quantkit.layouts.schemes import is_head
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import float32_states
 from quantkit.planning.needs import disk_peak
@@ -58,7 +59,7 @@ from quantkit.planning.verdict import model_remarks
 from quantkit.progress import Progress
 from quantkit.recipes.goals import Goal, changes, label
 from quantkit.recipes.identity import date_of, difference, identity
-from quantkit.recipes.options import Calib, RunKeywords, RunOptions
+from quantkit.recipes.options import DENSE, Calib, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe, goals_of, require_effect, skip_pattern, without_paths
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
@@ -288,6 +289,14 @@ def job_of(
     gpu_memory: int | None = None,
 ) -> Job:
     """Plan the output of a source whose model is known already."""
+    for path in filter(is_head, model.tied if recipe.head != DENSE else ()):
+        raise RecipeError(
+            Words(
+                Setting("head", recipe.head), f"asks for {path}, which has the embeddings' weight"
+            ),
+            Words("drop it, and pack both with", Setting("embeddings", recipe.head)),
+            subject=src.path,
+        )
     recipe, sized = with_group_size(recipe, model.linears, model.paths, model.kept_dense)
     goals = goals_of(recipe, model.paths, model.kept_dense, model.tables)
     tables = [name for name in model.tables if name in goals]

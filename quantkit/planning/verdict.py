@@ -164,7 +164,10 @@ def ways_out(
             )
             if recipe is not None and _padding_helps(group, layout):
                 options.append(Words("add", Setting("pad", True), FILLED))
-        if recipe is not None and not everything:
+        key = recipe and recipe.key_of(misfit.module for misfit in group)
+        if key is not None:
+            options.append(Words("drop", Setting(key)))
+        elif recipe is not None and not everything:
             pattern = skip_pattern([misfit.module for misfit in group], schemes)
             options.append(Words("leave them dense with", Setting("skip", pattern)))
         last = (
@@ -201,6 +204,10 @@ def _one_change(
     options = [] if recipe is not None else _for_conversion(group, layout)
     if recipe is not None:
         size = next((g for g in SUGGESTED if _fits(group, layout, group_size=g)), ...)
+        key = recipe.key_of(misfit.module for misfit in group)
+        if key is not None and size is not ...:
+            label = replace(group[0].scheme, group_size=size).label
+            return [Words("use", Setting(key, label))]
         options += [] if size is ... else [Words("use", Setting("group_size", size or "channel"))]
         asymmetric = any(not misfit.scheme.symmetric for misfit in group)
         if asymmetric and _fits(group, layout, symmetric=True):

@@ -71,6 +71,8 @@ class RecipeKeywords(SharedKeywords, total=False):
     pad: bool | None
     fused_alike: bool | None
     override: Mapping[str, str] | None
+    embeddings: str | None
+    head: str | None
 
 
 class PruningKeywords(SharedKeywords, total=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -27,11 +28,11 @@ from quantkit.keys import Key, keys_of, read
 from quantkit.layouts import LAYOUTS, expressions
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import fitting
-from quantkit.layouts.schemes import HEADS
+from quantkit.layouts.schemes import EMBEDDINGS, HEADS, key_of
 from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
 from quantkit.recipes.goals import Goal, is_sparse, label, treat_alike
-from quantkit.recipes.options import Calib
+from quantkit.recipes.options import DENSE, Calib
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.text.sources import name_of_text
 
@@ -41,6 +42,8 @@ DESCENT = 3
 SPARSE_DAMP, OTHER_DAMP = 0.3, 0.01
 #: The most similar names that a message gives.
 SHOWN = 3
+#: The keys that give a scheme to linears of some names, as overrides before all others.
+KEYED = {"embeddings": EMBEDDINGS, "head": "|".join(HEADS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,11 @@ class Recipe(RecipeKeys):
         return not isinstance(self.scheme, Scheme)
 
     @property
+    def keyed(self) -> dict[str, str]:
+        """The overrides that keys of their own make: pattern -> key."""
+        return {pattern: key for key, pattern in KEYED.items() if getattr(self, key) != DENSE}
+
+    @property
     def title(self) -> str:
         """The recipe in a few words."""
         layout = f", in the layout {self.layout}" if self.layout else ""
@@ -105,6 +113,11 @@ class Recipe(RecipeKeys):
         return next(
             (scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme
         )
+
+    def key_of(self, modules: Iterable[str]) -> str | None:
+        """Return the key that gives all of these linears their scheme; None if none does."""
+        key, *others = set(map(key_of, modules))
+        return key if key and not others and getattr(self, key) != DENSE else None
 
     def solving(self, goal: Goal) -> Recipe:
         """Return the recipe that linears of a goal are solved by: signed scales are for symmetric
@@ -134,7 +147,11 @@ class Recipe(RecipeKeys):
         if isinstance(first, Scheme):
             return written(first)[key.path[-1]]
         if key.path == ("overrides",):
-            return {pattern: scheme.label for pattern, scheme in self.overrides}
+            return {
+                pattern: scheme.label
+                for pattern, scheme in self.overrides
+                if pattern not in self.keyed
+            }
         value = getattr(first, key.path[-1]) if len(key.path) > 1 else first
         return list(value) if isinstance(value, tuple) else value
 
@@ -251,11 +268,15 @@ def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[s
     ]
     for pattern, scheme in recipe.overrides:
         if not any(matches(pattern, name) for name in quantized):
-            what = f"override {pattern!r} to {scheme.label} matches"
+            key = recipe.keyed.get(pattern)
+            what = f"{key or f'override {pattern!r}'} to {scheme.label} matches"
             if any(matches(pattern, name) for name in linears):
                 lines.append(
-                    f"{what} only linears that are skipped: drop the override, or the skip"
+                    f"{what} only linears that are skipped: drop {key or 'the override'}, or the "
+                    "skip"
                 )
+            elif key is not None:
+                lines.append(f"{what} nothing, this model has none of the usual names: drop {key}")
             else:
                 lines.append(f"{what} no linear: {_meant(pattern, linears)}")
     if lines:
@@ -326,12 +347,14 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     asked.setdefault("metric", "block" if method == "gptq" else "mse")
     stated: Any = {"size_stated": "group_size" in form, "layout_stated": "layout" in asked}
     asked.setdefault("layout", scheme.format.layout)
-    overrides = tuple(
-        (_pattern(p), Scheme.parse(label))
-        for p, label in (asked.pop("overrides", None) or {}).items()
-    )
+    keyed = {
+        pattern: asked[key] for key, pattern in KEYED.items() if asked.get(key, DENSE) != DENSE
+    }
+    labels = {**keyed, **(asked.pop("overrides", None) or {}), **keyed}
+    overrides = tuple((_pattern(p), Scheme.parse(label)) for p, label in labels.items())
     if any(pattern.endswith(HEADS) for pattern, _ in overrides):  # it is skipped by default
-        asked["skip"] = [each for each in asked.get("skip", RecipeKeys.skip) if each not in HEADS]
+        skip = Counter(asked.get("skip", RecipeKeys.skip))  # twice if it is stated too
+        asked["skip"] = [*(skip - Counter(RecipeKeys.skip)).elements()]
     schemes = [scheme, *(other for _, other in overrides)]
     refined = _refined_by_default(method, schemes)
     asked.setdefault("signed", refined)

@@ -202,6 +202,28 @@ class RecipeKeys:
         more="In a file a mapping from regular expression to scheme. The first match wins.",
         when="To give some linears more bits.",
     )
+    embeddings: str = key(
+        "Scheme of the embeddings, like int8:channel",
+        default="dense",
+        level="shown",
+        section="Basic",
+        metavar="SCHEME",
+        may_lack=True,
+        more="Rounded row by row. A head that is tied to them has the same packed weight. "
+        "`compressed-tensors` holds them.",
+        when="To save what they take, half of a small model, for readers that open them "
+        "([layouts.md](layouts.md) 9).",
+    )
+    head: str = key(
+        "Scheme of the output head, like int6:g64",
+        default="dense",
+        level="shown",
+        section="Basic",
+        metavar="SCHEME",
+        may_lack=True,
+        more="It takes the default `lm_head` out of `skip`.",
+        when="As `embeddings`, for a head that is not tied to them.",
+    )
 
 
 def pruning_keys(declared: type = RecipeKeys) -> list[Key]:

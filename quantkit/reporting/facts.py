@@ -13,6 +13,8 @@ from quantkit.checkpoint.report import ROW_SUM, WORDS
 from quantkit.core.units import format_bytes
 from quantkit.engines.tables import BY_QUANTKIT, UNTRIED
 from quantkit.errors import FILE, Setting, Words, more_samples
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.schemes import key_of
 from quantkit.reporting import layer_errors as errors
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
@@ -39,21 +41,28 @@ EVENTS = {
     "zeroed": "have weights that became 0, below 2^-20 of the largest of their group",
     "zero_scales": "have rows whose stored scale is 0",
 }
-#: The totals that explain a size, and the linear outside the blocks that can be packed.
-SIZES, HEAD = ("source_bytes", "bytes", "dense_bits"), "lm_head"
+#: The totals that explain a size.
+SIZES = ("source_bytes", "bytes", "dense_bits")
+#: The scheme that is suggested for embeddings and heads: the least loss of the usual ones.
+SAVING = "int8:channel"
 #: The least ratio in a geometric mean.
 _TINY = 1e-9
 _COUNTED = re.compile(r"(\d+) tokens for (\d+) input channels")
 
 
 def schemes(report: Mapping[str, Any]) -> str:
-    """Name the scheme of the linears; each with its number of linears if there are several."""
+    """Name the scheme of the linears; if there are several, each with its number of linears.
+    Embeddings and heads are named.
+    """
     counts = Counter(
-        str(layer["scheme"]) for layer in report.get("layers", []) if "scheme" in layer
+        (str(layer["scheme"]), layer["name"].rpartition(".")[2] if key_of(layer["name"]) else "")
+        for layer in report.get("layers", [])
+        if "scheme" in layer
     )
     if len(counts) < 2:
         return str(report.get("scheme"))
-    return " + ".join(f"{scheme} ({count})" for scheme, count in counts.most_common())
+    found = counts.most_common()
+    return " + ".join(f"{scheme} ({leaf or count})" for (scheme, leaf), count in found)
 
 
 def same_values(report: Mapping[str, Any]) -> tuple[str, str]:
@@ -121,13 +130,21 @@ def explained_size(report: Mapping[str, Any]) -> list[str]:
     }
     part = sum(outside.values())
     if bits and part > after / 4:
+        gathers = getattr(LAYOUTS.get(report.get("layout", "")), "GATHERS", False)
+        packable = {
+            name: Setting(key, SAVING)
+            for name in outside
+            if (key := key_of(name)) and (gathers or key == "head")
+        }
         ways: list[Any] = ["in a larger model they are a smaller part"]
-        if HEAD in outside:
-            ways = ["a recipe with skip: [] packs the head, for readers other than vLLM"]
+        if packable:
+            less = format_bytes(round((1 - 8 / bits) * sum(map(outside.__getitem__, packable))))
+            keys = dict.fromkeys(packable.values())
+            ways = ["use", *keys, f"to save {less}, for readers that open them"]
         if bits > 16:
             ways = ["store them in half the space with", Setting("dense_dtype", "bfloat16")]
         what = f"{' and '.join(outside)} take {100 * part / after:.0f} % of the output, in"
-        found.append(Words(f"{what} {bits:.0f} bits, and no layout packs embeddings:", *ways))
+        found.append(Words(f"{what} {bits:.0f} bits:", *ways))
     return found
 
 

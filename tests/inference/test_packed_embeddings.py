@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
-from quantkit.errors import LayoutError, RecipeError
+from quantkit.errors import CheckpointError, LayoutError, QuantkitError, RecipeError
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.layouts import LAYOUTS
-from quantkit.recipes.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping, require_effect
+from tests.command_line import call
 from tests.inference.samples import compiled, decoded, logits, stored
 from tests.layouts.samples import HELD, record
 
@@ -133,6 +136,92 @@ def test_an_override_of_the_head_beats_the_skip_of_the_head_alone(tmp_path: Path
     assert made.skip == ("o_proj",) and made.scheme_of("lm_head") == Scheme.parse("int8")
     assert from_mapping(made.to_mapping()) == made
     assert from_mapping({"overrides": {".*": "int8"}, "method": "rtn"}).skip == ("lm_head",)
+
+
+def test_keys_for_embeddings_and_head_are_overrides_that_beat_the_default_skip_alone() -> None:
+    made = from_mapping({"embeddings": "int8:channel", "head": "int6:g64", "overrides": {".*": "int4:g64"}})
+    assert made.scheme_of("lm_head") == Scheme.parse("int6:g64") and made.skip == ()
+    assert made.scheme_of("model.embed_tokens") == Scheme.parse("int8:channel")
+    assert made.scheme_of("model.layers.0.mlp.up_proj") == Scheme.parse("int4:g64")
+    again = made.to_mapping()  # the written recipe has the keys, not their patterns
+    assert (again["embeddings"], again["head"], list(again["overrides"])) == ("int8:channel", "int6:g64", [".*"])
+    assert from_mapping(again) == made
+    assert not {"embeddings", "head"} & from_mapping({"embeddings": "dense"}).to_mapping().keys()
+
+
+def test_keys_pack_both_and_every_report_names_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    args = (folders["llama"], "--method", "rtn", "--embeddings", "int8:channel", "--head", "int4:g64")
+    named = "int8:channel (embed_tokens)"
+    assert named in call("plan", *args).stdout
+    made = call("quantize", *args, "-o", tmp_path / "out").stdout
+    assert named in made and "int4:g64 (lm_head)" in made and "--embeddings" not in made
+    assert named in (tmp_path / "out" / "README.md").read_text()
+    assert "model.embed_tokens int8:channel, lm_head int4:g64" in call("inspect", tmp_path / "out").stdout
+    assert torch.equal(logits(quantkit.load(tmp_path / "out", device="cpu")), decoded(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "says"),
+    [
+        ("qwen2", {"head": "int8"}, 'the embeddings\' weight: drop it, and pack both with embeddings="int8"'),
+        ("llama", {"head": "int8", "skip": "lm_head"}, "head to int8:channel matches only linears that are skipped"),
+        ("llama", {"head": "int8:g48"}, 'lm_head is .*use head="int8:g128"'),
+        ("llama", {"embeddings": "int8:g48"}, 'model.embed_tokens is .*use embeddings="int8:g128"'),
+        ("llama", {"embeddings": "int8", "layout": "gptq"}, 'use layout="compressed-tensors", or drop embeddings'),
+        ("llama", {"head": "int4:g128", "layout": "gptq"}, "257.*lm_head is .*pad=True"),  # rows by the 32
+        ("llama", {"embeddings": "int9"}, "unknown format 'int9'"),
+    ],
+)
+def test_a_key_without_effect_or_place_names_the_key_to_change(
+    family: str, options: dict[str, str], says: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(QuantkitError, match=says) as failed:
+        quantkit.quantize(folders[family], tmp_path / "not", method="rtn", **options)
+    assert "\n" not in str(failed.value)
+    with pytest.raises(RecipeError, match="head to int8:channel matches nothing"):
+        require_effect(from_mapping({"head": "int8"}), ["model.layers.0.mlp.up_proj"], [])
+
+
+def test_a_tied_flag_with_two_packed_tensors_that_differ_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Some readers take the first, some the second."""
+    out = tmp_path / "out"
+    quantkit.quantize(folders["llama"], out, method="rtn", embeddings="int8:channel", head="int8:channel")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    (out / "quantkit_report.json").unlink()
+    for reads in (partial(quantkit.load, device="cpu"), partial(quantkit.pack, out=tmp_path / "not", layout="humming")):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
+            reads(out)
+    tensors = stored(out)
+    alike = {name.replace("model.embed_tokens", "lm_head"): t.clone() for name, t in tensors.items() if "embed" in name}
+    for path in [*out.glob("*.safetensors*")]:
+        path.unlink()
+    save_file(tensors | alike, out / "model.safetensors", metadata={"format": "pt"})
+    assert torch.isfinite(logits(quantkit.load(out, device="cpu"))).all()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+def test_a_head_or_embeddings_of_another_width_than_the_config_says_are_refused(
+    is_packed: bool, module: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["llama"], tmp_path / "source")
+    if is_packed:
+        folder = tmp_path / "out"
+        quantkit.quantize(folders["llama"], folder, method="rtn", embeddings="int8:channel", head="int8:channel")
+    tensors, suffixes = stored(folder), ("weight_packed", "weight_scale") if is_packed else ("weight",)
+    for suffix in suffixes:
+        tensors[f"{module}.{suffix}"] = tensors[f"{module}.{suffix}"][:200].contiguous()
+    if is_packed:
+        tensors[f"{module}.weight_shape"] = torch.tensor([200, 128])
+    for path in [*folder.glob("*.safetensors*")]:
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{re.escape(module)}.*200.*257|257.*200"):
+        if is_packed:
+            quantkit.load(folder, device="cpu", check=False)
+        else:
+            quantkit.quantize(folder, tmp_path / "not", method="rtn", embeddings="int8:channel", head="int8:channel")
 
 
 def test_only_an_override_for_embeddings_alone_packs_them(folders: dict[str, Path], tmp_path: Path) -> None:
