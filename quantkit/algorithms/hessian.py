@@ -33,6 +33,7 @@ LONG_CHUNK = 16384
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
 _LEAST_WIDTH = {"cpu": 1, "cuda": 1024}  # of these blocks: narrow ones leave much of a GPU idle
 _ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from one product
+_UNIT = 256  # the same for outputs: rows of several ranks begin at multiples of it
 _LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
 # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
 _DEAD = 1e-6
@@ -274,7 +275,8 @@ def output_losses(weight: Tensor, tensor: QuantizedTensor, x: Tensor) -> Tensor:
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
         outputs = torch.mm(x, d.to(x.dtype), out_dtype=torch.float32)
     else:
-        outputs = x.float() @ d.float()
+        # A product of few rows has other last bits, so the last ones are a product of their own.
+        outputs = torch.cat([x.float() @ part for part in d.float().split(_UNIT, 1)], 1)
     return outputs.square_().sum(0, dtype=torch.float64)
 
 

@@ -33,8 +33,8 @@ from quantkit.core.threads import one_thread
 from quantkit.errors import RecipeError
 from quantkit.names import Clip, Metric, Rule
 
-#: Bytes for each weight while it is rounded, packed or unpacked: the source, its float32 copy, the
-#: scale search's scratch, the codes, the words (measured: 11.4).
+#: Bytes for each weight while it is pruned and rounded, or rounded again: the source, a float32
+#: copy, masks, codes, words (measured: 11.4).
 ROUNDING_BYTES = 12
 #: A weight counts as far smaller than another if their ratio is below this.
 FAR_SMALLER = 2.0**-20
@@ -132,16 +132,15 @@ def published_codes(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
     """Compute `||W - Q|| / ||W||`, 0 for a weight of zeros; padding columns of Q do not count."""
-    decoded = (
-        value.dequantize()
-        if isinstance(value, QuantizedTensor)
-        else value.to(torch.float32, copy=True)
-    )
-    difference = decoded[:, : weight.shape[1]]
-    difference.sub_(weight)  # in place, without a float32 copy of the weight: memory peaks here
-    with one_thread(weight.device):
-        norm = torch.linalg.vector_norm(weight, dtype=working_dtype(weight)).clamp_min(1e-30)
-        return float(torch.linalg.vector_norm(difference) / norm)
+    norms = list[Tensor]()
+    for some in row_slices(weight, weight.shape[1]):  # a float32 copy of all rows is large
+        part = value.rows(some).dequantize() if isinstance(value, QuantizedTensor) else value[some]
+        rows = weight[some].to(working_dtype(weight))
+        difference = part[:, : rows.shape[1]].float() - rows
+        with one_thread(weight.device):
+            norms.append(torch.stack([torch.linalg.vector_norm(x) for x in (difference, rows)]))
+    error, norm = torch.linalg.vector_norm(torch.stack(norms).double(), dim=0).tolist()
+    return float(error / max(norm, 1e-30))
 
 
 def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:

@@ -17,7 +17,7 @@ import torch
 
 from quantkit.algorithms.numerics import factor_dtype
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.ranks import ranks
+from quantkit.core.ranks import ROWS as UNIT, ranks
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.devices import compute_dtype
 from quantkit.models.families import BLOCK
@@ -35,6 +35,9 @@ GRADIENT_TOKENS = 2**16
 HESSIAN_BYTES = 4 * 2**30
 #: The most weights of a group that are solved together, unless a single linear has more.
 SOLVED_WEIGHTS = 2**28
+#: The most weights whose rows are solved at a time, by device, and the bytes that each of the other
+#: weights takes meanwhile beside its source: a code, and its copy.
+AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
@@ -59,6 +62,11 @@ SOLVED, SOLVED_BY_CHANNEL = 13000, 4
 #: Seconds of a calibrated run without a GPU, and the fewest tokens and the shortest sequences that
 #: it gets by default; tokens are a multiple of STEP.
 SECONDS, LEAST_TOKENS, LEAST_LENGTH, STEP = 600, 2**14, 512, 2**13
+
+
+def rows_at_once(k: int, device: str) -> int:
+    """Count the rows of `k` weights that are solved at a time: units in which ranks divide rows."""
+    return max(1, AT_ONCE[device] // (k * UNIT)) * UNIT
 
 
 def solving_work(shapes: Iterable[tuple[int, int]]) -> float:
@@ -145,7 +153,8 @@ class Sizes:
     """The sizes of a calibrated run, with upper bounds for sizes that depend on its documents.
 
     `device` is cpu or cuda, `width` the bytes of a number there, and `factors` the dtype of factors
-    of Hessians. `linears` has name -> `(n, k)` of all linears in blocks. `blocks` has the sizes of
+    of Hessians. `linears` has name -> `(n, k)` of all linears in blocks, and of the head and the
+    embeddings if they are solved. `blocks` has the sizes of
     each block, by path, and `outside` the sizes of each other tensor. `outputs` are the most
     outputs of all linears in a block, `channels` the inputs of the widest linear. `token` are the
     bytes of a token's hidden state, `longest` the tokens of the longest document, and `tokens` the
@@ -175,7 +184,9 @@ class Sizes:
         recipe: Recipe,
         device: str | None,
     ) -> Sizes:
-        """Collect the sizes of a run on `device`; None and auto mean a GPU, if there is one."""
+        """Collect the sizes of a run on `device`; None and auto mean a GPU, if there is one.
+        `linears` as in the class.
+        """
         here = torch.cuda.is_available()
         cuda = here if device in (None, "auto") else str(device).startswith("cuda")
         kind = torch.device("cuda" if cuda else "cpu")
@@ -188,7 +199,7 @@ class Sizes:
             kind.type,
             compute_dtype(src.dtype_of_model, kind).itemsize,
             factor_dtype(kind) if here and cuda else torch.float64,
-            inside,
+            linears,
             _in_blocks(counts),
             [count for name, count in counts.items() if not BLOCK.match(name)],
             max(_in_blocks({module: n for module, (n, _) in inside.items()}).values(), default=0),

@@ -29,7 +29,7 @@ from quantkit.calibration.activations import Activations
 from quantkit.calibration.budget import SAVED_BLOCKS, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages import stages_of
-from quantkit.calibration.stages.base import LoadedBlock, Stage, tasks
+from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task, tasks
 from quantkit.calibration.stages.solve import solve_uncalibrated
 from quantkit.calibration.stages.statistics import measured
 from quantkit.checkpoint.reader import Checkpoint
@@ -219,10 +219,13 @@ def calibrated(
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
     last = len(run.model.blocks)
-    if len(finished) < last:
+    if len(facts) > len(finished):
+        return
+    solved: Mapping[str, Item] = {}
+    if len(finished) < last or run.head:
         gptq.load_beside(run.model.device)
         stages = stages_of(run.recipe, before_solving)
-        for stage in stages:
+        for stage in stages if len(finished) < last else ():
             stage.start(run, len(finished))
         stream = resume(run, finished, done)
         with closing(stream.waiting):
@@ -231,9 +234,9 @@ def calibrated(
             ):
                 yield from _block(run, stream, stages, block)
                 yield _commit(run, stream, block)
-    if len(facts) == len(finished):
-        yield from _rest(run)
-        yield Commit({"block": REST, "phases": run.clock.take()})
+            solved = _head(run, stream, stages)
+    yield from _rest(run, solved)
+    yield Commit({"block": REST, "phases": run.clock.take()})
 
 
 def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Iterator[Item]:
@@ -256,7 +259,7 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     with measured(block) as wanted:
         if wanted:
             stream.waiting.close()
-        if wanted or index + 1 < len(model.blocks):
+        if wanted or index + 1 < len(model.blocks) or run.head:
             stream.forward(index)
     stream.waiting.close()
     model.weights.unload_block(index)
@@ -290,16 +293,30 @@ def _commit(run: Run, stream: Stream, index: int) -> Commit:
     )
 
 
-def _rest(run: Run) -> Iterator[Item]:
-    """Yield the tensors outside the blocks; embeddings and linears there that are not skipped are
-    solved without a Hessian.
+def _head(run: Run, stream: Stream, stages: Sequence[Stage]) -> dict[str, Item]:
+    """Solve the output head, unless it stays dense, on the hidden states that leave the last block
+    and its norm.
+    """
+    block = LoadedBlock(run, stream, len(run.model.blocks), run.head, {})
+    for name in run.progress.bar(run.head, "calibrate", len(run.head), "head"):
+        task = Task(Group((name,)), {name: {}})
+        for stage in stages:
+            stage.work(block, [task])
+    return block.solved
+
+
+def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
+    """Yield the tensors outside the blocks, some `solved` already; other linears there and
+    embeddings that are not skipped are solved without a Hessian.
     """
     model, goals = run.model, run.goals(run.chosen)
     for name in model.stored(None) if run.ranks.first else ():
         run.progress.check()
         with run.clock.phase("solve"):
             why = "it is outside the blocks"
-            item = _uncalibrated(model.src, name, goals, run.recipe, model.device, why)
+            item = solved.get(name) or _uncalibrated(
+                model.src, name, goals, run.recipe, model.device, why
+            )
         yield item
 
 

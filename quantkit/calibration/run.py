@@ -77,6 +77,11 @@ class Run:
         goals = {name: self.chosen[name] for name in linears}
         return {name: goal for name, goal in goals.items() if goal is not None}
 
+    @property
+    def head(self) -> dict[str, Goal]:
+        """The output head with its goal; empty if it stays dense, or is tied."""
+        return self.goals([self.model.head] if self.model.head is not None else [])
+
     def file(self, kind: str, suffix: str = ".bin") -> Path:
         """Name the file of a kind that this rank keeps for the run."""
         return file_of(self.work, kind, self.ranks.rank, suffix)
@@ -274,7 +279,7 @@ class Stream:
         """
         if self.stop_waiting():
             return
-        longest, path = max(map(len, self.sequences)), self.model.blocks[block]
+        longest, path = max(map(len, self.sequences)), [*self.model.blocks, self.model.head][block]
         if self.at_once < 2 * longest:
             raise QuantkitError(
                 f"the GPU has not enough memory for a document of {longest} tokens",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +31,7 @@ from quantkit.models.interception import (
     Passed,
     Repeated,
     State,
+    Stop,
     Unused,
     independent,
     pack,
@@ -205,9 +206,18 @@ class BlockRunner(LanguageModel):
         """Run a loaded block on one document, tokens int64 `[t]`, and return its outputs.
 
         Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. `forms`
-        gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs
-        something of an earlier block that was not stored.
+        gets its form. Returns None if a watcher stopped it. The index behind the last block runs
+        what follows the blocks, up to the watcher. CheckpointError if the block needs something of
+        an earlier block that was not stored.
         """
+        if index == len(self.blocks):
+            forward, passed = (
+                partial(self.text, **self._asked(tokens)),
+                self._passed_on(index, state),
+            )
+            with self._own_code(index - 1), suppress(Stop):
+                self._interception.run_behind(forward, index, passed)
+            return None
         if index and index not in self._checked:
             self._checked.add(index)
             self._require_own_input(index, tokens, state)

@@ -104,11 +104,12 @@ class BlockWeights:
         put_tensor(self._model.module, place, weight.to(self._device, self._model.dtype))
 
     def source(self, linear: str) -> Tensor:
-        """Return a loaded linear's stored weight `[n, k]` on the device. It is read again only if
-        its dtype was changed.
+        """Return a linear's stored weight `[n, k]` on the device. It is read if it is not loaded,
+        or if its dtype was changed.
         """
         loaded, src, name = self._of(linear), self._model.src, f"{linear}.weight"
-        if loaded.dtype == src.dtype(name) and loaded.shape == src.shape(name):
+        same = loaded.dtype == src.dtype(name) and loaded.shape == src.shape(name)
+        if same and not loaded.is_meta:
             return loaded.detach()
         return src.get(name).to(self._device)
 

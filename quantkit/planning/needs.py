@@ -312,9 +312,11 @@ def disk_peak(
     return {"output": written, ACTIVATIONS: kept + sum(in_files), GRADIENTS: later}
 
 
-def streamed_memory(src: Checkpoint, linears: Iterable[tuple[int, int]]) -> Memory:
+def streamed_memory(
+    src: Checkpoint, linears: Iterable[tuple[int, int]], each: int = ROUNDING_BYTES
+) -> Memory:
     """Estimate the peak of rounding to nearest or repacking `linears` `(n, k)`, one tensor at a
-    time.
+    time, with `each` bytes for each weight.
     """
     copied = max(
         (prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0
@@ -323,7 +325,7 @@ def streamed_memory(src: Checkpoint, linears: Iterable[tuple[int, int]]) -> Memo
     return Memory(
         {
             "program": program_bytes(cuda=False),
-            "largest weight": max(ROUNDING_BYTES * largest, 2 * copied),
+            "largest weight": max(each * largest, 2 * copied),
         }
     )
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.algorithms.rtn import ROUNDING_BYTES
+from quantkit.calibration.budget import SOLVED_BYTES
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.errors import QuantkitError, in_python
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
 from quantkit.layouts.schemes import is_embedding
+from quantkit.models.families import BLOCK
 from quantkit.models.outline import decoder_weights
 from quantkit.models.outside import Outside
 from quantkit.planning import verdict as verdicts
@@ -25,7 +28,7 @@ from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streame
 from quantkit.planning.output import Output, Row, converted_schemes
 from quantkit.planning.serving import Serving
 from quantkit.planning.verdict import Misfit, Verdict
-from quantkit.recipes.goals import Goal
+from quantkit.recipes.goals import Goal, is_sparse
 from quantkit.recipes.recipe import Recipe, stored_shape
 from quantkit.reporting.summary import ShortRepr
 
@@ -192,10 +195,13 @@ def plan_quantize(
             rows.append(Row.dense(forms, module, shape, goal))
     output = Output.of(src, layout, rows, forms, recipe.scheme, decoder_weights(src, inside))
     if recipe.calibrated:
-        shapes = {row.module: row.stored for row in rows}
+        solved = (row for row in rows if row.goal is not None or BLOCK.match(row.module))
+        shapes = {row.module: row.stored for row in solved}
         memory = calibrated_memory(src, shapes, recipe, device, act_budget, gpu_memory)
     else:
-        memory = streamed_memory(src, [row.stored for row in output.quantized])
+        sparse = any(row.goal is not None and is_sparse(row.goal) for row in rows)
+        each = ROUNDING_BYTES if sparse else 2 * src.dtype_of_model.itemsize + SOLVED_BYTES
+        memory = streamed_memory(src, [row.stored for row in output.quantized], each)
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)
     found = Verdict(tuple(misfits), ways, tuple(src.notices), verdicts.layout_remarks(output))

@@ -135,16 +135,14 @@ def test_finished_blocks_are_read_back_where_their_activations_are_lost(
     assert resumed > 1
 
 
-def test_a_head_that_is_not_skipped_is_pruned_by_magnitude_and_reported(
-    small_llama: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_a_head_that_is_not_skipped_is_pruned_as_all_linears(small_llama: Path, calib: Path, tmp_path: Path) -> None:
     recipe = replace(
         pruning_from_mapping({"calibration": {"data": str(calib), "samples": 4, "max_length": 64}}), skip=()
     )
     made = quantize.quantize(small_llama, tmp_path / "out", recipe)
     (head,) = [layer for layer in made["layers"] if layer["name"] == "lm_head"]
-    assert head["method"] == "magnitude" and head["by_magnitude"] == "it is outside the blocks"
-    assert "pruned by magnitude although" in summary(made)
+    assert head["method"] == "sparsegpt" and head["loss"] > 0 and "by_magnitude" not in head
+    assert "pruned by magnitude although" not in summary(made)
     assert is_24(values(tmp_path / "out")["lm_head.weight"])
 
 

@@ -51,7 +51,7 @@ class Task:
 @dataclass
 class LoadedBlock:
     """Hold a block in memory: its number, the `stream` that enters it, its goals, and solved
-    weights by tensor name.
+    weights by tensor name. The number behind the last block stands for the output head.
 
     `uncalled` gives the reason why a text-only pass never calls a linear. `starved` names the
     experts with too few tokens; the loop then makes tasks of all tokens for them. `floors` has the
@@ -77,7 +77,8 @@ class LoadedBlock:
         assert isinstance(
             item.value, Tensor | QuantizedTensor
         )  # only conversions yield packed items
-        self.run.put_back(item.name.removesuffix(".weight"), item.value)
+        if self.index < len(self.run.model.blocks):
+            self.run.put_back(item.name.removesuffix(".weight"), item.value)
         self.solved[item.name] = item
 
 

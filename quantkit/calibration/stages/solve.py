@@ -34,7 +34,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.rtn import relative_error, total, widened, zeroed
 from quantkit.calibration import budget
-from quantkit.calibration.budget import ROWS, SQUARES, Peaks, Sizes
+from quantkit.calibration.budget import ROWS, SOLVED_BYTES, SQUARES, Peaks, Sizes
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.checkpoint.writer import Item
 from quantkit.core import sparsity
@@ -70,13 +70,14 @@ class Solve(Stage):
             shared[module.rpartition(".")[0], k] += n
         searches = recipe.clip == "search" and recipe.metric == "block"
         groups = [scheme.group_size for scheme in recipe.schemes] if searches else []
-        steps = (
-            step
-            for (_, k), rows in shared.items()
-            for step in gptq.step_bytes(k, rows, groups, sizes.factors, sizes.device)
-        )
-        squares, rows = max(steps, key=sum, default=(0, 0))
-        return Peaks(at={SQUARES: squares, ROWS: rows})
+        steps = list[tuple[int, int]]()
+        for (_, k), rows in shared.items():
+            most = budget.rows_at_once(k, sizes.device)
+            waiting = max(0, rows - most) * k * (sizes.width + SOLVED_BYTES)
+            found = gptq.step_bytes(k, min(rows, most), groups, sizes.factors, sizes.device)
+            steps += [(squares, copies + waiting) for squares, copies in found]
+        squares, copies = max(steps, key=sum, default=(0, 0))
+        return Peaks(at={SQUARES: squares, ROWS: copies})
 
     def enter(self, block: LoadedBlock) -> None:
         """Solve the linears that a text-only pass never calls."""
@@ -359,19 +360,26 @@ def _as_one(
     """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in
     order.
 
-    `by_row` has its arguments: the `weight`, and others by row.
+    `by_row` has its arguments: the `weight`, and others by row. Of many rows, `rows_at_once` are
+    solved at a time.
     """
     rows = ranks.rows(sum(map(len, by_row["weight"].values())))
     names = list(by_row["weight"])
-    mine = {key: torch.cat([each[n] for n in names])[rows] for key, each in by_row.items()}
+    tall = {key: [each[name] for name in names] for key, each in by_row.items()}
+    mine = {
+        key: (each[0] if len(each) == 1 else torch.cat(each))[rows] for key, each in tall.items()
+    }
+    count, k = mine["weight"].shape
+    most = budget.rows_at_once(k, mine["weight"].device.type)
+    slices = [slice(at, at + most) for at in range(0, count, most)]
     try:
-        part = solve_rows(**mine) if len(mine["weight"]) else None
+        parts = [solve_rows(**{key: each[some] for key, each in mine.items()}) for some in slices]
     except NumericError:
         for name in names:  # the row must be named within its own linear
             with about(name):
                 solve_rows(**{key: each[name] for key, each in by_row.items()})
         raise
-    return [found for found in ranks.gather(part) if found is not None]
+    return [part for found in ranks.gather(parts) for part in found]
 
 
 def solve_uncalibrated(

@@ -170,8 +170,9 @@ def sum_once(
     hessians = {group.linears[0]: new_hessian(run, group, checks) for group in groups}
     stop = len(groups) == 1 and groups[0].once
     normalised = {group.linears[0] for group in groups if group.normalised}
-    # Experts are not called in the order of solving.
-    waits = stop and groups[0].linears[0] not in run.model.experts
+    # Experts are not called in the order of solving, and nothing follows the head.
+    first = groups[0].linears[0]
+    waits = stop and first not in run.model.experts and first != run.model.head
     numbers: Sequence[int] = ()
     weights, seen, source = None, False, None
     if not waits:
