@@ -316,7 +316,8 @@ def build(
             with about(path):
                 tensors = LAYOUTS[variant.layout].pack(random_weight(scheme, n, k, device))
             linear = first[key] = PackedLinear(variant.layout, scheme, (n, k), (n, k), tensors, bias)
-            notices += swap_linears.repack_for_kernels({path: linear})
+            found, once = swap_linears.repack_for_kernels({path: linear})
+            notices += [*found, *filter(None, [once])]
         owner, _, leaf = path.rpartition(".")
         setattr(built.get_submodule(owner), leaf, linear)
     _fill(built, device)

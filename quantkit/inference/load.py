@@ -58,8 +58,9 @@ def load(
     It reads every layout, whoever wrote the folder; a dense folder loads as transformers loads it.
     On a GPU, a weight without a kernel is repacked losslessly for one that has a kernel. If its
     values forbid that, it is decoded at each call, and a warning says so. On a CPU, weights are
-    decoded once, beside their packed tensors, and a note says so. Weights that the free memory does
-    not hold are decoded at each call, with a warning.
+    decoded once, beside their packed tensors, and a note says so. So is an output head without a
+    kernel on a GPU, as INT8. Weights that the free memory does not hold are decoded at each call,
+    with a warning.
 
     `device` "auto" takes a GPU even if it cannot run kernels; "cuda" refuses such a GPU.
     `device_map` is the option of transformers and overrides `device`. `dtype` defaults to float32

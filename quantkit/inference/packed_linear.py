@@ -297,7 +297,7 @@ class PackedLinear(PackedWeight):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         before, decoded, self.decoded = self.device, self.decoded, None
         super()._apply(fn, recurse)
-        if decoded is not None and self.device.type == "cpu":
+        if decoded is not None and self.device.type == before.type:
             self.keep_decoded(fn(decoded[:0]).dtype)
         if before.type == "cpu":
             if (why := self.prepare_kernel()) is not None:

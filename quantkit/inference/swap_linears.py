@@ -38,7 +38,7 @@ from quantkit.errors import (
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout, half
-from quantkit.layouts.schemes import is_embedding
+from quantkit.layouts.schemes import is_embedding, is_head
 from quantkit.models.meta_model import float32_states
 from quantkit.models.modules import is_linear, is_table, reads_weight, size_of
 from quantkit.models.outline import Outline
@@ -215,17 +215,24 @@ def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torc
     return dict(total)
 
 
-def repack_for_kernels(linears: Linears) -> list[str]:
+def repack_for_kernels(linears: Linears) -> tuple[list[str], str | None]:
     """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some
     cannot be repacked.
+
+    An output head that no kernel multiplies is decoded once, and the second value says so.
 
     CheckpointError or LayoutError for a damaged weight, for scales outside float16, or for FP8
     values outside the format. Weights on a CPU are not changed.
     """
     decoded: dict[str, list[str]] = {}
+    once: str | None = None
     for name, linear in linears.items():
         with about(name):
             why = linear.prepare_kernel()
+            if why is not None and is_head(name):
+                linear.keep_decoded(linear.dense_dtype)
+                once = f"{name} is decoded once, to {dtype_name(linear.dense_dtype)}: {why}"
+                continue
             for tensor in linear.packed().values() if linear.device.type == "cpu" else ():
                 if tensor.dtype in (torch.bfloat16, torch.float32):  # scales of another program
                     half(tensor)
@@ -246,7 +253,7 @@ def repack_for_kernels(linears: Linears) -> list[str]:
     return [
         Words(f"{names[0]}: decoded at each call, which is slow ({len(names)} such weights):", why)
         for why, names in decoded.items()
-    ]
+    ], once
 
 
 def keep_decoded(linears: Linears, free: float) -> tuple[str | None, str | None]:

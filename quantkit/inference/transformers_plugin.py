@@ -79,7 +79,8 @@ class QuantkitQuantizer(HfQuantizer):
     kernels after.
 
     `notices` name the weights that are decoded at each call, and why. They are warnings too.
-    `decoded_once` describes the weights that are decoded and kept, on a CPU.
+    `decoded_once` describes the weights that are decoded and kept: on a CPU all that its memory
+    holds, on a GPU an output head without a kernel.
     """
 
     requires_calibration = (
@@ -130,7 +131,7 @@ class QuantkitQuantizer(HfQuantizer):
             # transformers 5.17 leaves a tensor that it renames in the dtype of the file.
             if parameter.dtype not in (self._dtypes[name], torch.float32):
                 parameter.data = parameter.data.to(self._dtypes[name])
-        self.notices = swap_linears.repack_for_kernels(self.linears)
+        self.notices, self.decoded_once = swap_linears.repack_for_kernels(self.linears)
         fused_linear.fuse_linears(model)
         swap_linears.show_weights(model)
         if not self._has_gpu:  # weights offloaded from one are multiplied there

@@ -27,7 +27,7 @@ from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.expressions import literal, matches
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding
 from quantkit.names import KERNELS
 
 #: The name of the method: `--quantization quantkit`.
@@ -196,32 +196,57 @@ class EngineConfig:
         prefixes = mapper.orig_to_new_prefix.items()
         self._prefixes |= {new: old for old, new in prefixes if new is not None}
 
-    def scheme_of_layer(
-        self, layer: Any, prefix: str, head: type, linear: type
-    ) -> tuple[Scheme | None, bool]:
-        """Return the scheme of a layer, None if it is dense or none of ours, and whether it is a
-        linear.
-
-        `head` and `linear` are the engine's classes. ValueError for a packed head, and for linears
-        of several schemes that the engine joins.
+    def scheme_of_linear(self, prefix: str) -> Scheme | None:
+        """Return the scheme of a linear, None if it is dense; ValueError for linears of several
+        schemes that the engine joins.
         """
-        if isinstance(layer, head):
-            dense = self.is_dense(prefix) or self.is_dense(prefix.rpartition(".")[2])
-            if not prefix:  # some classes of engines do not tell it
-                dense = not self.schemes.quantizes_head
-            if not dense and not self.is_head_tied:
-                named = prefix or "the output head"
-                raise ValueError(
-                    f"{named} is packed, which {self.ENGINE} does not serve with quantkit: "
-                    "quantize without it"
-                )
-        elif isinstance(layer, linear):
-            names = self.members(prefix)
-            schemes = self._schemes(prefix, names)
-            if len(set(schemes.values())) > 1:
-                raise self._mixed(schemes)
-            return schemes[names[0]], True
-        return None, False
+        names = self.members(prefix)
+        schemes = self._schemes(prefix, names)
+        if len(set(schemes.values())) > 1:
+            raise self._mixed(schemes)
+        return schemes[names[0]]
+
+    def head(self, prefix: str) -> tuple[str, Scheme] | None:
+        """Return the name in the folder and the scheme of a packed output head, or of packed
+        embeddings to which it is tied; None if it is dense.
+
+        Some classes of engines do not tell `prefix`.
+        """
+        if self.is_head_tied:
+            return self.table("")
+        names = [prefix, prefix.rpartition(".")[2]] if prefix else [*HEADS]
+        is_dense = any(map(self.is_dense, names)) or not (prefix or self.schemes.quantizes_head)
+        if is_dense:
+            return None
+        found = map(self.scheme, names)
+        other = (scheme for scheme in found if scheme != self.schemes.default)
+        return names[0], next(other, self.schemes.default)
+
+    @property
+    def tables(self) -> dict[str, Scheme]:
+        """The packed embeddings of the folder; "" stands for all of them."""
+        return {
+            literal(text) or "": scheme
+            for text, scheme in self.schemes.overrides
+            if text == EMBEDDINGS or is_embedding(literal(text) or "")
+        }
+
+    def table(self, prefix: str) -> tuple[str, Scheme] | None:
+        """Return the name in the folder and the scheme of packed embeddings, None if they are
+        dense.
+
+        ValueError if the engine does not tell `prefix`, as many classes, and the folder has several
+        schemes.
+        """
+        names, leaf = set(self.in_folder(prefix)), prefix.rpartition(".")[2]
+        found = {name: scheme for name, scheme in self.tables.items() if name in names} or {
+            name: scheme
+            for name, scheme in self.tables.items()
+            if leaf in ("", name.rpartition(".")[2]) or not name
+        }
+        if len(set(found.values())) > 1:
+            raise self._mixed(found)
+        return next(((name or prefix, scheme) for name, scheme in found.items()), None)
 
     def scheme_of_experts(self, prefix: str, names: Iterable[str]) -> Scheme | None:
         """Return the scheme of all linears `names` of the experts `prefix`, None if they are dense.

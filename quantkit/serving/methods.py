@@ -190,6 +190,90 @@ class PackedLinearMethod(PackedMethod):
         return [output_size] if len(sizes) == 1 else list(layer.output_sizes)
 
 
+class PackedVocabularyMethod(PackedLinearMethod):
+    """Loads token embeddings, an output head, or embeddings to which a head is tied: the first base
+    of an engine's method.
+
+    A rank has the rows of its tokens, and rows of zeros up to the engine's number. Embeddings stay
+    in the layout of the folder, heads are packed for a kernel, and tied ones are held as both. If
+    no kernel multiplies a head, `use_decoded` gets its decoded weight.
+    """
+
+    def __init__(self, config: EngineConfig, name: str, scheme: Scheme, is_head: bool) -> None:
+        super().__init__(config, scheme, name)
+        self.is_head, self.multiplies = is_head, is_head or config.is_head_tied
+
+    def place(self, layer: Any) -> tuple[int, int]:
+        return 0, 1  # the part names the rows of the rank
+
+    def use_decoded(self, layer: Any, weight: Tensor) -> None:
+        raise NotImplementedError
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register a parameter for each suffix of the layout; none for a head that is tied.
+
+        KernelError if no kernel runs here.
+        """
+        if self.is_head and self.config.is_head_tied:
+            return
+        tokens = layer.shard_indices
+        own = range(tokens.org_vocab_start_index, tokens.org_vocab_end_index)
+        part = Part(self.prefix, layer.org_vocab_size, sum(output_partition_sizes), own)
+        form = self.prefix, self.config.layout, self.scheme, [part], (input_size, input_size)
+        weight = JoinedWeight(*form)
+        is_product = self.multiplies and weight.has_kernel
+        table = None if self.is_head and is_product else JoinedWeight(*form, is_table=True)
+        layer.quantkit_loading = both = table, weight if is_product else None
+        device = torch.empty(0).device
+        require_kernels(device, self.config.ENGINE)
+        self.expect()
+        self._register(layer, weight.stored, partial(self._load_both, both), device)
+
+    def _load_both(self, both: Sequence[JoinedWeight | None], suffix: str, *given: Any) -> None:
+        for weight in filter(None, both):
+            self._load(weight, suffix, *given)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the loading parameters by the rank's rows, and by its share of a head;
+        CheckpointError if the folder is damaged.
+        """
+        self.config.damage.require()
+        table, weight = layer.__dict__.pop("quantkit_loading", (None, None))
+        if weight is not None:
+            layer.quantkit_weight = weight
+            super().process_weights_after_loading(layer)
+        if table is None:
+            return
+        found = table.packed()
+        for suffix in table.stored if weight is None else ():
+            delattr(layer, suffix)
+        if self.multiplies and weight is None:
+            q = table.layout.unpack(found.tensors, found.scheme)
+            self.use_decoded(layer, q.dequantize(layer.params_dtype)[:, : layer.embedding_dim])
+            return
+        layer.quantkit_rows = self._replace(layer, {}, found, "rows_")
+        layer.quantkit_table = [*found.tensors], found.layout, found.scheme.label, found.shape[1]
+        layer.quantkit_kernel = "gathered"
+        layer.quantkit_layout = getattr(layer, "quantkit_layout", found.layout)
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """Look up the rows of token numbers `[...]` among those of the rank: `[..., k]`."""
+        tensors = [getattr(layer, name) for name in layer.quantkit_rows]
+        found: Tensor = torch.ops.quantkit.gather(
+            input_, tensors, *layer.quantkit_table, layer.params_dtype
+        )
+        return found[..., : layer.embedding_dim]
+
+
 class ExpertSizes(NamedTuple):
     """The features of a layer of experts: of tokens, between both products, and between them on a
     rank.

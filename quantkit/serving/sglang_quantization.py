@@ -40,6 +40,8 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
         found.packed_modules_mapping = dict(config.get("packed_modules_mapping", {}))
         hf_config = config.get("hf_config")
         found.learn_head(hf_config)
+        for name in found.tables:
+            raise _unserved(name or "the embeddings")
         if path := getattr(hf_config, "_name_or_path", ""):
             found.damage.expect(path, None, None, hashes=True)
         return found
@@ -54,7 +56,9 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
         self.learn_names(hf_to_sglang_mapper)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Make the method of a layer; None leaves it to SGLang. ValueError as `scheme_of_layer`."""
+        """Make the method of a layer; None leaves it to SGLang. ValueError for packed experts and
+        heads, and as `scheme_of_linear`.
+        """
         if isinstance(layer, FusedMoE):
             inside = tuple(f"{name}." for name in self.in_folder(prefix))
             if not self.is_dense(prefix) and not any(
@@ -66,10 +70,20 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
                     "compressed-tensors without --quantization quantkit"
                 )
             return None
-        scheme, is_linear = self.scheme_of_layer(layer, prefix, ParallelLMHead, LinearBase)
+        if isinstance(layer, ParallelLMHead) and self.head(prefix) is not None:
+            raise _unserved(prefix or "the output head")
+        if not isinstance(layer, LinearBase):
+            return None
+        scheme = self.scheme_of_linear(prefix)
         if scheme is None:
-            return UnquantizedLinearMethod() if is_linear else None
+            return UnquantizedLinearMethod()
         return QuantkitLinearMethod(self, scheme, prefix)
+
+
+def _unserved(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is packed, which SGLang does not serve with quantkit: quantize without it"
+    )
 
 
 class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]

@@ -30,13 +30,17 @@ from quantkit.layouts.recast import recast
 
 @dataclass(frozen=True)
 class Part:
-    """One of the weights that are joined: its name, its rows in the folder, and how many of them a
+    """One of the weights that are joined: its name, its rows in the folder, and how many rows a
     rank has.
+
+    `own` names them in the folder where they are no equal share, as in a vocabulary. Rows of zeros
+    follow them up to `rows`.
     """
 
     name: str
     total: int
     rows: int
+    own: range | None = None
 
 
 @dataclass
@@ -44,7 +48,8 @@ class JoinedWeight:
     """The packed tensors of one linear of an engine, on `rank` of `ranks`.
 
     `columns` are the input features of the whole linear, and of a rank. All parts have the same
-    `scheme`. An expert is packed as all experts of its scheme and shape.
+    `scheme`. An expert is packed as all experts of its scheme and shape. A table, whose rows are
+    gathered, stays in the layout of the folder.
     """
 
     name: str
@@ -55,6 +60,7 @@ class JoinedWeight:
     rank: int = 0
     ranks: int = 1
     is_expert: bool = False
+    is_table: bool = False
     _stored: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict, init=False)
     _packed: KernelWeight | None = field(default=None, init=False)
 
@@ -62,6 +68,13 @@ class JoinedWeight:
     def out(self) -> int:
         """The output features of a rank."""
         return sum(part.rows for part in self.parts)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel may take a rank's share, which depends on the data too."""
+        found = places_of_experts if self.is_expert else places
+        k = self.scheme.padded_k(self.columns[1])
+        return any(True for _ in found(self.layout.NAME, self.scheme, self.out, k))
 
     @property
     def stored(self) -> dict[str, torch.dtype]:
@@ -89,10 +102,7 @@ class JoinedWeight:
                 f"use --tensor-parallel-size {' or '.join(sizes)}",
                 subject=self.name,
             )
-        found = (places_of_experts if self.is_expert else places)(
-            self.layout.NAME, self.scheme, self.out, self.scheme.padded_k(k)
-        )
-        if not any(True for _ in found):
+        if not (self.is_table or self.has_kernel):
             raise LayoutError(
                 f"no kernel takes {self.scheme.label} of [{self.out}, {k}]",
                 "serve the folder without --quantization quantkit",
@@ -144,7 +154,10 @@ class JoinedWeight:
             self._stored[which] = {}
         self._stored = {}
         with about(self.name):
-            return pack_for_kernel(concatenated(pieces), self.layout.NAME, self.is_expert)
+            q = concatenated(pieces)
+            if self.is_table:
+                return KernelWeight(self.layout.NAME, q.scheme, q.shape, self.layout.pack(q))
+            return pack_for_kernel(q, self.layout.NAME, self.is_expert)
 
     def _cut(self, which: Sequence[int], tensors: dict[str, Tensor]) -> list[QuantizedTensor]:
         """Unpack a stored weight, and cut the rank's share out of each of its parts."""
@@ -162,8 +175,11 @@ class JoinedWeight:
         )
         found, start = [], 0
         for part in (self.parts[index] for index in which):
-            rows = share(part.total, part.rows, self.rank, self.ranks)
-            found.append(cut(q, range(start + rows.start, start + rows.stop), columns))
+            rows = part.own
+            if rows is None:
+                rows = share(part.total, part.rows, self.rank, self.ranks)
+            own = cut(q, range(start + rows.start, start + rows.stop), columns)
+            found.append(recast(own, self.scheme, (part.rows, len(columns))))
             start += part.total
         return found
 

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from quantkit.core.scheme import Scheme
+from quantkit.inference.products import places
 from quantkit.layouts import read_config
+from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.serving.engine_config import EngineConfig
 
 #: The classes of layers of experts: before vLLM 0.26, and since then.
@@ -21,6 +24,8 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
     """The layout and the schemes of a folder, and by them the method of each layer."""
 
     ENGINE = "vLLM"
+    #: The `quantization_config` of the folder.
+    stated: dict[str, Any] | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantkitConfig:
@@ -33,7 +38,9 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
             raise ValueError(
                 "VLLM_BATCH_INVARIANT=1: sums of quantkit's kernels depend on the batch: unset it"
             )
-        return cls(*read_config(config, "config.json"))
+        found = cls(*read_config(config, "config.json"))
+        found.stated = dict(config)
+        return found
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -57,13 +64,43 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
         served.
         """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            VocabParallelEmbedding,
+        )
 
-        from quantkit.serving.vllm_layers import QuantkitLinearMethod, method_of
+        from quantkit.serving.vllm_layers import (
+            QuantkitLinearMethod,
+            QuantkitVocabularyMethod,
+            method_of,
+        )
 
         if EXPERTS.intersection(kind.__name__ for kind in type(layer).__mro__):
             return method_of(self, layer, prefix)
-        scheme, is_linear = self.scheme_of_layer(layer, prefix, ParallelLMHead, LinearBase)
+        if isinstance(layer, VocabParallelEmbedding):
+            is_head = isinstance(layer, ParallelLMHead)
+            found = self.head(prefix) if is_head else self.table(prefix)
+            if found is None:
+                return None
+            theirs = self._of_vllm(layer, prefix, found[1]) if is_head else None
+            return theirs or QuantkitVocabularyMethod(self, *found, is_head)
+        if not isinstance(layer, LinearBase):
+            return None
+        scheme = self.scheme_of_linear(prefix)
         if scheme is None:
-            return UnquantizedLinearMethod() if is_linear else None
+            return UnquantizedLinearMethod()
         return QuantkitLinearMethod(self, scheme, prefix)
+
+    def _of_vllm(self, layer: Any, prefix: str, scheme: Scheme) -> Any:
+        """Make vLLM's own method of a head in compressed-tensors that no kernel of quantkit
+        multiplies, as INT8; None for others.
+        """
+        from vllm.model_executor.layers.quantization import get_quantization_config
+
+        size = layer.org_vocab_size, scheme.padded_k(layer.embedding_dim)
+        is_theirs = self.stated is not None and self.stated["quant_method"] == COMPRESSED_TENSORS
+        has_kernel = any(True for _ in places(self.layout.NAME, scheme, *size))
+        if self.is_head_tied or has_kernel or not is_theirs:
+            return None
+        config = get_quantization_config(COMPRESSED_TENSORS).from_config(self.stated)
+        return config.get_quant_method(layer, prefix)

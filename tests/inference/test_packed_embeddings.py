@@ -19,11 +19,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, RecipeError
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
+from quantkit.inference.swap_linears import repack_for_kernels
 from quantkit.layouts import LAYOUTS
 from quantkit.recipes.recipe import from_mapping, require_effect
 from tests.command_line import call
 from tests.inference.samples import compiled, decoded, logits, stored
 from tests.layouts.samples import HELD, record
+from tests.tiny_models import write_model
 
 #: Family, its embedding, the scheme, and whether the head is tied to it. Gemma scales the rows.
 MODELS = [
@@ -283,3 +285,33 @@ def test_a_head_stored_beside_packed_embeddings_stays_its_own(folders: dict[str,
     model = quantkit.load(tmp_path / "out", device="cpu", check=False)
     assert torch.equal(model.get_output_embeddings().weight, head.float())
     assert not model.config.tie_word_embeddings and isinstance(model.get_input_embeddings(), PackedEmbedding)
+
+
+@pytest.mark.parametrize(("label", "layout"), [("int4:g128", "marlin"), ("int4:g64:asym", "quick")])
+def test_a_tied_head_is_packed_for_a_kernel_beside_the_rows_of_its_embeddings(
+    label: str, layout: str, tmp_path: Path
+) -> None:
+    source = write_model("qwen2", tmp_path / "dense", hidden_size=256, num_attention_heads=4)
+    quantkit.quantize(source, tmp_path / "out", method="rtn", override={"embed_tokens": label})
+    model, expected = quantkit.load(tmp_path / "out", device="cpu"), decoded(tmp_path / "out")
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    assert head.repack() is None and head.layout == layout and table.layout == "compressed-tensors"
+    head.decoded = None
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_head_without_a_kernel_is_decoded_once_on_a_gpu(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(folders, "qwen2", tmp_path / "out", "embed_tokens", "int8:channel")
+    model = quantkit.load(tmp_path / "out", device="cpu")
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, PackedLinear)}
+    for linear in linears.values():
+        linear.decoded = None
+    why = "no kernel takes it"
+    monkeypatch.setattr(PackedLinear, "prepare_kernel", lambda self: why)
+    notices, once = repack_for_kernels(linears)
+    assert once == f"lm_head is decoded once, to float32: {why}"
+    assert len(notices) == 1 and f"({len(linears) - 2} such weights): {why}" in notices[0]
+    head = model.to(torch.bfloat16).get_output_embeddings()
+    assert head.decoded.dtype == torch.bfloat16 and head.decoded.shape == (257, 128)

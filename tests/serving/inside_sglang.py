@@ -196,6 +196,22 @@ def check_dense_linears_and_a_head_are_left_to_sglang_and_mixtures_refused() -> 
             raise AssertionError("a mixture was taken")
 
 
+def check_packed_embeddings_and_heads_are_refused() -> None:
+    from sglang.srt.layers.quantization import get_quantization_config
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+    stated = LAYOUTS["compressed-tensors"].write_config(
+        Schemes(Scheme.parse("int4:g128"), ((r"model\.embed_tokens", Scheme.parse("int8:channel")),))
+    )
+    line = inside_vllm.error_of(get_quantization_config("quantkit").from_config, stated)
+    assert line == "model.embed_tokens is packed, which SGLang does not serve with quantkit: quantize without it", line
+    with ranks():
+        line = inside_vllm.error_of(
+            ParallelLMHead, 512, 256, quant_config=config_of("marlin", "int4:g128"), prefix="lm_head"
+        )
+    assert line == "lm_head is packed, which SGLang does not serve with quantkit: quantize without it", line
+
+
 CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 
 if __name__ == "__main__":

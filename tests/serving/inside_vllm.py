@@ -28,7 +28,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from tests.serving import inside_vllm_experts
+from tests.serving import inside_vllm_experts, inside_vllm_vocabulary
 from tests.serving.samples import PACKED, decoded, packed, record
 from tests.serving.vllm_engine import configured, damaged, error_of, flip, loaded, ranks, served, start
 
@@ -353,16 +353,8 @@ def check_names_are_those_before_the_renaming_of_a_wrapper() -> None:
 
 
 def check_what_is_not_served_is_refused_in_one_line() -> None:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
     with building():
         config = config_of("marlin", "int4:g128")
-        line = error_of(ParallelLMHead, 512, 256, quant_config=config, prefix="lm_head")
-        assert line == "lm_head is packed, which vLLM does not serve with quantkit: quantize without it", line
-        VocabParallelEmbedding(512, 256, quant_config=config, prefix="")
-        line = error_of(ParallelLMHead, 512, 256, quant_config=config, prefix="")
-        assert line.startswith("the output head is packed"), line
-        ParallelLMHead(512, 256, quant_config=config_of("marlin", "int4:g128", ignore=("lm_head",)), prefix="")
         line = error_of(layer_of, "ColumnParallelLinear", config_of("awq", "int4:g8"), 256, 256)
         assert line.startswith("model.layers.0.x: no kernel takes int4:g8 of [256, 256]"), line
     with building(0, 4):
@@ -445,7 +437,7 @@ def check_a_dtype_that_no_kernel_takes_is_refused() -> None:
     assert "torch.float32 is not supported for quantization method quantkit" in line, line
 
 
-_ALL = {**globals(), **vars(inside_vllm_experts)}
+_ALL = {**globals(), **vars(inside_vllm_experts), **vars(inside_vllm_vocabulary)}
 CHECKS = {name: check for name, check in _ALL.items() if name.startswith("check_")}
 
 

@@ -49,6 +49,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
 }
 
 
+TIE = {"tie_word_embeddings": True}
 #: Folder -> the family and the options of a mixture of experts.
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mixtral", {**INT4, "group_size": 32, "layout": "awq"}),
@@ -60,6 +61,18 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-compressed-tensors": ("mixtral", FOLDERS["compressed-tensors-asym"]),
     "experts-gptq": ("qwen3_moe", FOLDERS["gptq"]),
     "experts-humming": ("qwen3_moe", FOLDERS["humming"]),
+}
+CT: dict[str, Any] = {**INT4, "layout": "compressed-tensors", "group_size": 64}
+#: Folder -> the family, its changes, and the options, of packed embeddings and heads.
+VOCABULARIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "vocabulary-marlin": ("llama", {}, {**FOLDERS["marlin"], "pad": True, "override": {"lm_head": "int4:g128"}}),
+    "vocabulary": ("llama", {}, {**CT, "override": {"embed_tokens": "int8:channel", "lm_head": "int4:g128"}}),
+    "vocabulary-asym": ("llama", {}, {**CT, "override": dict.fromkeys(["embed_tokens", "lm_head"], "int4:g64:asym")}),
+    "vocabulary-fp6": ("llama", {}, {**CT, "override": dict.fromkeys(["embed_tokens", "lm_head"], "fp6")}),
+    "vocabulary-qwen2": ("qwen2", {}, {**CT, "override": {"embed_tokens": "int4:g64"}}),
+    "vocabulary-llama": ("llama", TIE, {**CT, "override": {"embed_tokens": "int4:g128"}}),
+    "vocabulary-int8": ("llama", TIE, {**CT, "override": {"embed_tokens": "int8:channel"}}),
+    "vocabulary-int8-head": ("llama", {}, {**CT, "override": {"lm_head": "int8:g64"}}),
 }
 
 
@@ -94,6 +107,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     for name, (family, options) in EXPERTS.items():
         quantkit.quantize(folders / f"{family}-dense", folders / name, **options)
         keep_outputs(folders / name, folders / OUTPUTS)
+    for name, (family, changes, options) in VOCABULARIES.items():
+        wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, **changes}
+        quantkit.quantize(write_model(family, folders / f"{name}-dense", **wide), folders / name, **options)
     dense = {**FOLDERS["tcfpx-fp6"], "skip": [".*experts.*"], "min_share": 0}
     quantkit.quantize(folders / "mixtral-dense", folders / "experts-dense", **dense)
     group, register = "vllm.general_plugins", "quantkit.serving.vllm_plugin:register"
