@@ -200,7 +200,7 @@ def graph_of(call: Callable[[], object], rewind: Callable[[], None]) -> torch.cu
     return timing.captured(lambda _: call(), 1)
 
 
-def _per_call(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None], calls: int) -> float:
+def per_call(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None], calls: int) -> float:
     """Measure the median seconds of a call, when `calls` of them follow each other
     after `rewind`.
     """
@@ -316,7 +316,7 @@ def _time_batch(model: PreTrainedModel, batch: int, load: Workload, where: torch
             (pair.step, load.prompt, load.timed or load.new),
         ):
             rewind = partial(pair.rewind, before)
-            times.append(_per_call(graph_of(call, rewind), rewind, calls))
+            times.append(per_call(graph_of(call, rewind), rewind, calls))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 LENGTH, NEW, RUNS = 32, 128, 3
+HEAD, TABLE = "lm_head", "model.embed_tokens"
 #: Tokens of a prompt under load, and the most requests at a time.
 PROMPT, SEATS = 256, 256
 MARK = "ROW "
@@ -82,6 +84,8 @@ def main() -> None:
     shapes = f"a shape of bench_generate.py, {' or '.join(MIXTURES)} [%(default)s]"
     maker.add_argument("--shape", default="llama3-8b", help=shapes)
     maker.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
+    maker.add_argument("--head", help="scheme of the output head, dense without it")
+    maker.add_argument("--embeddings", help="scheme of the embeddings, dense without it")
     timer = commands.add_parser("time", help="measure folders")
     timer.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     loader = commands.add_parser("load", help="send requests to folders")
@@ -95,7 +99,7 @@ def main() -> None:
         command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.command == "make":
-        make(args.out, args.layout, args.scheme, args.shape, args.blocks)
+        make(args.out, args.layout, args.scheme, args.shape, args.blocks, {HEAD: args.head, TABLE: args.embeddings})
     elif not args.child:
         sys.exit(0 if all([run(args, spec) for spec in args.folders]) else 1)
     elif args.command == "time":
@@ -104,8 +108,13 @@ def main() -> None:
         asyncio.run(serve(args.folders[0], args.rate, args.seconds))
 
 
-def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | None) -> None:
-    """Write a folder of the shape of a Llama or of a mixture of experts, packed in a layout."""
+def make(
+    out: Path, layout: str, label: str | None, shape: str, blocks: int | None, ends: dict[str, str | None]
+) -> None:
+    """Write a folder of the shape of a Llama or of a mixture of experts, packed in a layout.
+
+    `ends` has the schemes of the output head and of the embeddings, None for dense ones.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -140,8 +149,10 @@ def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | No
         scheme, form = Scheme.parse(label or "int4:g128"), LAYOUTS[layout]
         modules = [f"model.layers.{block}.{name}" for block in range(blocks) for name in shapes]
         routers = [f"model.layers.{block}.{mlp}gate" for block in range(blocks) if experts]
-        dense = ("lm_head", *routers)
-        config["quantization_config"] = quantization_config(form, Schemes(scheme, (), dense), modules, None)
+        schemes = {name: Scheme.parse(each) for name, each in ends.items() if each}
+        dense = (*(name for name in [HEAD] if name not in schemes), *routers)
+        stated = Schemes(scheme, tuple((re.escape(name), each) for name, each in schemes.items()), dense)
+        config["quantization_config"] = quantization_config(form, stated, [*modules, *schemes], None)
         packed = {size: form.pack(random_weight(scheme, *size, device)) for size in set(shapes.values())}
         index: dict[str, str] = {}
 
@@ -164,7 +175,11 @@ def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | No
             norms = {f"{start}{name}.weight": torch.ones(n, dtype=torch.float16) for name, n in vectors.items()}
             router = {f"{start}{mlp}gate.weight": 3 * drawn(experts)} if experts else {}
             put(f"model-{block:05}.safetensors", {**weights, **norms, **router})
-        rest = {"model.embed_tokens.weight": drawn(vocabulary) * width**0.5, "lm_head.weight": drawn(vocabulary)}
+        rest = {} if TABLE in schemes else {f"{TABLE}.weight": drawn(vocabulary) * width**0.5}
+        rest |= {} if HEAD in schemes else {f"{HEAD}.weight": drawn(vocabulary)}
+        for name, each in schemes.items():
+            tensors = form.pack(random_weight(each, vocabulary, width, device))
+            rest |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
         put("model-rest.safetensors", {**rest, "model.norm.weight": torch.ones(width, dtype=torch.float16)})
         (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (out / "config.json").write_text(json.dumps(config, indent=1))
