@@ -155,6 +155,8 @@ weights again and reports the loss. It is never implied.
   it cannot hold 0.
 - **2:4.** Sparse-MARLIN keeps two of each four values along `k`, and a dense weight must have no more. The values come
   back. If four values have fewer than two, a convention decides which positions are marked; marks do not return.
+- **Embeddings.** compressed-tensors and humming hold packed embeddings, because their rows can be read one by one.
+  Other layouts refuse them. Heads are converted like linears.
 - **Act-order.** Columns whose group is not `k // group size` have no other layout. `quantize` dequantizes them.
 - **Other releases in few bits.** FP8, INT8, NVFP4 and MXFP4 folders are sources of `quantize`, not layouts
   ([docs/layouts.md](layouts.md), section 9c).

@@ -169,7 +169,15 @@ VLLM = Engine(
         Reader(
             "vLLM",
             ("humming",),
-            ("wrapped", *_SHARED, "experts", "experts of integers", "encoder", "family"),
+            (
+                "wrapped",
+                *_SHARED,
+                "experts",
+                "experts of integers",
+                "packed embeddings",
+                "encoder",
+                "family",
+            ),
             _LOADER,
         ),
         Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),
@@ -283,7 +291,14 @@ SGLANG = Engine(
         Reader(
             "SGLang",
             ("humming",),
-            ("mixed", "encoder", *_SHARED, "experts", "experts of integers"),
+            (
+                "mixed",
+                "encoder",
+                *_SHARED,
+                "experts",
+                "experts of integers",
+                "packed embeddings",
+            ),
             PUBLISHED,
         ),
     ),

@@ -34,6 +34,7 @@ from quantkit.inference.products import (
 )
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
+from quantkit.layouts.base import DAMAGED
 from quantkit.layouts.recast import recast
 
 
@@ -371,7 +372,13 @@ class PackedEmbedding(PackedLinear):
         return found[:, : self.in_features]
 
     def prepare_kernel(self) -> str | None:
-        """Do nothing: gathering needs no kernel."""
+        """Check the packed tensors, since gathering reads no shape. It needs no kernel."""
+        if self.device.type != "meta":
+            found = LAYOUTS[self.layout].check_tensors(self.packed(), self.scheme)
+            if found != (self.n, self.k):
+                raise LayoutError(
+                    f"its tensors are those of {list(found)}, not of {[self.n, self.k]}", DAMAGED
+                )
         return None
 
     def keep_decoded(self, dtype: torch.dtype) -> None:

@@ -38,7 +38,7 @@ from quantkit.errors import (
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout, half
-from quantkit.layouts.schemes import is_embedding, is_head
+from quantkit.layouts.schemes import ORIGINAL, is_embedding, is_head
 from quantkit.models.meta_model import float32_states
 from quantkit.models.modules import is_linear, is_table, reads_weight, size_of
 from quantkit.models.outline import Outline
@@ -133,6 +133,12 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
     if asked != true:
         raise CheckpointError(
             f"{module} is packed from {list(true)}, config.json asks for {list(asked)}",
+            subject=src.path,
+        )
+    if isinstance(dense, nn.Embedding) and not src.layout.GATHERS:
+        raise CheckpointError(
+            f"{module} is packed, and {src.layout.TITLE} has no place for embeddings",
+            ORIGINAL,
             subject=src.path,
         )
     for suffix in src.layout.stored(scheme, *stored):

@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.keys import Count
 from quantkit.layouts.arrangement import (
     OnRows,
+    decoded_rows,
     pack_zeros,
     stream_packer,
     stream_unpacker,
@@ -63,6 +64,7 @@ class Humming(Layout):
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "humming", (1, 32)
     MULTIPLES_WITH_ZEROS = (32, 32)  # zero points fill whole words
+    GATHERS = True
 
     def holds(self, fmt: Format) -> bool:
         return fmt in _NAMES
@@ -108,6 +110,10 @@ class Humming(Layout):
         if not scheme.symmetric:
             zeros = unpack_zeros(tensors["zero_point"], bits, n, "zero_point")
         return tensors["weight_scale"], zeros, stream_unpacker(tensors["weight"], bits, k, "weight")
+
+    def gather(self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor, k: int) -> Tensor:
+        found = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
+        return decoded_rows(scheme, rows, k, *found)
 
     def config(self, schemes: Schemes) -> HummingConfig:
         """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.

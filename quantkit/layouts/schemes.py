@@ -33,7 +33,8 @@ Dynamic = dict[str, dict[str, Any] | None] | UnsetType | None
 HEADS = ("lm_head", "embed_out")
 #: The last names of token embeddings, which headers do not tell from linears.
 EMBEDDINGS = (
-    r"(?:.*\.)?(?:embed_tokens(?:_per_layer)?|embed_in|wte|word_embeddings|tok_embeddings|shared)"
+    r"(?:.*\.)?"
+    r"(?:embed_tokens(?:_per_layer)?|embed_in|embeddings|wte|word_embeddings|tok_embeddings|shared)"
 )
 #: The way out for weights of a method that is not read.
 ORIGINAL = "give the original model, which the model card names as base_model"

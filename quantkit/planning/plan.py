@@ -187,7 +187,7 @@ def plan_quantize(
             rule = rule or (verdicts.table_rule(layout) if module in tables else None)
             rule = rule or verdicts.layout_rule(layout, goal, *stored)
         if goal is not None and rule is not None:
-            misfits.append(Misfit(module, shape, goal, rule))
+            misfits.append(Misfit(module, shape, goal, rule, module in tables))
             goal = None
         if layout is not None and isinstance(goal, Scheme):
             rows.append(Row.packed(layout, module, shape, goal, stored))
@@ -229,10 +229,11 @@ def plan_pack(
     for module in schemes:
         scheme, shape = src.scheme(module), src.true_size(module)
         found = _destination(src, module, layout, pad, requantize)
-        rule = verdicts.table_rule(layout) if is_embedding(module) else None
+        is_table = is_embedding(module)
+        rule = verdicts.table_rule(layout) if is_table else None
         if found is None or rule is not None:
             rule = rule or broken_rule(layout, scheme, *shape) or f"{layout.NAME} does not hold it"
-            misfits.append(Misfit(module, shape, scheme, rule))
+            misfits.append(Misfit(module, shape, scheme, rule, is_table))
             decoded = {f"{module}.weight": (src.dtype_of_model, shape)}
             rows.append(Row(module, shape, None, shape, decoded))
             continue

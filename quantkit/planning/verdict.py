@@ -110,12 +110,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A linear that cannot be quantized as asked, and the rule that it breaks."""
+    """A linear, or embeddings (`is_table`), that cannot be quantized as asked, and the rule that is
+    broken.
+    """
 
     module: str
     shape: tuple[int, int]
     goal: Goal
     rule: str
+    is_table: bool = False
 
     @property
     def scheme(self) -> Scheme:
@@ -167,6 +170,8 @@ def ways_out(
         key = recipe and recipe.key_of(misfit.module for misfit in group)
         if key is not None:
             options.append(Words("drop", Setting(key)))
+        elif recipe is not None and group[0].is_table:
+            options.append(Words("leave out the", Setting("override"), "of embeddings"))
         elif recipe is not None and not everything:
             pattern = skip_pattern([misfit.module for misfit in group], schemes)
             options.append(Words("leave them dense with", Setting("skip", pattern)))
@@ -240,7 +245,7 @@ def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
     """List the options of `pack` that make all weights of a group fit the layout."""
     pad_, again = Option("pad", True), Option("requantize", True)
     flags = ((pad_, target, True), (again, nearest, False), (Words(pad_, again), nearest, True))
-    for flag, find, pad in flags:
+    for flag, find, pad in flags if _has_place(group, layout) else ():
         if all(find(layout, misfit.scheme, *misfit.shape, pad=pad) for misfit in group):
             return [Words("add", flag, "to round again (lossy)" if find is nearest else FILLED)]
     return []
@@ -275,7 +280,14 @@ def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
     ]
 
 
+def _has_place(misfits: list[Misfit], layout: Layout) -> bool:
+    """Return True unless embeddings are among the weights and the layout has no place for them."""
+    return layout.GATHERS or not any(misfit.is_table for misfit in misfits)
+
+
 def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
+    if not _has_place(misfits, layout):
+        return False
     asked = {(replace(misfit.scheme, **change), *misfit.shape) for misfit in misfits}
     return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
 

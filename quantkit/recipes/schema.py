@@ -210,7 +210,7 @@ class RecipeKeys:
         metavar="SCHEME",
         may_lack=True,
         more="Rounded row by row. A head that is tied to them has the same packed weight. "
-        "`compressed-tensors` holds them.",
+        "`compressed-tensors` and `humming` hold them.",
         when="To save what they take, half of a small model, for readers that open them "
         "([layouts.md](layouts.md) 9).",
     )

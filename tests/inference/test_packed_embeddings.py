@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError, QuantkitError, RecipeError
+from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.inference.swap_linears import repack_for_kernels
 from quantkit.layouts import LAYOUTS
@@ -82,11 +82,20 @@ def test_rows_of_a_packed_embedding_are_those_of_the_decoded_model(
     assert model.to(torch.bfloat16).get_input_embeddings()(SHAPES[0]).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("label", [each for each in HELD["compressed-tensors"][0] if not each.endswith(":24")])
-def test_gathered_rows_are_the_rows_of_the_weight_and_wait_for_no_gpu(label: str) -> None:
-    layout, scheme, rows = LAYOUTS["compressed-tensors"], Scheme.parse(label), torch.tensor([5, 0, 39, 5])
-    k = 256 if scheme.group_size else 250  # the last word is not full
-    whole = record(scheme, 40, k)
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        (layout.NAME, label)
+        for layout in LAYOUTS.values()
+        for label in [*HELD[layout.NAME][0], "int3:g64:asym", "int4:channel:asym"]
+        if layout.GATHERS and not label.endswith(":24")
+    ],
+)
+def test_gathered_rows_are_the_rows_of_the_weight_and_wait_for_no_gpu(name: str, label: str) -> None:
+    layout, scheme, rows = LAYOUTS[name], Scheme.parse(label), torch.tensor([5, 0, 31, 5])
+    units = layout.multiples(scheme)
+    k = 250 if units[1] == 1 and scheme.group_size is None else 256  # the last word is not full
+    whole = record(scheme, 40 if units[0] == 1 else 32, k)
     tensors = layout.pack(whole)
     with NoWaiting():
         part = layout.gather(scheme, tensors, rows, k)
@@ -232,16 +241,6 @@ def test_only_an_override_for_embeddings_alone_packs_them(folders: dict[str, Pat
     assert stated(tmp_path / "out")["ignore"] == ["lm_head"]
     with pytest.raises(RecipeError, match="matches only linears that are skipped"):
         packed(folders, "llama", tmp_path / "not", "embed_tokens", "int8:channel", skip=["embed_tokens"])
-
-
-def test_layouts_without_a_place_for_embeddings_refuse_them(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(
-        LayoutError, match=r"no place for embeddings: model\.embed_tokens is \[257, 128\].*embed_tokens"
-    ):
-        packed(folders, "llama", tmp_path / "not", "embed_tokens", "int4:g128", layout="gptq")
-    packed(folders, "llama", tmp_path / "out", "embed_tokens", "int4:g128")
-    with pytest.raises(LayoutError, match="no place for embeddings"):
-        quantkit.pack(tmp_path / "out", tmp_path / "not", layout="gptq")
 
 
 def test_no_program_is_named_that_was_not_seen_to_open_packed_embeddings(
