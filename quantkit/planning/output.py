@@ -29,7 +29,7 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE, inside
 from quantkit.kernels import MATMULS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.schemes import Schemes, is_embedding
+from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding, is_head
 from quantkit.models.outline import largest_others, share_of
 from quantkit.models.outside import Outside
 from quantkit.recipes.goals import Goal, label
@@ -417,11 +417,13 @@ def converted_schemes(src: Checkpoint, rows: Iterable[Row], outside: Outside) ->
         became.setdefault(src.scheme(module), set()).add(scheme)
     one = {before: next(iter(after)) for before, after in became.items() if len(after) == 1}
     default, overrides = src.schemes.default, src.schemes.overrides
-    dense = [*src.schemes.ignore, *_routers(src), *outside.dense_entries(src)]
+    dense = [*src.schemes.ignore, *_unstated(src), *outside.dense_entries(src)]
     ignore = tuple(dict.fromkeys(dense))
     if len(one) == len(became) and default in one:
-        kept = tuple((pattern, one[scheme]) for pattern, scheme in overrides if scheme in one)
-        stated = Schemes(one[default], kept, ignore)
+        kept = {pattern: one[scheme] for pattern, scheme in overrides if scheme in one}
+        kept.pop(EMBEDDINGS, None)  # a class, of which layouts state the members
+        tables = {re.escape(module): now[module] for module in now if is_embedding(module)}
+        stated = Schemes(one[default], (*(kept | tables).items(),), ignore)
         if all(stated.of(module) == scheme for module, scheme in now.items()):
             return stated
     most = Counter(now.values()).most_common(1)[0][0] if now else default
@@ -433,13 +435,16 @@ def converted_schemes(src: Checkpoint, rows: Iterable[Row], outside: Outside) ->
     return Schemes(most, exact, ignore)
 
 
-def _routers(src: Checkpoint) -> Iterator[str]:
-    """Name the dense matrices beside packed experts. Some tools leave them out of a config, but
-    engines need them.
+def _unstated(src: Checkpoint) -> Iterator[str]:
+    """Name the dense matrices beside packed experts, and a dense or tied output head. Some tools
+    leave them out of a config, but engines need them.
     """
     packed = set(src.modules())
+    if src.config.get("tie_word_embeddings") and not any(map(is_head, packed)):
+        yield HEADS[0]
     parents = {module.partition(".experts.")[0] for module in packed if is_expert(module)}
     for name in src.names():
         module = name.removesuffix(".weight")
-        if module != name and module not in packed and module.rpartition(".")[0] in parents:
+        known = is_head(module) or module.rpartition(".")[0] in parents
+        if module != name and module not in packed and known:
             yield from [module] if len(src.shape(name)) == 2 else []

@@ -281,17 +281,24 @@ def test_forms_that_are_not_read_name_the_way_out(case: str, tmp_path: Path) -> 
 # ------------------------------------------------------------- whole models
 
 
-def low_and_exact(source: Path, folder: Path, fmt: str, args: dict[str, Any]) -> tuple[Path, Path]:
+ENDS = ("embed_tokens.weight", "lm_head.weight")
+
+
+def low_and_exact(
+    source: Path, folder: Path, fmt: str, args: dict[str, Any], more: tuple[str, ...] = ()
+) -> tuple[Path, Path]:
     """Replace the linears of a model by random ones in a format, and by what the library decompresses."""
     dense = load_file(source / "model.safetensors")
     low, exact = dict(dense), dict(dense)
-    for seed, name in enumerate(name for name in dense if name.endswith("proj.weight")):
+    for seed, name in enumerate(name for name in dense if name.endswith(("proj.weight", *more))):
         stored = random_weight(fmt, args, *dense[name].shape, torch.bfloat16, seed)
         del low[name]
         low |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in stored.items()}
         exact[name] = decompressed(fmt, args, stored)
     config = json.loads((source / "config.json").read_text())
-    quantization = config_of({"group_0": {"targets": ["Linear"], "weights": args}}, format=fmt)["quantization_config"]
+    group = {"targets": ["Linear", *(["Embedding", "re:.*lm_head"] if more else [])], "weights": args}
+    quantization = config_of({"group_0": group}, format=fmt)["quantization_config"]
+    quantization["ignore"] = [] if more else ["lm_head"]
     made = (
         folder_of(folder / "low", low, config | {"quantization_config": quantization}),
         folder_of(folder / "exact", exact, config),
@@ -323,6 +330,18 @@ def test_quantizing_and_pruning_a_release_give_what_its_dense_weights_give(llama
     assert report["low"]["source"]["weights"] == f"{said}, dequantized" and "weights" not in report["exact"]["source"]
     assert f"source weights are {said}, dequantized to bfloat16 on reading" in report["low"]["notices"]
     assert "quantization_config" not in json.loads((tmp_path / "p-low" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("form", SOUND)
+def test_packed_embeddings_and_heads_are_what_the_library_decompresses(form: str, llama: Path, tmp_path: Path) -> None:
+    low, exact = low_and_exact(llama, tmp_path, *SOUND[form], ENDS)
+    src, dense = Checkpoint(low, dequantize=True), load_file(exact / "model.safetensors")
+    assert {*src.names()} == {*dense}
+    assert all(torch.equal(src.dense(name, torch.bfloat16), dense[name].bfloat16()) for name in dense)
+    quantize(low, tmp_path / "out", from_mapping(RTN), min_share=0)
+    found = weights_of(tmp_path / "out")
+    names = [name for name in found if name.endswith(ENDS)]
+    assert len(names) == 2 and all(torch.equal(found[name], dense[name].bfloat16()) for name in names)
 
 
 def test_scales_that_float16_does_not_hold_are_evaluated_all_the_same(llama: Path, tmp_path: Path) -> None:

@@ -109,6 +109,18 @@ def test_an_output_has_the_bytes_of_quantizing_the_dequantized_folder(llama: tup
     assert not [f.name for f in (tmp_path / "a").iterdir() if str(src.path.parent) in f.read_text(errors="replace")]
 
 
+def test_embeddings_of_few_bits_can_stay_near_them_in_the_scheme_of_an_override(tmp_path: Path) -> None:
+    file, _ = write_gguf("qwen2", tmp_path, "Q8_0")  # INT8 in groups of 32; tied
+    wide = plan(file, method="rtn").total
+    planned = plan(file, method="rtn", override={"embed_tokens": "int8:g32"})
+    assert wide - planned.total > 0.4 * 257 * 256 * 2
+    quantize(file, tmp_path / "out", method="rtn", override={"embed_tokens": "int8:g32"}, min_share=0)
+    (tensor,) = [each for each in gguf.GGUFReader(file).tensors if each.name == "token_embd.weight"]
+    exact = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    found = Checkpoint(tmp_path / "out").dense("model.embed_tokens.weight", torch.float32)
+    assert float((found - exact).norm() / exact.norm()) < 0.005 and verify(tmp_path / "out").ok
+
+
 def test_commands_of_packed_folders_send_the_file_to_quantize(llama: tuple[Path, Path], tmp_path: Path) -> None:
     for command in (partial(pack, llama[0], tmp_path / "out", "marlin"), partial(verify, llama[0])):
         with pytest.raises(CheckpointError, match=r"is a GGUF file, a source: use quantkit\.quantize first"):

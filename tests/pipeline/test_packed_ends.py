@@ -141,6 +141,30 @@ def test_embeddings_that_a_layout_does_not_hold_are_offered_another_layout(
         quantkit.pack(tmp_path / "a", tmp_path / "not", layout="marlin")
 
 
+def test_names_that_another_program_states_by_class_or_not_at_all_are_written(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Else vLLM looks for no packed embeddings, or for codes of a head that has none."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    made(folders["qwen2"], a, "compressed-tensors", "int4:g128", embeddings="int8:channel")
+
+    def by_class(_: Any, config: dict[str, Any]) -> None:
+        del (stated := config["quantization_config"])["quantkit"]
+        stated["ignore"] = []
+        for group in stated["config_groups"].values():
+            group["targets"] = [target for target in group["targets"] if "." not in target]
+
+    foreign = changed(a, b, by_class)
+    quantkit.pack(foreign, tmp_path / "c", layout="compressed-tensors")
+    stated = Checkpoint(tmp_path / "c").config["quantization_config"]
+    (group,) = [each for each in stated["config_groups"].values() if each["weights"]["num_bits"] == 8]
+    assert group["targets"] == ["Embedding", "model.embed_tokens"] and stated["ignore"] == ["lm_head"]
+    made(folders["qwen2"], tmp_path / "d", "compressed-tensors", "int4:g128")
+    quantkit.pack(changed(tmp_path / "d", tmp_path / "e", by_class), tmp_path / "f", layout="gptq")
+    assert Checkpoint(tmp_path / "f").config["quantization_config"]["lm_head"] is False
+    assert torch.equal(logits(quantkit.load(tmp_path / "c", device="cpu")), decoded(a))
+
+
 CASES = [
     (layout, label, n)
     for layout, (labels, _) in HELD.items()
