@@ -162,15 +162,9 @@ class TunedWeight:
         return values
 
     def _tuned_scales(self) -> Tensor:
-        """Return the scales in their stored dtype. A scale that would overflow keeps its start
-        value.
-        """
         zeros = None if self._zeros is None else self._zeros.squeeze(-1)
-        found = stored_scale(self._scales * self._factors.value, self._stored)
-        usable = (found.abs() * largest_value(self.start.scheme.format, zeros) <= LARGEST_HALF) & (
-            self._scales != 0
-        )
-        return torch.where(usable, found, self._scales)
+        fmt, factors = self.start.scheme.format, self._factors.value
+        return usable_scales(self._scales, factors, fmt, zeros, self._stored)
 
 
 class _Moved:
@@ -192,6 +186,17 @@ class _Moved:
         self.square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)
         size = (self.square / self.count()).sqrt_().add_(_TINY)
         self.value.sub_(torch.div(gradient, size, out=size).mul_(rate))
+
+
+def usable_scales(
+    scales: Tensor, factors: Tensor, fmt: Format, zeros: Tensor | None, stored: torch.dtype
+) -> Tensor:
+    """Multiply scales by factors, and round them as a weight of dtype `stored` stores them. Scales
+    that would overflow, and scales of zero, stay.
+    """
+    found = stored_scale(scales * factors, stored)
+    usable = (found.abs() * largest_value(fmt, zeros) <= LARGEST_HALF) & (scales != 0)
+    return torch.where(usable, found, scales)
 
 
 def _steps(fmt: Format, device: torch.device) -> Tensor:

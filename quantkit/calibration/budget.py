@@ -139,6 +139,8 @@ DOCUMENT, ACTIVATIONS, UNQUANTIZED = (
 )
 #: The gradients of all documents, and a block's file that is read.
 GRADIENTS, READ = "output gradients", "file of hidden states"
+#: The source and the quantized weights together, while scales of the whole model are tuned.
+WHOLE = "whole model, twice"
 #: The weights of the largest block, the writer's queue, and a solver's matrices.
 LOADED, WAITING, SQUARES, ROWS = (
     "block",

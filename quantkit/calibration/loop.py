@@ -28,10 +28,12 @@ from torch import Tensor
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.budget import SAVED_BLOCKS, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
+from quantkit.calibration.scales import INSTEAD
 from quantkit.calibration.stages import stages_of
 from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task, tasks
 from quantkit.calibration.stages.solve import solve_uncalibrated
 from quantkit.calibration.stages.statistics import measured
+from quantkit.calibration.stages.tune import require_held_out
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import StoredTensors
 from quantkit.checkpoint.writer import Commit, Item, committed_files
@@ -122,6 +124,11 @@ def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tens
     check_tokens(max(int(s.max()) for s in sequences), len(embeddings))
     for stage in stages_of(recipe):
         stage.check(sequences)
+    if recipe.tune_scales:
+        if recipe.layout is None:
+            rule = Words(Setting("tune_scales"), "changes stored scales, and no layout stores them")
+            raise RecipeError(rule, INSTEAD)
+        require_held_out("tune_scales", len(sequences), INSTEAD)
 
 
 def require_devices(device: torch.device, here: Ranks) -> None:

@@ -94,6 +94,8 @@ def probe(
             tokens = sum(lengths) + (_passes(lengths, recipe.tune) if recipe.tune else 0)
             seconds += meter.each * weights * tokens + meter.solving * solving_work(shapes)
         each = meter.each
+        passes = _passes([*map(len, sequences)], recipe.tune_scales)
+        seconds += 4 / 3 * each * weights * passes if recipe.tune_scales else 0
     head = max((prod(src.shape(name)) for name in src.names()), default=0)
     seconds += 2 * each * evaluated * (weights + head)
     return low * seconds, high * seconds

@@ -127,6 +127,7 @@ _REPORT = {
     ("same_values", "outside"): float,
     ("ranks",): float | list[float],
     ("phases",): dict[str, float],
+    ("tuned_scales",): _entries({("steps", "before", "after"): float, ("reason",): str}),
     ("layers",): GenericAlias(list, _entries(_FACTS, "name")),
     ("source",): _entries({**_NAMES, ("files",): dict[str, str]}),
     ("base",): _entries(_NAMES),

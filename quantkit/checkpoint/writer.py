@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -210,11 +211,26 @@ class CheckpointWriter:
             self._replace(list(found), dict(zip(names, found.values(), strict=True)))
             self._rename()
 
-    def _replace(self, old: list[str], new: dict[str, str]) -> None:
+    def rewrite(self, changed: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        """Write the committed files anew, with some tensors `changed` in their values alone, and
+        commit `facts`. Until then the old files count.
+        """
+        old, new = list(self.hashes()), {}
+        for name in old if changed else ():
+            self._files[path := self._next_name()] = ""
+            new[path] = join_files([self.partial / name], self.partial / path, changed)
+        self._start_unit()
+        self._replace(old if changed else [], new, facts)
+        for name in old if changed else ():
+            files.remove(self.partial / name)
+
+    def _replace(
+        self, old: list[str], new: dict[str, str], facts: dict[str, Any] | None = None
+    ) -> None:
         line = {
             "files": new,
             "items": [],
-            "facts": {},
+            "facts": facts or {},
             "bytes": 0,
             "packed_bytes": 0,
             "replaced": old,
@@ -252,11 +268,7 @@ class CheckpointWriter:
         gets the hash of every file and returns the files to write just before config.json.
         """
         self.arrange()
-        written = self.hashes()
-        weight_map = {
-            name: file for file in written for name in read_header(self.partial / file)[0]
-        }
-        texts = texts_beside(weight_map, self.bytes_written, self.layout, config)
+        written, texts = self.hashes(), self._texts_beside(config)
         for name, changed in self._companions.items():
             if name in texts:
                 continue
@@ -272,6 +284,16 @@ class CheckpointWriter:
         written[CONFIG] = files.hash_of(stated)
         self._write({**described, **sealed(written), CONFIG: stated})
         return written
+
+    def opened(self, config: dict[str, Any]) -> Checkpoint:
+        """Open the committed tensors as a checkpoint that has this config."""
+        self._write(self._texts_beside(config))
+        return Checkpoint(self.partial, self.like.trusted, config=config)
+
+    def _texts_beside(self, config: dict[str, Any]) -> dict[str, bytes]:
+        names = {name: read_header(self.partial / name)[0] for name in self.hashes()}
+        weight_map = {name: file for file, header in names.items() for name in header}
+        return texts_beside(weight_map, self.bytes_written, self.layout, config)
 
     def _write(self, texts: dict[str, bytes]) -> None:
         for name, text in texts.items():
@@ -357,11 +379,14 @@ def committed_files(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def renamings(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return old -> new name of the files that a journal says have another name now."""
+    """Return old -> new name of the files that a journal says have another name now. Files that
+    were written anew have facts.
+    """
     found: dict[str, str] = {}
     for line in lines:
         before, after = line.get("replaced", []), list(line["files"])
-        found |= zip(before, after, strict=True) if len(before) == len(after) else ()
+        is_same = len(before) == len(after) and not line["facts"]
+        found |= zip(before, after, strict=True) if is_same else ()
     return found
 
 
@@ -381,9 +406,11 @@ def groups(sizes: Sequence[int], most: int) -> list[range]:
     return [*found, range(first, len(sizes))] if sizes else []
 
 
-def join_files(paths: Sequence[Path], into: Path) -> str:
+def join_files(
+    paths: Sequence[Path], into: Path, instead: Mapping[str, Tensor] = MappingProxyType({})
+) -> str:
     """Copy the tensors of several files into a new one, durably, and return its hash; one tensor is
-    in memory.
+    in memory. Those in `instead` have other values there.
 
     CheckpointError for a tensor whose digest differs from the digest in its file.
     """
@@ -395,6 +422,9 @@ def join_files(paths: Sequence[Path], into: Path) -> str:
         stated = stated_digests(tensors, metadata)
         with files.open_regular(path) as file:
             for name, info in tensors.items():
+                if name in instead:
+                    joined.add(name, instead[name])
+                    continue
                 data = files.read_exactly(file, info.start, info.end - info.start, path)
                 if joined.add(name, data.view(info.dtype).reshape(info.shape)) != stated.get(name):
                     raise changed(path)

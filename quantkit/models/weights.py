@@ -121,20 +121,9 @@ class BlockWeights:
         `functional_call` would look for them in the whole model at each call, which takes longer
         than a small block.
         """
-        instead = {id(self._of(name)): new for name, new in weights.items()}
-        places: list[tuple[dict[str, Any], str, Any]] = [
-            (module._parameters, name, old)
-            for module in self._model.module.get_submodule(self._model.blocks[index]).modules()
-            for name, old in module._parameters.items()
-            if id(old) in instead
-        ]
-        try:
-            for parameters, name, old in places:
-                parameters[name] = instead[id(old)]
+        block = self._model.module.get_submodule(self._model.blocks[index])
+        with replaced(block, {id(self._of(name)): new for name, new in weights.items()}):
             yield
-        finally:
-            for parameters, name, old in places:
-                parameters[name] = old
 
     def _of(self, linear: str) -> Tensor:
         return get_tensor(self._model.module, f"{self._model.paths[linear]}.weight")
@@ -159,6 +148,24 @@ class BlockWeights:
         dtype = torch.float32 if self._in_float32.search(state) else self._model.dtype
         kind = dtype if tensor.is_floating_point() else None
         put_tensor(self._model.module, state, tensor.to(self._device, kind, non_blocking=True))
+
+
+@contextmanager
+def replaced(module: nn.Module, instead: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let tensors take the place of parameters of a module, by the parameters' ids."""
+    places: list[tuple[dict[str, Any], str, Any]] = [
+        (each._parameters, name, old)
+        for each in module.modules()
+        for name, old in each._parameters.items()
+        if id(old) in instead
+    ]
+    try:
+        for parameters, name, old in places:
+            parameters[name] = instead[id(old)]
+        yield
+    finally:
+        for parameters, name, old in places:
+            parameters[name] = old
 
 
 def load_dense_model(

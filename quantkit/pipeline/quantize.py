@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
 from quantkit.calibration.budget import BESIDE, READERS
@@ -26,9 +27,13 @@ from quantkit.calibration.loop import (
     require_devices,
     streamed,
 )
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.calibration.scales import ScaleTuning
+from quantkit.calibration.stages.tune import tuned_facts
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.units import format_range
+from quantkit.engines.joined import output_config
+from quantkit.errors import CheckpointError, NumericError, reason
 from quantkit.io.staging import is_complete, staging
 from quantkit.names import MOST_TOKENS
 from quantkit.pipeline.publish import (
@@ -40,6 +45,7 @@ from quantkit.pipeline.publish import (
     write,
 )
 from quantkit.planning.survey import (
+    Job,
     dense_source,
     estimate_duration,
     require_runnable,
@@ -188,6 +194,8 @@ def _lead(
                 begin if hashes_beside else None,
             )
         report |= _ranks_of(writer.done)
+        if recipe.tune_scales:
+            _tune_scales(job, writer, report, clock, progress)
         return finish(
             writer,
             out,
@@ -199,6 +207,46 @@ def _lead(
             None if recipe.layout is None else without_paths(recipe),
             measure,
         )
+
+
+def _tune_scales(
+    job: Job,
+    writer: CheckpointWriter,
+    report: dict[str, Any],
+    clock: Clock,
+    progress: Progress,
+) -> None:
+    """Tune the scales of the stored weights together (ALGORITHMS 8.3), and write the changed
+    tensors, unless a stopped run has done so; add the facts to the report.
+    """
+    layers = {layer["name"]: layer for layer in report["layers"]}
+    if not any("tuned_scales" in line["facts"] for line in writer.done):
+        with clock.phase("tune scales"):
+            src, layout, schemes = job.src, writer.layout, job.plan.output.schemes
+            true = {name: layer.get("true_shape") for name, layer in layers.items()}
+            config = output_config(src, layout, schemes, true, None)
+            packed = writer.opened(config)
+            calib, steps = job.recipe.calibration, job.recipe.tune_scales
+            try:
+                tuning = ScaleTuning(job.model, packed, job.text.sequences, progress)
+                tuned, found = tuning.run(steps, calib.seed)
+            except (CheckpointError, NumericError, torch.OutOfMemoryError) as error:
+                tuned, found = {}, {"steps": 0, "reason": reason(error)}  # the weights are good
+            changed, facts = dict[str, Tensor](), dict[str, Any]()
+            for name, value in tuned.items():
+                stored, parts = packed.stored(name), packed.parts(name)
+                made = writer.pack(Item(f"{name}.weight", value))
+                for suffix, part in parts.items():
+                    if not torch.equal(stored[suffix], made[f"{name}.{suffix}"]):
+                        changed[part] = made[f"{name}.{suffix}"]
+                digest, device = value.digest(), job.model.device
+                source, value = src.get(f"{name}.weight").to(device), value.to(device)
+                facts[name] = tuned_facts(layers[name], source, value) | {"digest": digest}
+        writer.rewrite(changed, {"tuned_scales": found, "tuned": facts, "phases": clock.take()})
+    for line in writer.done:
+        if "tuned_scales" in line["facts"]:
+            report["tuned_scales"] = line["facts"]["tuned_scales"]
+            report["layers"] = [line["facts"]["tuned"].get(n, old) for n, old in layers.items()]
 
 
 def _ranks_of(done: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

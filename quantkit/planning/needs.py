@@ -32,12 +32,14 @@ from quantkit.calibration.budget import (
     TOKENS_AT_ONCE,
     UNQUANTIZED,
     WAITING,
+    WHOLE,
     Peaks,
     Sizes,
     gradient_documents,
     most_waiting,
     stays_on_gpu,
 )
+from quantkit.calibration.scales import INSTEAD, tuning_bytes
 from quantkit.calibration.stages import stages_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import WAITING_BYTES
@@ -70,6 +72,7 @@ CERTAINLY_NEEDED = 0.6
 SMALLER = {
     ACTIVATIONS: Words("use a smaller", Option("act_budget")),
     DOCUMENT: Words("use a smaller", Setting("max_length")),
+    WHOLE: INSTEAD,
     GRADIENTS: Words("use", Setting("output_aware", False)),
     READ: Words("use", Setting("output_aware", False)),
 }
@@ -202,11 +205,11 @@ class Memory:
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
-            on_cpu = Words("use", Option("device", "cpu"))
-            what, ways = "the weights of the largest block take", (on_cpu, "a GPU with more memory")
-            raise QuantkitError(
-                Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there)), *ways
-            )
+            whole = WHOLE in self.vram
+            what = "tuning scales takes" if whole else "the weights of the largest block take"
+            way = INSTEAD if whole else Words("use", Option("device", "cpu"))
+            rule = Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there))
+            raise QuantkitError(rule, way, "a GPU with more memory")
 
     def _gpu_memory(self) -> int | None:
         """Return the bytes of the GPU; None if no GPU matters."""
@@ -300,9 +303,10 @@ def disk_peak(
     stores = (activations, activations if recipe.tune else 0, gradients)
     in_files = [size for size in stores if act_budget is not None and size > count * act_budget]
     saved = max(0, blocks - 1)
+    again = files.total if recipe.tune_scales else files.joined
     written, kept = max(
         (files.before_last, min(saved, 3) * activations),  # at the last snapshot
-        (files.total + files.joined, min(saved, 2) * activations),  # at the end
+        (files.total + again, min(saved, 2) * activations),  # at the end
         key=sum,
     )
     sums = count * memory.sum_bytes if graded else 0
@@ -351,7 +355,7 @@ def calibrated_memory(
     peaks = [stage.bytes(sizes) for stage in stages_of(recipe)]
     passes = [each for peak in peaks for each in peak.before]
     passes += divergence.pass_bytes(sizes) if sensitivities else []
-    program = program_bytes(sizes.on_gpu, training=bool(passes))
+    program = program_bytes(sizes.on_gpu, training=bool(passes or recipe.tune_scales))
 
     def placed(parts: Mapping[str, int]) -> Memory:
         """Divide parts between the host and a GPU, which holds the stores that fit."""
@@ -373,6 +377,9 @@ def calibrated_memory(
         return Memory({"program": program, **host}, cuda, token_bytes=sizes.token)
 
     others = [placed(each) for each in passes]
+    if recipe.tune_scales:
+        tuning = placed(parts := tuning_bytes(sizes))
+        others.append(replace(tuning, least_vram=parts[WHOLE] if sizes.on_gpu else 0))
     activations = sizes.tokens * sizes.token
     found = placed({ACTIVATIONS: activations, **_of_block(sizes, peaks)})
     passing = sizes.width * (PASS_STATES * sizes.hidden + sizes.channels)

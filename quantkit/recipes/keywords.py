@@ -67,6 +67,7 @@ class RecipeKeywords(SharedKeywords, total=False):
     descent: int | None
     output_aware: bool | None
     tune: int | None
+    tune_scales: int | None
     layout: str | None
     pad: bool | None
     fused_alike: bool | None

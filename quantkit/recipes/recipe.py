@@ -403,6 +403,7 @@ def _check(recipe: Recipe) -> None:
     """Raise RecipeError for keys that contradict each other."""
     method, gptq = recipe.method, recipe.gptq
     values = {"refit": gptq.refit, "descent": gptq.descent, "tune": recipe.tune}
+    values["tune_scales"] = recipe.tune_scales
     refining = {name: type(value)(0) for name, value in values.items() if value}
     if method != "gptq" and refining:
         off = {**refining, "output_aware": False} if recipe.output_aware else refining

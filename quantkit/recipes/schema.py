@@ -134,6 +134,13 @@ class RecipeKeys:
         more="See [algorithms.md](algorithms.md) 8.1. Needs 8 calibration sequences or more.",
         when="200 for accuracy, if time allows: a step costs as much as training on 4 sequences.",
     )
+    tune_scales: Count = key(
+        "Steps by gradient that tune the scales of the whole model behind everything else",
+        default=0,
+        may_lack=True,
+        more="See [algorithms.md](algorithms.md) 8.3. The device holds the model twice.",
+        when="300 for 2 or 3 bits, if the device holds the model.",
+    )
     true_sequential: bool = key(
         "Calibrate each linear behind those of its block that are done already",
         default=True,

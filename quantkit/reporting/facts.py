@@ -240,6 +240,17 @@ def held_out(layers: Iterable[Mapping[str, Any]]) -> str:
     return text and f"{text} of rounding's, in the geometric mean over linears"
 
 
+def tuned_scales(report: Mapping[str, Any]) -> str:
+    """Describe the tuning of the scales of the whole model; losses are of before."""
+    found = report.get("tuned_scales")
+    if not found or "reason" in found:
+        return f"unchanged: {found['reason']}" if found else ""
+    text = f"divergence on held-out sequences {found['before']:.4g}"
+    if not found["steps"]:
+        return f"{text}, which tuning the whole model did not lower: unchanged"
+    return f"{text}, after {found['steps']} steps on the whole model {found['after']:.4g}"
+
+
 def _by_source(layers: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, str]]]:
     """List (ratio, name) of the linears for each held-out source, the worst first."""
     found: dict[str, list[tuple[float, str]]] = {}

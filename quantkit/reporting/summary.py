@@ -34,6 +34,7 @@ def summary(report: Mapping[str, Any], above: Collection[str] = ()) -> str:
         ("weight error", facts.weight_error(layers)),
         ("output loss", facts.losses(layers)),
         ("held out", facts.held_out(layers)),
+        ("scales", facts.tuned_scales(report)),
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
         ("target", facts.fit(report)),
         ("evaluation", facts.evaluation(report)),

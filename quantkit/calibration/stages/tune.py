@@ -93,16 +93,7 @@ class Tune(Stage):
 
     def check(self, sequences: Sequence[Tensor]) -> None:
         """Raise RecipeError if there are too few calibration sequences to hold one out."""
-        count = len(sequences)
-        if count < HELD_OUT:
-            raise RecipeError(
-                Words(
-                    Setting("tune"),
-                    f"holds out one of {HELD_OUT} calibration sequences, and there are {count}",
-                ),
-                Words("use", Setting("samples", HELD_OUT), "or more"),
-                INSTEAD,
-            )
+        require_held_out("tune", len(sequences), INSTEAD)
 
     def start(self, run: Run, finished: int) -> None:
         """Run the documents through the finished blocks of the unquantized model."""
@@ -165,20 +156,39 @@ def _tuned_item(
     common: Mapping[str, Any],
 ) -> Item:
     """Give a solved linear its tuned value, and add the facts of tuning."""
-    facts = {
-        **(item.facts or {}),
-        **common,
-        "tuned_changed": int((tuned.codes != start.codes).sum()),
-    }
-    facts |= {fact: count for fact, count in rtn.scale_facts(tuned).items() if fact in facts}
-    facts.pop("zeroed", None)
-    facts |= zeroed(source, tuned)
-    if common["tuned_step"]:  # the losses are not computed again
-        facts.pop("held_out", None)
-        facts = {"untuned_loss" if key == "loss" else key: fact for key, fact in facts.items()}
+    changed = int((tuned.codes != start.codes).sum())
+    facts = {**(item.facts or {}), **common, "tuned_changed": changed}
     return item._replace(
-        value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)}
+        value=tuned, facts=tuned_facts(facts, source, tuned, bool(common["tuned_step"]))
     )
+
+
+def tuned_facts(
+    facts: Mapping[str, Any], source: Tensor, tuned: QuantizedTensor, changed: bool = True
+) -> dict[str, Any]:
+    """Return a linear's facts after tuning. If it is `changed`, its losses are no longer its own:
+    they are not computed again.
+    """
+    found = {**facts, **{k: n for k, n in rtn.scale_facts(tuned).items() if k in facts}}
+    found.pop("zeroed", None)
+    found |= zeroed(source, tuned)
+    if changed:
+        found.pop("held_out", None)
+        found = {"untuned_loss" if key == "loss" else key: fact for key, fact in found.items()}
+    return {**found, "relative_error": relative_error(source, tuned)}
+
+
+def require_held_out(key: str, count: int, instead: Words) -> None:
+    """Raise RecipeError if there are too few calibration sequences to hold one out."""
+    if count < HELD_OUT:
+        raise RecipeError(
+            Words(
+                Setting(key),
+                f"holds out one of {HELD_OUT} calibration sequences, and there are {count}",
+            ),
+            Words("use", Setting("samples", HELD_OUT), "or more"),
+            instead,
+        )
 
 
 def batches(of_ranks: Sequence[Sequence[int]], generator: torch.Generator) -> Iterator[list[int]]:
