@@ -67,10 +67,11 @@ site: setup
 	$(BIN)/zensical build --strict
 
 # Quantize a tiny model of every family that transformers knows, in some 15 minutes. VLLM names a script that asks vLLM
-# (benchmarks/census/vllm_folder.py), in some 20 minutes more.
+# (benchmarks/census/vllm_folder.py), in some 45 minutes more.
 census: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.census -o benchmarks/census.json $(if $(VLLM),--vllm $(VLLM))
 	$(if $(VLLM),$(BIN)/python -m benchmarks.census.draft_table --vllm $(VLLM) -o benchmarks/census.json)
+	$(if $(VLLM),$(BIN)/python -m benchmarks.census.ends $(VLLM) benchmarks/census.json)
 	$(BIN)/python -m benchmarks.census.page benchmarks/census.json docs/models.md
 
 check: lint test

@@ -363,8 +363,11 @@ def model_class(family: str) -> str:
     return _classes()[family]
 
 
-def tiny_config(family: str, draft: bool = False) -> Any:
-    """Return the tiny configuration of a family, with a draft layer if released models have some."""
+def tiny_config(family: str, draft: bool = False, tied: bool | None = None) -> Any:
+    """Return the tiny configuration of a family, with a draft layer if released models have some.
+
+    `tied` tells whether the embeddings are the head too; by default, what the family's configuration says.
+    """
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type(family)]
@@ -374,19 +377,21 @@ def tiny_config(family: str, draft: bool = False) -> Any:
     if draft and family in drafts.DRAFTS:
         drafts.text_config(values)[drafts.DRAFTS[family].key] = 1
     config = kind.from_dict(values)
+    for part in (config, config.get_text_config()) if tied is not None else ():
+        part.tie_word_embeddings = tied
     if hasattr(config, "quantization_config"):  # of the released weights; the tiny ones are dense
         del config.quantization_config
     return config
 
 
-def build(family: str, seed: int = 0, draft: bool = False) -> nn.Module:
+def build(family: str, seed: int = 0, draft: bool = False, tied: bool | None = None) -> nn.Module:
     """Return the tiny random model of a family, in float32; the same weights on every call."""
     import transformers
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         cls = getattr(transformers, model_class(family))
-        config = tiny_config(family, draft)
+        config = tiny_config(family, draft, tied)
         model: nn.Module = cls(config) if hasattr(cls, "post_init") else cls._from_config(config)
         spread(model)
     return model.eval()
@@ -401,14 +406,16 @@ def spread(model: nn.Module) -> None:
             parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-def write(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, draft: bool = False) -> Path:
+def write(
+    family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, draft: bool = False, tied: bool | None = None
+) -> Path:
     """Write the tiny model of a family, under its published names, with a byte-level tokenizer.
 
-    With `draft`, it has a draft layer if released models have some.
+    With `draft`, it has a draft layer if released models have some; `tied` is as in `tiny_config`.
     """
     from transformers import GenerationConfig
 
-    model: Any = build(family, draft=draft)
+    model: Any = build(family, draft=draft, tied=tied)
     if getattr(model, "generation_config", None) is not None:  # its defaults name tokens beyond the tiny vocabulary
         model.generation_config = GenerationConfig(bos_token_id=END, eos_token_id=END, pad_token_id=END)
     model.to(dtype).save_pretrained(folder)

@@ -42,7 +42,8 @@ ASKED = """\
   transformers {vllm_transformers}; nothing is computed. Kinds of layers that this transformers does not know are taken
   out of config.json before. "No class": vLLM has no class of its own that generates with this family. "Too new": that
   transformers does not know the family. "Refused, dense too": vLLM refuses the dense tiny model as well. Then the tiny
-  model or this environment is the reason, and nothing is known of the output."""
+  model or this environment is the reason, and nothing is known of the output. "+ embeddings", "+ head": it also opens
+  packed embeddings that are not the head too, or a packed head. It opens no family with embeddings that are both."""
 READERS = """## Readers that were asked
 
 | reader | version | what was asked | of | date |
@@ -55,6 +56,9 @@ READER_VLLM = """\
 """
 READER_DRAFTS = """\
 | vLLM, draft models | {vllm}, transformers {vllm_transformers} | its loader on a CPU | the last table | {date} |
+"""
+READER_ENDS = """\
+| vLLM, embeddings, heads | {vllm}, transformers {vllm_transformers} | its loader on a CPU | each "ok" below | {date} |
 """
 READERS_END = """
 SGLang and GPTQModel were not asked: reports mark them "by its documentation, not tried". Reports name vLLM by
@@ -89,12 +93,14 @@ def markdown(census: dict[str, Any]) -> str:
         counts.append(f"{method.upper()} refuses {refused}" + (f", and fails in {bugs} by a bug." if bugs else "."))
     asked = [row for row in built if "vllm" in row]
     if asked:
-        found = Counter(map(_vllm, asked))
+        found = Counter(_vllm(row).partition(" + ")[0] for row in asked)
         unknown = len(asked) - found["ok"] - found["refused"] - found["no class"]
         counts.append(
             f"vLLM opens {found['ok']}, refuses {found['refused']} and has no class for {found['no class']}; "
             f"nothing is known of the other {unknown}."
         )
+        ends = Counter(end for row in asked for end in opened_ends(row))
+        counts.append(f"It takes packed embeddings of {ends['embeddings']} and packed heads of {ends['head']}.")
     engine = ASKED.format(**census["versions"]) if asked else NOT_ASKED
     drafted = sum(bool(row["rtn"].get("outside")) and row["family"] in drafts.DRAFTS for row in built)
     facts = {"tolerance": census["tolerance"], "engine": engine, "summary": "\n".join(counts), "drafted": drafted}
@@ -138,6 +144,8 @@ def _asked_readers(census: dict[str, Any], built: list[dict[str, Any]]) -> str:
     table = READERS.format(**census["versions"])
     if any("vllm" in row for row in built):
         table += READER_VLLM.format(**{"vllm_date": census["versions"]["date"], **census["versions"]})
+    if "ends" in census:
+        table += READER_ENDS.format(**census["ends"])
     if "drafts" in census:
         table += READER_DRAFTS.format(**census["drafts"])
     wrong = [f"{row['family']} ({', '.join(found)})" for row in built if (found := named_wrongly(row))]
@@ -192,8 +200,13 @@ def _vllm(row: dict[str, Any]) -> str:
     """Return vLLM's verdict in few words, nothing if it was not asked."""
     verdict: str = row.get("vllm", "")
     if not verdict or not is_refusal(verdict):
-        return verdict
+        return " + ".join([verdict, *opened_ends(row)])
     return "refused, dense too" if _dense_too(row) else "refused"
+
+
+def opened_ends(row: dict[str, Any]) -> list[str]:
+    """List what vLLM opens packed besides the linears of a family: "embeddings", "head", "tied"."""
+    return [end for end, verdict in row.get("ends", {}).items() if verdict == OK]
 
 
 def _dense_too(row: dict[str, Any]) -> bool:

@@ -26,6 +26,8 @@ TOOLS = Path(os.environ.get("VLLM_TOOLS") or Path(__file__).resolve().parents[3]
 KINDS = re.compile(r"(\w+_)?layer_types|layer types")
 #: what a check comes to, in this order; "process" and None are its end
 STAGES = ("process", "config", "model", "weights", "unfilled", None)
+#: vLLM's method of embeddings whose rows are packed
+GATHERED = "CompressedTensorsEmbeddingWNA16Int"
 #: what the next check does before it starts
 PREPARED: list[Callable[[], None]] = []
 #: modules of torchvision; only image processors use them
@@ -115,6 +117,18 @@ def without_torchvision() -> None:
         sys.modules[module.__name__] = module
 
 
+def require_head(model: Any) -> None:
+    """ValueError if the model multiplies by packed embeddings, which vLLM can only gather: loading does not show it."""
+    methods = {
+        name: type(module.quant_method).__name__
+        for name, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "quant_method")
+    }
+    heads = {method for name, method in methods.items() if name.rpartition(".")[2] in ("lm_head", "proj_out")}
+    if GATHERED in methods.values() and not heads - {GATHERED}:
+        raise ValueError("its head is the packed embeddings, for which vLLM has no product")
+
+
 def load_draft(checks: Any, folder: str, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
     """Build the draft model of a folder and load its weights. What `check_folder.check` returns, for the draft."""
     import torch
@@ -200,7 +214,7 @@ def main() -> None:
 
     draft = "--draft" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--draft"]
-    check, in_child = check_folder.check, check_folder.in_child
+    check, in_child, unfilled = check_folder.check, check_folder.in_child, check_folder.unfilled
 
     def checked(folder: str, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
         for answer in PREPARED:
@@ -210,6 +224,12 @@ def main() -> None:
         )
         return found
 
+    def filled(model: Any) -> dict[str, float]:
+        require_head(model)
+        found: dict[str, float] = unfilled(model)
+        return found
+
+    check_folder.unfilled = filled
     check_folder.check = checked  # in a forked process for each folder
     check_folder.in_child = lambda folder, *arguments: furthest(in_child, folder, *arguments)
     check_folder.main()

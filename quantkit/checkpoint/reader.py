@@ -28,7 +28,7 @@ from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.base import DAMAGED, Layout, Unpacking
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.layouts.recast import broken_rule, check_padding, recast
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import Schemes, is_head
 
 #: The section of config.json that states the quantization, and its name in compressed-tensors'
 #: first releases.
@@ -279,6 +279,11 @@ class Checkpoint(StoredTensors):
                 key: value for key, value in text.items() if key != QUANTIZATION
             }
         return config
+
+    @property
+    def is_tied(self) -> bool:
+        """True if no output head is stored: the embeddings are it."""
+        return not any(is_head(name.rpartition(".")[0]) for name in self.names())
 
     @property
     def dtype_of_model(self) -> torch.dtype:

@@ -24,8 +24,15 @@ from quantkit.engines.tables import (
     Reader,
 )
 from quantkit.errors import Setting, Words
-from quantkit.layouts.schemes import is_embedding
-from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS, REFUSED_BY_VLLM
+from quantkit.layouts.schemes import is_embedding, is_head
+from quantkit.models.families import (
+    AUTO_CLASSES,
+    DENSE_HEADS_IN_SGLANG,
+    EMBEDDINGS_IN_VLLM,
+    HEADS_IN_VLLM,
+    OTHER_INPUTS,
+    REFUSED_BY_VLLM,
+)
 
 CAUSAL = AUTO_CLASSES[False][0]
 
@@ -36,7 +43,8 @@ class Folder:
 
     `linears` has the scheme and the stored shape `[n, k]` of each quantized linear. `dense` names
     the other linears, or has patterns `re:...`. `padded` tells whether weights are filled up with
-    zeros. `config` is config.json. `is_half` tells whether the model is stored in float16.
+    zeros. `config` is config.json. `is_half` tells whether the model is stored in float16, and
+    `tied` whether the embeddings are its head.
     """
 
     layout: str
@@ -45,6 +53,22 @@ class Folder:
     padded: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     is_half: bool = True
+    tied: bool = False
+
+    @property
+    def family(self) -> str:
+        """The model type."""
+        return str(self.config.get("model_type"))
+
+    @property
+    def embeddings(self) -> list[Scheme]:
+        """The schemes of packed embeddings."""
+        return [scheme for module, (scheme, _) in self.linears.items() if is_embedding(module)]
+
+    @property
+    def has_packed_head(self) -> bool:
+        """True if an output head has codes of its own."""
+        return any(map(is_head, self.linears))
 
     @property
     def schemes(self) -> set[Scheme]:
@@ -92,10 +116,8 @@ def _has_encoder(folder: Folder) -> bool:
     return folder.config.get("is_encoder_decoder") is True
 
 
-def _has_packed_embeddings(folder: Folder) -> bool:
-    return any(map(is_embedding, folder.linears))
-
-
+DENSE_HEAD = Words("leave it dense: drop", Setting("head"))
+DENSE_EMBEDDINGS = Words("leave them dense: drop", Setting("embeddings"))
 #: Name -> trait. A trait belongs to the format or the layout; docs/models.md has the traits of
 #: model families.
 TRAITS = {
@@ -117,7 +139,7 @@ TRAITS = {
     "decoded whole": Trait(
         "weights that transformers does not keep compressed",
         "load it with CompressedTensorsConfig(dequantize=True)",
-        lambda f: any(not s.symmetric for s in f.schemes) or _has_packed_embeddings(f),
+        lambda f: any(not s.symmetric for s in f.schemes) or bool(f.embeddings),
     ),
     "zeros of other widths": Trait(
         "zero points of other widths than 4 and 8 bits, which vLLM 0.26.0 refuses and 0.33.0 reads",
@@ -195,20 +217,37 @@ TRAITS = {
         ),
     ),
     "packed head": Trait(
-        "a packed output head, which vLLM does not take in this layout",
-        Words("leave it dense with", Setting("skip", ".*lm_head")),
-        lambda f: any(module.rpartition(".")[2] == "lm_head" for module in f.linears),
+        "a packed output head, which it does not take in this layout",
+        DENSE_HEAD,
+        lambda f: f.has_packed_head,
     ),
-    "packed embeddings": Trait(
-        "packed embeddings",
-        "load it with another reader",
-        _has_packed_embeddings,
+    "head in vLLM": Trait(
+        "a packed output head, which vLLM 0.26.0 does not take in this family",
+        DENSE_HEAD,
+        lambda f: f.has_packed_head and f.family not in HEADS_IN_VLLM,
     ),
-    "embeddings not tried": Trait(
-        "packed embeddings",
-        "load it with another reader",
-        _has_packed_embeddings,
-        is_unknown=True,
+    "head in SGLang": Trait(
+        "a packed output head, which SGLang 0.5.23 does not take in this family",
+        DENSE_HEAD,
+        lambda f: f.has_packed_head and f.family in DENSE_HEADS_IN_SGLANG,
+    ),
+    "packed embeddings": Trait("packed embeddings", DENSE_EMBEDDINGS, lambda f: bool(f.embeddings)),
+    "tied embeddings": Trait(
+        "packed embeddings that are the output head too",
+        DENSE_EMBEDDINGS,
+        lambda f: f.tied and bool(f.embeddings),
+    ),
+    "form of embeddings": Trait(
+        "packed embeddings that are not symmetric INT2, INT4 or INT8",
+        Words("use", Setting("embeddings", "int8:channel")),
+        lambda f: any(
+            s.format.is_float or not s.symmetric or 32 % s.format.bits for s in f.embeddings
+        ),
+    ),
+    "embeddings in vLLM": Trait(
+        "packed embeddings, which vLLM 0.26.0 does not take in this family",
+        DENSE_EMBEDDINGS,
+        lambda f: bool(f.embeddings) and f.family not in EMBEDDINGS_IN_VLLM,
     ),
     "part": Trait(
         "a dense linear whose name is a part of a quantized one's, which the public config cannot "
@@ -222,7 +261,7 @@ TRAITS = {
     "family": Trait(
         "its family, whose packed weights vLLM 0.26.0 has no place for",
         "load it with another reader",
-        lambda f: f.config.get("model_type") in REFUSED_BY_VLLM,
+        lambda f: f.family in REFUSED_BY_VLLM,
     ),
     "no gate": Trait(
         "experts without a gate, whose place vLLM leaves without values in this layout",

@@ -138,7 +138,7 @@ HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
 PLUGIN = "vLLM with quantkit[vllm]"
-_OF_PLUGIN = ("split", "packed head", "encoder")
+_OF_PLUGIN = ("split", "head in vLLM", "embeddings in vLLM", "encoder")
 _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-26"
 VLLM = Engine(
     "vllm",
@@ -150,8 +150,10 @@ VLLM = Engine(
                 *_SHARED,
                 "experts",
                 *_OF_WIDTHS,
-                "packed head",
-                "embeddings not tried",
+                "head in vLLM",
+                "tied embeddings",
+                "form of embeddings",
+                "embeddings in vLLM",
                 "encoder",
                 "family",
             ),
@@ -160,11 +162,14 @@ VLLM = Engine(
         Reader(
             "vLLM",
             ("gptq", "gptq-v2"),
-            ("asymmetric", "wrapped", "no gate", *_SHARED, "encoder", "family"),
+            ("asymmetric", "wrapped", "no gate", *_SHARED, "head in vLLM", "encoder", "family"),
             _LOADER,
         ),
         Reader(
-            "vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, "encoder", "family"), _LOADER
+            "vLLM",
+            ("awq",),
+            ("mixed", "part", "no gate", *_SHARED, "packed head", "encoder", "family"),
+            _LOADER,
         ),
         Reader(
             "vLLM",
@@ -175,6 +180,7 @@ VLLM = Engine(
                 "experts",
                 "experts of integers",
                 "packed embeddings",
+                "packed head",
                 "encoder",
                 "family",
             ),
@@ -284,10 +290,15 @@ SGLANG = Engine(
         Reader(
             "SGLang",
             ("compressed-tensors",),
-            (*_SHARED, "experts", "packed embeddings", "encoder"),
+            (*_SHARED, "experts", "head in SGLang", "packed embeddings", "encoder"),
             PUBLISHED,
         ),
-        Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", "encoder", *_SHARED), PUBLISHED),
+        Reader(
+            "SGLang",
+            ("gptq",),
+            ("asymmetric", "wrapped", "head in SGLang", "encoder", *_SHARED),
+            PUBLISHED,
+        ),
         Reader(
             "SGLang",
             ("humming",),
@@ -297,6 +308,7 @@ SGLANG = Engine(
                 *_SHARED,
                 "experts",
                 "experts of integers",
+                "packed head",
                 "packed embeddings",
             ),
             PUBLISHED,

@@ -104,7 +104,8 @@ def _readers(src: Checkpoint) -> list[str]:
     assert src.layout is not None and src.schemes is not None
     linears = {module: (src.scheme(module), src.size(module)) for module in src.modules()}
     padded = any(map(src.is_padded, linears))
-    return opened_by(Folder(src.layout.NAME, linears, src.schemes.ignore, padded, src.config))
+    dense = src.schemes.ignore
+    return opened_by(Folder(src.layout.NAME, linears, dense, padded, src.config, tied=src.is_tied))
 
 
 class Opening(NamedTuple):

@@ -375,7 +375,7 @@ def _folder(src: Checkpoint, layout: Layout, rows: Iterable[Row]) -> Folder:
         dense |= dict.fromkeys(name for name in stored if joined_name(name) and name not in linears)
     is_half = (src.written_dtype or src.dtype_of_model) == torch.float16
     padded = any(row.padded for row in rows)
-    return Folder(layout.NAME, linears, tuple(dense), padded, src.config, is_half)
+    return Folder(layout.NAME, linears, tuple(dense), padded, src.config, is_half, src.is_tied)
 
 
 def schemes_of(

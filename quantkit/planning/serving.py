@@ -23,6 +23,7 @@ from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import target
+from quantkit.layouts.schemes import is_embedding
 from quantkit.planning.output import Row
 from quantkit.recipes.goals import label
 
@@ -146,6 +147,8 @@ def _kind(
         why = "its members are treated differently"
     elif not isinstance(goal, Scheme):
         why = "dense"
+    elif is_embedding(rows[0].module):
+        why = "its rows are gathered and decoded"
     elif has_own_linears(folder, engine):
         kernel, why = _own_kernel(folder.layout, goal, n, k, capability)
     else:

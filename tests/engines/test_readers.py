@@ -27,6 +27,12 @@ def folder(layout: str, label: str, changes: Mapping[str, str | None] = {}, **fa
     return Folder(layout, linears, dense, **facts)
 
 
+def ends(module: str, label: str, family: str, layout: str = "compressed-tensors", **facts: Any) -> Folder:
+    """Make the facts of a block with packed embeddings or a packed head, in a model of a family."""
+    default = "fp6" if layout == "humming" else "int4:g64"
+    return folder(layout, default, {module: label}, config={"model_type": family}, **facts)
+
+
 #: the experts of two layers, and those of the first one, left dense
 TWO_LAYERS = [*EXPERTS, *(name.replace(".0.mlp", ".1.mlp") for name in EXPERTS)]
 ALL_DENSE: dict[str, str | None] = dict.fromkeys(EXPERTS)
@@ -73,7 +79,13 @@ ASKED = [
     *((folder("compressed-tensors", f"int{bits}:channel:asym"), bits == 8) for bits in (2, 3, 5, 6, 8)),
     *((folder("compressed-tensors", f"int{bits}:g64", modules=EXPERTS), bits == 8) for bits in (2, 3, 5, 6, 8)),
     (folder("compressed-tensors", "int8:g128:asym", modules=EXPERTS), False),
-    (folder("compressed-tensors", "int8:channel", modules=["lm_head"]), False),
+    *((ends("lm_head", label, "llama"), True) for label in ("int2:g64", "int5:g64", "int8:g64:asym")),
+    *((ends("lm_head", "int4:g64", family), False) for family in ("afmoe", "opt", "qwen3_next", "llama4")),
+    *((ends("lm_head", "int4:g64", "llama", layout), layout == "gptq") for layout in ("gptq", "awq", "humming")),
+    *((ends("model.embed_tokens", f"int{bits}:g64", "qwen2"), bits in (2, 4, 8)) for bits in (2, 3, 4, 5, 6, 8)),
+    *((ends("model.embed_tokens", label, "llama"), False) for label in ("int8:g64:asym", "fp6:channel")),
+    *((ends("model.embed_tokens", "int8", family), False) for family in ("falcon", "gemma2", "mixtral", "new")),
+    (ends("model.embed_tokens", "int8", "llama", tied=True), False),
     *((folder("humming", label), True) for label in ("int2:g64", "int4:g128", "int6:channel:asym", "int8:g64")),
     (folder("humming", "int4:g128", modules=EXPERTS), False),
 ]
@@ -95,9 +107,10 @@ def test_the_plug_in_is_named_for_the_layouts_of_kernels_alone(layout: str) -> N
     assert (PLUGIN in opened_by(folder(layout, scheme))) is (layout in KERNELS)
 
 
-def test_the_plug_in_is_named_for_experts_and_not_for_a_packed_head() -> None:
+def test_the_plug_in_is_named_for_experts_and_for_a_packed_head_only_in_families_that_show_it_theirs() -> None:
     assert PLUGIN in opened_by(folder("tcfpx", "fp6", modules=["model.layers.0.mlp.experts.3.up_proj"]))
-    facts = folder("marlin", "int4:g128", modules=["lm_head"])
+    assert PLUGIN in opened_by(ends("lm_head", "int4:g128", "llama", "marlin"))
+    facts = ends("lm_head", "int4:g128", "opt", "marlin")
     assert PLUGIN not in opened_by(facts)
     assert any(line.startswith(f"{PLUGIN} will not open this folder because of a packed") for line in refusals(facts))
 
@@ -149,6 +162,28 @@ def test_advice_for_several_schemes_does_not_name_an_override_which_a_target_siz
     said = " ".join(refusals(folder("humming", "fp6", {DOWN: "fp5"})))
     assert "quantize all linears in one scheme, or use --layout compressed-tensors" in said
     assert "--override" not in said
+
+
+def test_sglang_is_not_named_where_it_would_leave_a_table_or_a_head_without_values() -> None:
+    assert any("SGLang" in reader for reader in opened_by(ends("lm_head", "int4:g64", "llama")))
+    for facts in (ends("model.embed_tokens", "int8", "llama"), ends("lm_head", "int4:g64", "mixtral")):
+        assert not any("SGLang" in reader for reader in opened_by(facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (
+            ends("model.embed_tokens", "int8", "falcon"),
+            "vLLM 0.26.0 does not take in this family: leave them dense: drop",
+        ),
+        (ends("model.embed_tokens", "int6:g64", "llama"), "not symmetric INT2, INT4 or INT8: use --embeddings int8"),
+        (ends("model.embed_tokens", "int8", "qwen2", tied=True), "embeddings that are the output head too: leave them"),
+        (ends("lm_head", "int4:g64", "opt"), "vLLM 0.26.0 does not take in this family: leave it dense: drop --head"),
+    ],
+)
+def test_a_line_says_why_vllm_does_not_open_packed_ends_and_what_to_type(facts: Folder, line: str) -> None:
+    assert any(said.startswith("vLLM will not open") and line in said for said in map(str, refusals(facts)))
 
 
 def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:

@@ -15,7 +15,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import fused_groups
 from quantkit.engines.readers import Folder, opened_by, refusals
+from quantkit.models.families import EMBEDDINGS_IN_VLLM, HEADS_IN_VLLM
 
+CENSUS = Path(__file__).parents[2] / "benchmarks/census.json"
 ANSWERS: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "benchmarks/census/vllm_linears.json").read_text(encoding="utf-8")
 )["families"]
@@ -35,6 +37,13 @@ def test_vllm_joins_what_the_table_joins() -> None:
             parent = parent_of(joined)
             modules = [f"{parent}.{member}" for member in members]
             assert fused_groups(modules) == {f"{parent}.{joined}": modules}, f"vLLM joins them in {family}"
+
+
+def test_vllm_is_named_for_packed_embeddings_and_heads_of_the_families_that_it_opened() -> None:
+    rows = json.loads(CENSUS.read_text(encoding="utf-8"))["families"]
+    ends = {row["family"]: row["ends"] for row in rows if "ends" in row}
+    opened = {end: {family for family in ends if ends[family][end] == "ok"} for end in ("embeddings", "head", "tied")}
+    assert opened == {"embeddings": EMBEDDINGS_IN_VLLM, "head": HEADS_IN_VLLM, "tied": set()}
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_keys_pack_both_and_every_report_names_them(folders: dict[str, Path], tm
     named = "int8:channel (embed_tokens)"
     assert named in call("plan", *args).stdout
     made = call("quantize", *args, "-o", tmp_path / "out").stdout
-    assert named in made and "int4:g64 (lm_head)" in made and "--embeddings" not in made
+    assert named in made and "int4:g64 (lm_head)" in made and "to save" not in made
     assert named in (tmp_path / "out" / "README.md").read_text()
     assert "model.embed_tokens int8:channel, lm_head int4:g64" in call("inspect", tmp_path / "out").stdout
     assert torch.equal(logits(quantkit.load(tmp_path / "out", device="cpu")), decoded(tmp_path / "out"))
@@ -243,11 +243,13 @@ def test_only_an_override_for_embeddings_alone_packs_them(folders: dict[str, Pat
         packed(folders, "llama", tmp_path / "not", "embed_tokens", "int8:channel", skip=["embed_tokens"])
 
 
-def test_no_program_is_named_that_was_not_seen_to_open_packed_embeddings(
-    folders: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize(("family", "readers"), [("llama", ["vLLM", "quantkit.load"]), ("qwen2", ["quantkit.load"])])
+def test_no_program_is_named_that_does_not_open_packed_embeddings(
+    family: str, readers: list[str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = packed(folders, "llama", tmp_path / "out", "embed_tokens", "int8:channel")
-    assert made["readers"] == made["opened_by"] == ["quantkit.load"]
+    """The second model's head is its embeddings, which vLLM only gathers."""
+    made = packed(folders, family, tmp_path / "out", "embed_tokens", "int8:channel")
+    assert made["readers"] == readers and made["opened_by"] == ["quantkit.load"]
     assert "transformers" in made["not_opened_by"]  # it fails on them, and never fills them with random values
     assert any("SGLang" in line and "packed embeddings" in line for line in made["layout_notices"])
 

@@ -53,6 +53,20 @@ def test_vllm_joins_linears_and_takes_a_kernel_by_shape_and_group(grouped: Path,
     ]
 
 
+def test_packed_embeddings_have_no_kernel_and_a_head_has_that_of_its_shape(grouped: Path, tmp_path: Path) -> None:
+    options = ("--embeddings", "int8", "--head", "int4:g128")
+    found = kinds(grouped, "vllm", "h100", *options)
+    assert (found["embed_tokens"]["kernel"], found["embed_tokens"]["why"]) == (
+        None,
+        "its rows are gathered and decoded",
+    )
+    assert found["lm_head"]["kernel"] == "Marlin" and found["o_proj"]["kernel"] == "Machete"
+    tied = write_model("llama", tmp_path / "tied", tie_word_embeddings=True)
+    said = call("plan", tied, *RTN, "--target", "vllm", "--gpu", "h100", *options[:2]).stdout
+    assert "vLLM will not open this folder because of packed embeddings that are the output head too: " in said
+    assert "leave them dense: drop --embeddings" in said and "loads in       quantkit.load\n" in said
+
+
 def test_what_no_row_covers_is_not_known(grouped: Path) -> None:
     found = kinds(grouped, "sglang", "a100")
     assert (found["o_proj"]["kernel"], found["o_proj"]["why"], found["o_proj"]["source"]) == (None, "not known", None)
