@@ -203,9 +203,6 @@ class PackedVocabularyMethod(PackedLinearMethod):
         super().__init__(config, scheme, name)
         self.is_head, self.multiplies = is_head, is_head or config.is_head_tied
 
-    def place(self, layer: Any) -> tuple[int, int]:
-        return 0, 1  # the part names the rows of the rank
-
     def use_decoded(self, layer: Any, weight: Tensor) -> None:
         raise NotImplementedError
 

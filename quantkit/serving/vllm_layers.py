@@ -11,7 +11,6 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_world_group
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import BasevLLMParameter
 
@@ -63,15 +62,6 @@ class VllmMethod(PackedMethod):
         is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
         self.config.damage.expect(model.model, model.revision, cache, is_first)
 
-    def _answer_for_weight(self, layer: Any) -> None:
-        """Let an empty `weight` answer vLLM's questions for dtype and device, which attention with
-        latent heads and LoRA ask; nothing takes it for a dense weight.
-        """
-        named = getattr(layer, "quantkit_names", None) or getattr(layer, "quantkit_rows", None)
-        if named:
-            device = layer.get_parameter(named[0]).device
-            layer.weight = torch.empty(0, dtype=layer.params_dtype, device=device)
-
 
 class QuantkitLinearMethod(VllmMethod, PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
     """Loads one linear of vLLM and multiplies with it."""
@@ -82,20 +72,24 @@ class QuantkitLinearMethod(VllmMethod, PackedLinearMethod, LinearMethodBase):  #
         return layer.tp_rank, layer.tp_size
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the loading parameters, as the base does; `weight` answers vLLM's questions for
+        dtype and device.
+
+        Without it, attention with latent heads fails, and LoRA beside packed embeddings. It is
+        empty, so that nothing takes it for a dense weight.
+        """
         super().process_weights_after_loading(layer)
-        self._answer_for_weight(layer)
+        named = [*getattr(layer, "quantkit_names", ()), *getattr(layer, "quantkit_rows", ())]
+        if named:
+            device = layer.get_parameter(named[0]).device
+            layer.weight = torch.empty(0, dtype=layer.params_dtype, device=device)
 
 
-class QuantkitVocabularyMethod(
-    VllmMethod,
-    PackedVocabularyMethod,
-    QuantizeMethodBase,  # type: ignore[misc]
-):
+class QuantkitVocabularyMethod(QuantkitLinearMethod, PackedVocabularyMethod):
     """Loads token embeddings or an output head of vLLM; gathers rows and multiplies."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        super().process_weights_after_loading(layer)
-        self._answer_for_weight(layer)
+    def place(self, layer: Any) -> tuple[int, int]:
+        return 0, 1  # the part names the rows of the rank
 
     def use_decoded(self, layer: Any, weight: Tensor) -> None:
         """Leave a head that no kernel multiplies, and embeddings tied to it, to vLLM's own
