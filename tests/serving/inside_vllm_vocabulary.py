@@ -16,12 +16,13 @@ from tests.serving.samples import packed, record
 from tests.serving.vllm_engine import configured, error_of, loaded, ranks, served
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
-#: Folder -> the layout that multiplies with its head; None: decoded once. All but the first are compressed-tensors.
+#: Folder -> the layout that multiplies with its head; None: decoded once.
 HEADS = {
     "vocabulary-marlin": "marlin",
     "vocabulary": "marlin",
     "vocabulary-asym": "quick",
     "vocabulary-fp6": "tcfpx",
+    "vocabulary-humming": "tcfpx",
     "vocabulary-qwen2": "quick",  # its head is the module of its embeddings
     "vocabulary-llama": "marlin",  # its head is tied by `tie_weights`
     "vocabulary-int8": None,
@@ -75,7 +76,9 @@ def check_each_rank_has_the_rows_of_its_tokens_and_zeros() -> None:
         assert torch.equal(logits, linear(x, pad(weight[own], padding))), name
         assert logits.shape == (3, count) and not logits[:, len(weight[own]) :].any(), name
         assert getattr(head, "quantkit_layout", None) == HEADS[name], (name, head.quantkit_layout)
-        left = [each for each, _ in model.named_parameters() if each.endswith(("weight_packed", "weight_shape"))]
+        left = [
+            each for each, _ in model.named_parameters() if each.endswith(("weight_packed", "weight_shape", "_scale"))
+        ]
         assert all("quantkit_rows_" in each for each in left), left
 
 

@@ -62,6 +62,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-gptq": ("qwen3_moe", FOLDERS["gptq"]),
     "experts-humming": ("qwen3_moe", FOLDERS["humming"]),
 }
+ENDS = ("embed_tokens", "lm_head")
 CT: dict[str, Any] = {**INT4, "layout": "compressed-tensors", "group_size": 64}
 #: Folder -> the family, its changes, and the options, of packed embeddings and heads.
 VOCABULARIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -69,6 +70,11 @@ VOCABULARIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vocabulary": ("llama", {}, {**CT, "override": {"embed_tokens": "int8:channel", "lm_head": "int4:g128"}}),
     "vocabulary-asym": ("llama", {}, {**CT, "override": dict.fromkeys(["embed_tokens", "lm_head"], "int4:g64:asym")}),
     "vocabulary-fp6": ("llama", {}, {**CT, "override": dict.fromkeys(["embed_tokens", "lm_head"], "fp6")}),
+    "vocabulary-humming": (
+        "llama",
+        {},
+        {**FOLDERS["humming"], "override": dict.fromkeys(["embed_tokens", "lm_head"], "fp6")},
+    ),
     "vocabulary-qwen2": ("qwen2", {}, {**CT, "override": {"embed_tokens": "int4:g64"}}),
     "vocabulary-llama": ("llama", TIE, {**CT, "override": {"embed_tokens": "int4:g128"}}),
     "vocabulary-int8": ("llama", TIE, {**CT, "override": {"embed_tokens": "int8:channel"}}),
