@@ -26,6 +26,7 @@ from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import free_gpu_memory
 from quantkit.models.interception import State
+from quantkit.models.modules import put_tensor
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe
@@ -301,13 +302,17 @@ class Stream:
         )
 
 
-def embedded(run: Run, count: int | None = None, kind: str = "") -> Stream:
+def embedded(
+    run: Run, count: int | None = None, kind: str = "", instead: Mapping[str, Tensor] | None = None
+) -> Stream:
     """Let documents enter the first block: all, or the first `count`; `kind` begins the names of
-    their files.
+    their files. Tensors `instead`, by state, take the place of the model's.
     """
     model, sequences = run.model, run.sequences[:count]
     with run.clock.phase("load"):
         model.prepare(embeddings=True)
+        for state, tensor in (instead or {}).items():
+            put_tensor(model.module, state, tensor)
     with run.clock.phase("forward"):
         first = model.embed(sequences[0]).hidden
         rows = [len(tokens) for tokens in sequences]

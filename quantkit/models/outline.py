@@ -257,6 +257,16 @@ class LanguageModel(Outline):
         inside = set(self.stored(block))
         return [name for name in self.linears if f"{name}.weight" in inside]
 
+    @cached_property
+    def ends(self) -> list[tuple[str, str]]:
+        """The paths of the input embeddings and of the head, each with the stored name of its
+        weight, which is the same for tied ones; empty for what the model lacks.
+        """
+        ends = (self.text.get_input_embeddings(), self.text.get_output_embeddings())
+        paths = [path_of(self.module, each) for each in ends]
+        states = self.states.stored
+        return [(path, states.get(f"{path}.weight", "").removesuffix(".weight")) for path in paths]
+
     def dense_embeddings(self, packed: Collection[str]) -> list[str]:
         """List the paths and stored names of the embeddings that stay dense beside the tables
         `packed`, because a config may state embeddings by their class. Empty if none is packed.

@@ -42,6 +42,7 @@ from quantkit.io.staging import (
     staging,
 )
 from quantkit.layouts import LAYOUTS
+from quantkit.layouts.schemes import key_of
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
 from quantkit.planning import survey as surveys
@@ -62,7 +63,7 @@ from quantkit.planning.survey import Job
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.goals import is_sparse
 from quantkit.recipes.identity import DATE, date_of
-from quantkit.recipes.options import FitOptions, RunKeywords, RunOptions
+from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe
 from quantkit.text.sequences import Calibration
 from quantkit.text.sources import PACKAGED, load_documents
@@ -572,7 +573,7 @@ def _with_sensitivities(plan: Plan, search: _Search) -> Plan:
 
 def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> RecipeError:
     """Say which size is possible."""
-    size, bits = least[0], ceil(1000 * least[1]) / 1000
+    size, bits, keyed = least[0], ceil(1000 * least[1]) / 1000, recipe.keyed
     if asked.target_size is not None:
         rule = (
             f"{asked.target_size} bytes are too few: the smallest folder takes {size} "
@@ -581,7 +582,12 @@ def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> R
     else:
         rule = f"{asked.target_bits:g} bits are too few: the smallest schemes take {bits:g}"
     way = Option("target_bits", bits) if asked.target_size is None else Option("target_size", size)
-    pins = [Words("drop", Setting("override", recipe.overrides[0][0]))] if recipe.overrides else []
+    pins = [
+        Words("drop", Setting(keyed[pattern]) if pattern in keyed else Setting("override", pattern))
+        for pattern, _ in recipe.overrides[:1]
+    ]
+    auto = Words("let it choose for embeddings too with", Setting("embeddings", AUTO))
+    pins += [auto] if recipe.embeddings == DENSE else []
     return RecipeError(rule, Words("use", way), *pins, Words("allow more with", Option("allowed")))
 
 
@@ -594,18 +600,25 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
         search.job.recipe,
     )
     stored = set(src.names())
-    linears = {
+    ends = {
+        m: shape
+        for m, shape in (model.linears | model.table_sizes).items()
+        if m in dict(model.ends).values()
+        and getattr(recipe, key_of(m) or "method") == AUTO
+        and (m in model.linears or LAYOUTS[name].GATHERS)
+    }
+    linears = ends | {
         m: shape
         for m, shape in model.linears.items()
         if f"{m}.weight" in stored
-        and m not in model.tied
+        and m not in (*model.tied, *ends)
         and (m not in model.kept_dense or goals[m] is not None)
     }
-    free = [m for m in linears if goals[m] is not None]
+    free = [m for m in linears if m not in ends and goals[m] is not None]
     is_half = (src.written_dtype or src.dtype_of_model) == torch.float16
 
-    def opened(scheme: Scheme, dense: Sequence[str] = ()) -> bool:
-        chosen = {m: (scheme, linears[m]) for m in free if m not in dense}
+    def opened(scheme: Scheme, dense: Sequence[str] = (), end: Sequence[str] = ()) -> bool:
+        chosen = {m: (scheme, linears[m]) for m in (*free, *end) if m not in dense}
         others = [m for m in model.linears if m not in chosen]
         return search.opens(Folder(name, chosen, others, False, src.config, is_half))
 
@@ -634,6 +647,7 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
             some,
             LAYOUTS[name],
             recipe,
+            {m: [*(each for each in held if opened(each, end=[m])), None] for m in ends},
         ),
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,12 @@ from quantkit.engines.joined import joined_name
 from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import GROUP_SIZES, fitting
+from quantkit.layouts.schemes import key_of
 from quantkit.names import Clip
 from quantkit.planning.output import bytes_of
 from quantkit.recipes.goals import Goal, treat_alike
-from quantkit.recipes.options import DENSE
-from quantkit.recipes.recipe import Recipe, from_mapping, matches, written
+from quantkit.recipes.options import AUTO, DENSE
+from quantkit.recipes.recipe import KEYED, Recipe, from_mapping, matches, written
 
 #: The loss increase of a group in a scheme, by its label.
 LossIncrease = Callable[["Group", str], float]
@@ -45,7 +47,7 @@ class Group:
     label.
 
     A group `is_fixed` to a single scheme if the recipe pins it, or if its loss increase was not
-    measured.
+    measured. Embeddings or a head whose scheme is chosen are a group that `is_outside` the blocks.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Group:
     weights: int
     bytes: Mapping[str, int]
     is_fixed: bool = False
+    is_outside: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -75,7 +78,7 @@ class Space:
         """The choice of each scheme that all groups can take, by its label; fixed groups keep their
         own.
         """
-        free = [set(group.bytes) for group in self.groups if not group.is_fixed]
+        free = [set(g.bytes) for g in self.groups if not (g.is_fixed or g.is_outside)]
         return {
             each: {g.name: each if each in g.bytes else next(iter(g.bytes)) for g in self.groups}
             for each in sorted(set.intersection(*free) - {DENSE} if free else ())
@@ -122,7 +125,9 @@ class Space:
         limits = [
             [group.bytes[label] / max(1, budget) for group, label in found],
             [
-                group.weights / max(1.0, most_dense) * (label == DENSE and not group.is_fixed)
+                group.weights
+                / max(1.0, most_dense)
+                * (label == DENSE and not (group.is_fixed or group.is_outside))
                 for group, label in found
             ],
         ]
@@ -208,16 +213,17 @@ def groups_of(
     linears: Mapping[str, tuple[int, int]],
     goals: Mapping[str, Goal | None],
     dense_bytes: Callable[[str], int],
-    schemes: Iterable[Scheme | None],
+    schemes: Sequence[Scheme | None],
     layout: Layout,
     recipe: Recipe,
+    outside: Mapping[str, Sequence[Scheme | None]] = MappingProxyType({}),
 ) -> list[Group]:
     """Group the `linears` (name -> `(n, k)`) that get the same scheme, with their bytes in each of
     `schemes`.
 
     `goals` are the recipe's goals, whose overrides and skips are pins: a group takes its widest
     pin. A scheme that does not hold all linears of a group is left out; RecipeError if none is
-    left.
+    left. `outside` has the schemes of embeddings and heads that are chosen.
     """
     joined: dict[str, list[str]] = {}
     for name in linears:
@@ -225,10 +231,14 @@ def groups_of(
     found = []
     for name, members in joined.items():
         pins = treat_alike(
-            {m: goals[m] for m in members if goals[m] is None or _is_pinned(recipe, m)}
+            {
+                m: goals[m]
+                for m in members
+                if m not in outside and (goals[m] is None or _is_pinned(recipe, m))
+            }
         )
         sizes: dict[str, int] = {}
-        for goal in list(pins.values())[:1] or schemes:
+        for goal in list(pins.values())[:1] or outside.get(name, schemes):
             shapes = (
                 [fitting(layout, goal, *linears[m], pad=recipe.pad) for m in members]
                 if isinstance(goal, Scheme)
@@ -247,9 +257,9 @@ def groups_of(
                 Words("allow others with", Option("allowed")),
                 Words("leave it dense with", Setting("skip", re.escape(members[0]))),
             )
-        found.append(
-            Group(name, tuple(members), sum(prod(linears[m]) for m in members), sizes, bool(pins))
-        )
+        weights, is_outside = sum(prod(linears[m]) for m in members), name in outside
+        is_fixed = bool(pins) or (is_outside and [*sizes] == [DENSE])
+        found.append(Group(name, tuple(members), weights, sizes, is_fixed, is_outside))
     return found
 
 
@@ -260,21 +270,20 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
     Keys at the default of the recipe's schemes get the default of the new schemes.
     """
     weights = Counter[str]()
-    for group in space.groups:
+    inside = [group for group in space.groups if not group.is_outside]
+    for group in inside:
         weights[choice[group.name]] += group.weights if choice[group.name] != DENSE else 0
     usual = min(weights, key=lambda label: (-weights[label], label))
     if not weights[usual]:
         raise RecipeError(
             "every linear would stay dense", Words("allow more with", Option("allowed"))
         )
-    overrides, skip = (
-        {pattern: scheme.label for pattern, scheme in recipe.overrides},
-        list(recipe.skip),
-    )
+    mapping = recipe.to_mapping()
+    overrides, skip = dict(mapping["overrides"]), list(recipe.skip)
     for label in sorted({*choice.values()} - {usual}):
         named = [
             m
-            for g in space.groups
+            for g in inside
             if choice[g.name] == label
             for m in g.linears
             if not _says(recipe, m, label)
@@ -283,7 +292,6 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
             skip += patterns(named)
         else:
             overrides |= dict.fromkeys(patterns(named), label)
-    mapping = recipe.to_mapping()
     stated = {key: mapping[key] for key in ("scheme", "method", "overrides")}
     before = from_mapping(stated).to_mapping()
     kept: dict[str, Any] = {
@@ -294,6 +302,8 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
     }
     now = {"scheme": written(Scheme.parse(usual)), "method": recipe.method, "layout": space.layout}
     now |= {"calibration": mapping["calibration"]}  # stated, so that no machine changes it
+    ends = {key_of(group.name): choice[group.name] for group in space.groups if group.is_outside}
+    now |= {key: ends.get(key, DENSE) for key in KEYED if getattr(recipe, key) == AUTO}
     return from_mapping({**kept, **now, "skip": skip, "overrides": overrides})
 
 

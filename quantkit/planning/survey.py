@@ -59,8 +59,15 @@ from quantkit.planning.verdict import model_remarks
 from quantkit.progress import Progress
 from quantkit.recipes.goals import Goal, changes, label
 from quantkit.recipes.identity import date_of, difference, identity
-from quantkit.recipes.options import DENSE, Calib, RunKeywords, RunOptions
-from quantkit.recipes.recipe import Recipe, goals_of, require_effect, skip_pattern, without_paths
+from quantkit.recipes.options import AUTO, DENSE, Calib, RunKeywords, RunOptions
+from quantkit.recipes.recipe import (
+    KEYED,
+    Recipe,
+    goals_of,
+    require_effect,
+    skip_pattern,
+    without_paths,
+)
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
 
@@ -320,7 +327,9 @@ def job_of(
         act_budget=run.act_budget,
         gpu_memory=gpu_memory,
     )
-    more = [*model_remarks(recipe, model, goals), *unused]
+    auto = [Setting(key, AUTO) for key in KEYED if getattr(recipe, key) == AUTO]
+    idle = [Words(*auto, "chooses for a target size alone: they stay dense")] if auto else []
+    more = [*model_remarks(recipe, model, goals), *unused, *idle]
     if recipe.fused_alike:
         apart = replace(recipe, fused_alike=False)
         asked = goals_of(apart, model.paths, model.kept_dense, model.tables)

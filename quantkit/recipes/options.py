@@ -22,6 +22,8 @@ from quantkit.text.sources import PACKAGED
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 #: The name of the source's own dtype among schemes, such as 16 bits.
 DENSE = "dense"
+#: Lets a target choose the scheme of embeddings or a head.
+AUTO = "auto"
 
 
 @dataclass(frozen=True)

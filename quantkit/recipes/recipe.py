@@ -32,7 +32,7 @@ from quantkit.layouts.schemes import EMBEDDINGS, HEADS, key_of
 from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
 from quantkit.recipes.goals import Goal, is_sparse, label, treat_alike
-from quantkit.recipes.options import DENSE, Calib
+from quantkit.recipes.options import AUTO, DENSE, Calib
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.text.sources import name_of_text
 
@@ -84,7 +84,11 @@ class Recipe(RecipeKeys):
     @property
     def keyed(self) -> dict[str, str]:
         """The overrides that keys of their own make: pattern -> key."""
-        return {pattern: key for key, pattern in KEYED.items() if getattr(self, key) != DENSE}
+        return {
+            pattern: key
+            for key, pattern in KEYED.items()
+            if getattr(self, key) not in (DENSE, AUTO)
+        }
 
     @property
     def title(self) -> str:
@@ -348,13 +352,15 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     stated: Any = {"size_stated": "group_size" in form, "layout_stated": "layout" in asked}
     asked.setdefault("layout", scheme.format.layout)
     keyed = {
-        pattern: asked[key] for key, pattern in KEYED.items() if asked.get(key, DENSE) != DENSE
+        pattern: asked[key]
+        for key, pattern in KEYED.items()
+        if asked.get(key, DENSE) not in (DENSE, AUTO)
     }
     labels = {**keyed, **(asked.pop("overrides", None) or {}), **keyed}
     overrides = tuple((_pattern(p), Scheme.parse(label)) for p, label in labels.items())
     if any(pattern.endswith(HEADS) for pattern, _ in overrides):  # it is skipped by default
-        skip = Counter(asked.get("skip", RecipeKeys.skip))  # twice if it is stated too
-        asked["skip"] = [*(skip - Counter(RecipeKeys.skip)).elements()]
+        skip = Counter(asked.get("skip", RecipeKeys.skip)) - Counter(RecipeKeys.skip)
+        asked["skip"] = [*skip.elements()]  # it stays if it is stated too
     schemes = [scheme, *(other for _, other in overrides)]
     refined = _refined_by_default(method, schemes)
     asked.setdefault("signed", refined)

@@ -216,8 +216,8 @@ class RecipeKeys:
         section="Basic",
         metavar="SCHEME",
         may_lack=True,
-        more="Rounded row by row. A head that is tied to them has the same packed weight. "
-        "`compressed-tensors` and `humming` hold them.",
+        more="`auto` lets a target size choose. Rounded row by row. A head that is tied to them "
+        "has the same packed weight. `compressed-tensors` and `humming` hold them.",
         when="To save what they take, half of a small model, for readers that open them "
         "([layouts.md](layouts.md) 9).",
     )
@@ -228,7 +228,7 @@ class RecipeKeys:
         section="Basic",
         metavar="SCHEME",
         may_lack=True,
-        more="It takes the default `lm_head` out of `skip`.",
+        more="`auto` lets a target size choose. It takes the default `lm_head` out of `skip`.",
         when="As `embeddings`, for a head that is not tied to them.",
     )
 

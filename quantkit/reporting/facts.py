@@ -139,8 +139,8 @@ def explained_size(report: Mapping[str, Any]) -> list[str]:
         ways: list[Any] = ["in a larger model they are a smaller part"]
         if packable:
             less = format_bytes(round((1 - 8 / bits) * sum(map(outside.__getitem__, packable))))
-            keys = dict.fromkeys(packable.values())
-            ways = ["use", *keys, f"to save {less}, for readers that open them"]
+            for_whom = f"to save {less}, for readers that open them"
+            ways = ["use", *dict.fromkeys(packable.values()), for_whom]
         if bits > 16:
             ways = ["store them in half the space with", Setting("dense_dtype", "bfloat16")]
         what = f"{' and '.join(outside)} take {100 * part / after:.0f} % of the output, in"

@@ -31,9 +31,11 @@ def seen_in_the_whole_model(folder: Path, seed: int) -> dict[str, list[tuple[Ten
         output.register_hook(lambda g: seen.setdefault(linear, []).append((args[0][0].detach(), g[0])))
 
     for name, module in model.named_modules():
-        if name.endswith("_proj"):
+        if name.endswith(("_proj", "lm_head", "embed_tokens")):
             module.register_forward_hook(partial(watch, name))
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_())
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: output.requires_grad_(), prepend=True
+    )
     generator = torch.Generator()
     for number, tokens in enumerate(sequences()):
         generator.manual_seed(seed + number)
@@ -55,9 +57,34 @@ def test_a_loss_increase_weighs_the_errors_of_a_folder_by_inputs_and_gradients_o
     run = new_run(recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
     found = divergence.loss_increases(run, made)
     seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
-    assert found.keys() == seen.keys() - {"model.layers.1.self_attn.o_proj"}
+    assert found.keys() == seen.keys() - {"model.layers.1.self_attn.o_proj", "model.embed_tokens"}
     for linear, increase in found.items():
         x, g = (torch.cat(parts).double() for parts in zip(*seen[linear], strict=True))
         error = (made.quantized(linear).dequantize() - src.get(f"{linear}.weight")).double()
         expected = (x @ error.T * g).sum(1).square().sum() / tokens / 2
         assert increase == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize(("family", "scale"), [("llama", 1), ("qwen2", 1), ("gemma", 8)])  # the last two are tied
+def test_the_loss_increase_of_a_packed_tensor_counts_its_uses_as_embeddings_and_as_head(
+    family: str, scale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    folder = write_model(family, tmp_path / "model", **shape)
+    keys = {"embeddings": "int4:g32"} | ({"head": "int4:g32"} if family == "llama" else {})
+    recipe = from_mapping({"method": "rtn", "scheme": {"group_size": 32}, **keys})
+    quantize(folder, tmp_path / "made", recipe, min_share=0.0)
+    src, made = Checkpoint(folder), Checkpoint(tmp_path / "made")
+    (tmp_path / "work").mkdir()
+    run = new_run(recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
+    found = divergence.loss_increases(run, made)
+    seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
+    table, head = "model.embed_tokens", "lm_head" if family == "llama" else "model.embed_tokens"
+    error = {name: (made.dense(f"{name}.weight", torch.float32) - src.get(f"{name}.weight")) for name in (table, head)}
+    expected = dict.fromkeys((table, head), 0.0)
+    hidden, g = (torch.cat(parts) for parts in zip(*seen["lm_head"], strict=True))
+    expected[head] += float((hidden @ error[head].T * g).sum(1).square().sum()) / tokens / 2
+    ids, g = (torch.cat(parts) for parts in zip(*seen[table], strict=True))
+    expected[table] += float((scale * error[table][ids] * g).sum(1).square().sum()) / tokens / 2
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)

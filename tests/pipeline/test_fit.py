@@ -14,7 +14,7 @@ from quantkit.calibration import divergence
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
 from quantkit.engines.joined import fused_groups
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, RecipeError
 from quantkit.io.json_files import load_json
 from quantkit.pipeline import fit, quantize as pipeline
 from quantkit.pipeline.quantize import quantize
@@ -89,6 +89,39 @@ def test_a_folder_is_never_larger_than_asked(shared: Path, tmp_path: Path, monke
     assert {"sensitivities", "divergence", found["best_uniform"]} <= report["phases"].keys()
     assert report["totals"]["seconds"] >= 0.99 * sum(found["seconds"].values())
     assert all(row["fits"] == (row["bytes"] <= target) for row in found["curve"])
+
+
+@pytest.mark.parametrize(("family", "keys"), [("qwen2", ["embeddings"]), ("llama", ["embeddings", "head"])])
+def test_a_size_below_that_of_dense_embeddings_is_met_only_where_a_key_lets_the_target_choose_for_them(
+    family: str, keys: list[str], calib: Path, tmp_path: Path
+) -> None:
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    model = write_model(family, tmp_path / "model", **shape, num_key_value_heads=2, vocab_size=4096)
+    asked = FitOptions(target_size=len(keys) * 700_000 + 250_000, allowed="int4:g64,int8:g64,dense")
+    with pytest.raises(RecipeError, match=r"too few: .*let it choose for embeddings too with --embeddings auto"):
+        fit.quantize(model, tmp_path / "out", recipe(calib, method="rtn"), asked)
+    report = fit.quantize(model, tmp_path / "out", recipe(calib, method="rtn", **dict.fromkeys(keys, "auto")), asked)
+    assert size(tmp_path / "out") <= (asked.target_size or 0)
+    names = {"embeddings": "model.embed_tokens", "head": "lm_head"}
+    found = {each["name"]: each["scheme"] for each in report["layers"]}
+    assert all(report["fit"]["harm"][names[key]] > 0 and report["recipe"][key] == found[names[key]] for key in keys)
+    assert all(value > 0 for value in report["fit"]["kld"].values())
+    assert not any("auto" in notice for notice in report["notices"])
+    made = from_mapping(load(tmp_path / "out" / "quantkit_recipe.yaml"))
+    quantize(model, tmp_path / "again", made)
+    ours, theirs = hashes(tmp_path / "again"), hashes(tmp_path / "out")
+    assert all(ours[name] == theirs[name] for name in ours if name != "README.md")
+
+
+def test_embeddings_stay_dense_where_the_layout_or_the_program_has_no_place_for_them(
+    small: Path, calib: Path, tmp_path: Path
+) -> None:
+    options = ("--target-bits", 5, "--allowed", "int4:g64", "--embeddings", "auto", "--head", "auto")
+    for more in (("--layout", "gptq"), ("--target", "sglang")):
+        found = json.loads(call("plan", small, *options, *more, "--calib", calib, *SHORT, "--json").stdout)
+        assert "model.embed_tokens" not in {row["module"] for row in found["linears"]}
+    plain = call("plan", small, "--embeddings", "auto", "--method", "rtn").stdout
+    assert "--embeddings auto chooses for a target size alone: they stay dense" in plain
 
 
 @pytest.mark.parametrize(("bits", "warns"), [(3.3, True), (4.6, False)])

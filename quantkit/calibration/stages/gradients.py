@@ -172,7 +172,8 @@ def carried_back(
 
     The first pair is the number of blocks, with the gradients by the last outputs. Each other block
     is still loaded when its pair comes. With `watch`, each pass of a block back is in its context,
-    and the first block has a pair too. Raises as `measure`.
+    and that of the head in that of the number of blocks. The first block then has a pair too.
+    Raises as `measure`.
     """
     model, hidden, first = run.model, stream.activations.hidden, 0 if watch else 1
     hashes = _go_forward(run, stream, first)
@@ -183,7 +184,7 @@ def carried_back(
     with run.clock.phase("load"):
         model.weights.load_head()
     with run.clock.phase("gradients"):
-        _sample(stream, store, run.recipe.calibration.seed, run.first)
+        _sample(stream, store, run.recipe.calibration.seed, run.first, watch)
     model.weights.drop_head()
     yield len(model.blocks), store.hidden
     blocks = range(len(model.blocks) - 1, first - 1, -1)
@@ -284,7 +285,7 @@ def _save(
             queue.put(write, held.nbytes)
 
 
-def _sample(stream: Stream, store: Activations, seed: int, first: int) -> None:
+def _sample(stream: Stream, store: Activations, seed: int, first: int, watch: Watch | None) -> None:
     """Store the gradients by the last block's hidden states; the tokens are drawn by the model.
 
     The first document has the number `first`. Each number has a seed of its own.
@@ -299,7 +300,8 @@ def _sample(stream: Stream, store: Activations, seed: int, first: int) -> None:
             .to(model.device, copy=True)
             .requires_grad_()
         )
-        draw = partial(_drawn, model, tokens, hidden, generator, (seed + first + number) % 2**63)
+        place = (seed + first + number) % 2**63
+        draw = partial(_drawn, model, tokens, hidden, generator, place, watch)
         with explaining(model, INSTEAD):
             found = in_fixed_order(model, stream.progress, draw)
         if not bool(found.isfinite().all()):
@@ -313,18 +315,24 @@ def _sample(stream: Stream, store: Activations, seed: int, first: int) -> None:
 
 @torch.enable_grad()
 def _drawn(
-    model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.Generator, seed: int
+    model: BlockRunner,
+    tokens: Tensor,
+    hidden: Tensor,
+    generator: torch.Generator,
+    seed: int,
+    watch: Watch | None,
 ) -> Tensor:
     """Draw tokens of a document, and compute the gradient by its hidden states after the last
     block.
     """
     generator.manual_seed(seed)
-    logits = model.logits_of(tokens, hidden)
-    wanted = logits.detach().float().softmax(-1)
-    drawn = drawn_tokens(wanted, generator)
-    wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
-    with strictly(model):
-        return torch.autograd.grad(logits, hidden, wanted.to(logits.dtype))[0]
+    with watch(len(model.blocks)) if watch else nullcontext():
+        logits = model.logits_of(tokens, hidden)
+        wanted = logits.detach().float().softmax(-1)
+        drawn = drawn_tokens(wanted, generator)
+        wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
+        with strictly(model):
+            return torch.autograd.grad(logits, hidden, wanted.to(logits.dtype))[0]
 
 
 def drawn_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
