@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -174,7 +175,10 @@ class ScaleTuning:
 
     def _weights(self) -> dict[int, Tensor]:
         """Compute all quantized weights, by the id of the source's parameter."""
-        return {self._ids[name]: each.dense(self._dtype) for name, each in self._scales.items()}
+        return {
+            self._ids[name]: _Dense.apply(each.factors, each, self._dtype)  # type: ignore[no-untyped-call]
+            for name, each in self._scales.items()
+        }
 
 
 class TunedScales:
@@ -187,19 +191,9 @@ class TunedScales:
         self.record, self.size, self._stored = record, size, stored
         self.factors = torch.ones_like(record.scales, dtype=torch.float32).requires_grad_()
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Compute the weight `[n, k]` with the scales that would be stored; gradients reach the
-        factors.
-        """
-        found: Tensor = _Dense.apply(self.factors, self, dtype)  # type: ignore[no-untyped-call]
-        return found
-
     def tensor(self) -> QuantizedTensor:
         """Return the record with the present scales, on the CPU."""
-        start = self.record
-        scales = self.scales().to(torch.float16)
-        made = QuantizedTensor(start.scheme, start.codes, scales, start.zeros)
-        return made.to(torch.device("cpu"))
+        return replace(self.record, scales=self.scales().half()).to(torch.device("cpu"))
 
     def scales(self) -> Tensor:
         """Compute the scales that would be stored, float32 `[n, groups]`."""
@@ -213,7 +207,7 @@ class _Dense(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, factors: Tensor, scales: TunedScales, dtype: torch.dtype) -> Tensor:
-        """Return the weight `[n, k]`."""
+        """Return the weight `[n, k]` with the scales that would be stored."""
         ctx.record, (n, k) = scales.record, scales.size
         weight = scales.record.values().mul_(scales.scales().unsqueeze(-1)).flatten(1)
         return weight[:n, :k].to(dtype, memory_format=torch.contiguous_format)
