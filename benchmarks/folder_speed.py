@@ -23,7 +23,6 @@ import quantkit
 from benchmarks.bench_generate import graph_of, per_call
 from benchmarks.decode_graphs import decode_calls, fused, likeliest
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.models.modules import find_blocks
 
 
 def measure(folder: Path, batch: int, prompt: int, new: int) -> dict[str, Any]:
@@ -35,8 +34,12 @@ def measure(folder: Path, batch: int, prompt: int, new: int) -> dict[str, Any]:
     held = torch.cuda.memory_allocated() - before
     random = torch.Generator("cuda").manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, prompt), device="cuda", generator=random)
-    with torch.inference_mode(), fused(model, find_blocks(model)):
+    kinds = model._no_split_modules or ()
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
+    with torch.inference_mode(), fused(model, blocks):
         calls = decode_calls(model, ids, new, torch.compile(likeliest))
+        calls.rewind(0)
+        calls.prompt()  # fills the cache
         rewind = partial(calls.rewind, prompt)
         step = per_call(graph_of(calls.step, rewind), rewind, new)
     return {
