@@ -144,7 +144,7 @@ def _calibrating(
     grows = times * sum(each.get(phase, 0.0) for phase in GROWING)
     tuned = each.get("tune", 0.0) * _passes(lengths, recipe.tune) / _passes(here, 1)
     of_blocks = blocks * (each.get("load", 0.0) + each.get("solve", 0.0) + grows + tuned)
-    of_blocks += meter.solving * solving_work([model.linears[name] for name in run.head])
+    of_blocks += meter.solving * solving_work([model.sizes[name] for name in run.head])
     share = sum(lengths[: gradient_documents(lengths)]) / sum(here[: gradient_documents(here)])
     return of_blocks + _gradients(blocks, first, watch) * share
 

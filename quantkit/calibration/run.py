@@ -80,8 +80,8 @@ class Run:
 
     @property
     def head(self) -> dict[str, Goal]:
-        """The output head with its goal; empty if it stays dense, or is tied."""
-        return self.goals([self.model.head] if self.model.head is not None else [])
+        """The output head, or the table tied to it, with its goal; empty if it stays dense."""
+        return self.goals(name for name in self.chosen if name == self.model.head)
 
     def file(self, kind: str, suffix: str = ".bin") -> Path:
         """Name the file of a kind that this rank keeps for the run."""

@@ -82,13 +82,12 @@ class ScaleTuning:
         self._module = load_dense_model(model.src, device=str(device), dtype=self._dtype)
         self._module.requires_grad_(False)
         self._text = self._module.get_submodule(model.text_path)
-        sizes, paths = model.linears | model.table_sizes, {**model.paths, **model.tables}
         self._scales, self._ids = dict[str, TunedScales](), dict[str, int]()
         for name in packed.modules():
             stored, record = model.src.dtype(f"{name}.weight"), packed.quantized(name).to(device)
-            self._scales[name] = TunedScales(record, sizes[name], stored)
-            self._ids[name] = id(self._module.get_parameter(f"{paths[name]}.weight"))
-        outputs = sum(sizes[name][0] for name in self._scales)
+            self._scales[name] = TunedScales(record, model.sizes[name], stored)
+            self._ids[name] = id(self._module.get_parameter(f"{model.places[name]}.weight"))
+        outputs = sum(model.sizes[name][0] for name in self._scales)
         passes = PASS_BYTES * BATCH * max(map(len, sequences)) * outputs
         if not stays_on_gpu(passes, int(free_bytes(device))):
             for path in model.blocks:  # a block runs again for its gradient

@@ -271,7 +271,7 @@ class BlockRunner(LanguageModel):
         `see` returns True.
         """
         return watching(
-            {linear: self.module.get_submodule(self.paths[linear]) for linear in linears}, see
+            {linear: self.module.get_submodule(self.places[linear]) for linear in linears}, see
         )
 
     def watching_norms(self, index: int) -> AbstractContextManager[Callable[[Tensor], bool]]:

@@ -197,12 +197,13 @@ class LanguageModel(Outline):
     `dtype`: of the weights in memory. `blocks`: module paths of the transformer blocks, in order.
     `linears`: name in the checkpoint -> `(n, k)` of every linear. `paths`: the same names -> module
     paths, which differ in a few published families. `tied`: linears that share their weight with
-    the embeddings. `head`: the linear that makes the logits, None if it is tied. `kept_dense`: name
-    -> reason, of matrices that stay dense unless a recipe names them. `tables`: name -> module path
-    of the embeddings that a recipe may name, `table_sizes` their `(n, k)`. `experts`: name -> the
-    expert that a linear belongs to. `notices`: matrices that stay dense without being skipped.
-    `max_length`: the most tokens of a sequence. `text`: the module whose forward is run: the
-    outermost module that runs on tokens only; `text_path`: its path.
+    the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names
+    them. `tables`: name -> module path of the embeddings that a recipe may name, `table_sizes`
+    their `(n, k)`. `sizes`, `places`: of linears and tables together. `head`: the linear, or the
+    table tied to it, that makes the logits; its place is the linear. None if there is none.
+    `experts`: name -> the expert that a linear belongs to. `notices`: matrices that stay dense
+    without being skipped. `max_length`: the most tokens of a sequence. `text`: the module whose
+    forward is run: the outermost module that runs on tokens only; `text_path`: its path.
 
     CheckpointError if transformers cannot build the model, or a stored tensor has another shape
     than it.
@@ -244,9 +245,14 @@ class LanguageModel(Outline):
         self.max_length: int = positions if positions > 0 else UNLIMITED
         self.text_path = text_model(self.module, self.blocks)
         self.text = cast("PreTrainedModel", self.module.get_submodule(self.text_path))
-        head = path_of(self.module, self.text.get_output_embeddings())
-        untied = (name for name, path in self.paths.items() if path == head)
-        self.head = next((name for name in untied if name not in self.tied), None)
+        self.sizes, self.places = self.linears | self.table_sizes, self.tables | self.paths
+        path = path_of(self.module, self.text.get_output_embeddings())
+        state = f"{path}.weight"
+        shared = self.module.all_tied_weights_keys.get(state, state)
+        name = self.states.stored.get(shared, "").removesuffix(".weight")
+        self.head = name if name in self.sizes else None
+        if self.head is not None:
+            self.places[self.head] = path
 
     def stored(self, block: int | None) -> list[str]:
         """List a block's tensors in checkpoint order; with None, all tensors outside the blocks."""

@@ -100,7 +100,7 @@ class BlockWeights:
 
     def replace(self, linear: str, weight: Tensor) -> None:
         """Put a solved weight `[n, k]` in the place of a loaded one."""
-        place = f"{self._model.paths[linear]}.weight"
+        place = f"{self._model.places[linear]}.weight"
         put_tensor(self._model.module, place, weight.to(self._device, self._model.dtype))
 
     def source(self, linear: str) -> Tensor:
@@ -126,7 +126,7 @@ class BlockWeights:
             yield
 
     def _of(self, linear: str) -> Tensor:
-        return get_tensor(self._model.module, f"{self._model.paths[linear]}.weight")
+        return get_tensor(self._model.module, f"{self._model.places[linear]}.weight")
 
     def _load(
         self, wanted: Callable[[str], bool], ready: Mapping[str, Tensor] = MappingProxyType({})

@@ -144,7 +144,7 @@ def _divided(
     """Divide groups into tasks with Hessians of at most `HESSIAN_BYTES`; the linears of a group
     have the same facts.
     """
-    width = {group: run.model.linears[group.linears[0]][1] for group in groups}
+    width = {group: run.model.sizes[group.linears[0]][1] for group in groups}
     size = {group: Hessian.bytes(k) + Hessian.chunk_bytes(k) for group, k in width.items()}
     for some in divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
         yield [Task(group, {name: facts.get(name, {}) for name in group.linears}) for group in some]

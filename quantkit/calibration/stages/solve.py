@@ -111,7 +111,7 @@ class Solve(Stage):
         run, items, progress = block.run, list[Item](), Recorder(block.run.progress)
         assert task.hessian is not None
         ranks = run.ranks if task.owner is None else ALONE
-        sizes = {name: prod(run.model.linears[name]) for name in task.group.linears}
+        sizes = {name: prod(run.model.sizes[name]) for name in task.group.linears}
         for part in divide(sizes, sizes.__getitem__, budget.SOLVED_WEIGHTS):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}

@@ -84,7 +84,7 @@ def _remove_starved(block: LoadedBlock, tasks: list[Task]) -> None:
         counts = run.ranks.exchange([task.hessian.tokens if task.hessian else 0 for task in tasks])
     for task, tokens in zip(list(tasks), map(sum, zip(*counts, strict=True)), strict=True):
         linears = task.group.linears
-        k = run.model.linears[linears[0]][1]
+        k = run.model.sizes[linears[0]][1]
         if (
             linears[0] in run.model.experts
             and run.recipe.calibration.moe == "routed"
@@ -104,7 +104,7 @@ def _add_up(run: Run, tasks: Sequence[Task]) -> None:
         return
     owners: list[int | None] = [None]
     if len(tasks) > 1:
-        shapes = [[run.model.linears[linear] for linear in task.group.linears] for task in tasks]
+        shapes = [[run.model.sizes[linear] for linear in task.group.linears] for task in tasks]
         owners = [*run.ranks.owners([sum(n * k * k for n, k in each) for each in shapes])]
     here = [task.hessian.part() for task in tasks if task.hessian is not None]
     with run.exchanging(), closing(run.ranks.gather_each(here, owners)) as gathered:
@@ -144,7 +144,7 @@ def new_hessian(run: Run, group: Group, checks: bool = True) -> Hessian:
     """
     first, model = group.linears[0], run.model
     chunk = LONG_CHUNK if model.device.type == "cuda" and first not in model.experts else CHUNK
-    return Hessian(model.linears[first][1], model.device, checks=checks, chunk=chunk)
+    return Hessian(model.sizes[first][1], model.device, checks=checks, chunk=chunk)
 
 
 def token_weights(block: LoadedBlock, documents: Sequence[int]) -> Tensor:
@@ -275,12 +275,12 @@ def _peaks(block: LoadedBlock, schemes: Mapping[str, Scheme]) -> Iterator[dict[s
 
     with ExitStack() as stack:
         for linear, scheme in schemes.items():
-            n, k = run.model.linears[linear]
+            n, k = run.model.sizes[linear]
             if linear not in block.uncalled and sums_in_float16(
                 layout, scheme, n, k, linear in run.model.experts
             ):
                 peaks[linear] = torch.zeros(n, device=run.model.device)
-                module = run.model.module.get_submodule(run.model.paths[linear])
+                module = run.model.module.get_submodule(run.model.places[linear])
                 stack.callback(module.register_forward_hook(partial(see, linear)).remove)
         yield peaks
     for part in run.ranks.gather(peaks) if peaks else ():
