@@ -343,6 +343,19 @@ class PackedEmbedding(PackedLinear):
         table.weight = empty
         self.table, self.dense_dtype = table, dtype
 
+    def show_dtype(self) -> None:
+        """Put an empty parameter of `dense_dtype` before the packed tensors, because transformers
+        takes a model's dtype from its first floating parameter. It is not saved.
+        """
+        if self.device.type != "meta":
+            empty = torch.empty(0, dtype=self.dense_dtype, device=self.device)
+            first = {"dtype_of_rows": nn.Parameter(empty, requires_grad=False)}
+            self._parameters = {**first, **self._parameters}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}dtype_of_rows", None)
+
     def forward(self, input: Tensor) -> Tensor:
         """Look up the rows of token numbers `[...]`: `[..., k]`."""
         rows = self.rows(input.reshape(-1))

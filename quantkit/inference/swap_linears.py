@@ -172,12 +172,14 @@ def _are_stored_alike(
 
 def show_weights(model: nn.Module) -> None:
     """Let code of a loaded model that reads the weight of a packed linear get it decoded, in every
-    layout.
+    layout, and let the model state its dtype.
     """
     for owner in model.modules():
         for leaf, linear in owner.named_children():
             if isinstance(linear, PackedLinear):
                 linear.reads_weight = reads_weight(owner, leaf)
+            if isinstance(linear, PackedEmbedding):
+                linear.show_dtype()
 
 
 def require_kernels(device: torch.device) -> None:

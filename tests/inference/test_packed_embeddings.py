@@ -270,10 +270,22 @@ def test_transformers_decodes_embeddings_of_the_scheme_of_all_linears(
 
 def test_calibration_rounds_embeddings_and_says_so(folders: dict[str, Path], calib: Path, tmp_path: Path) -> None:
     options = {"method": "gptq", "calib": str(calib), "samples": 4, "max_length": 64}
-    made = packed(folders, "qwen2", tmp_path / "out", "embed_tokens", "int8:channel", **options)
+    made = packed(folders, "llama", tmp_path / "out", "embed_tokens", "int8:channel", **options)
     (row,) = [each for each in made.layers if each["name"] == "model.embed_tokens"]
     assert row["method"] == "rtn" and "outside the blocks" in row["reason"] and row["relative_error"] < 0.01
     assert torch.equal(logits(quantkit.load(tmp_path / "out", device="cpu")), decoded(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("label", ["fp6", "int8:channel"])
+def test_a_model_with_packed_embeddings_keeps_the_dtype_of_its_activations(
+    label: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its first stored tensors are float8 codes or float16 scales, and caches are made in the model's dtype."""
+    packed(folders, "llama", tmp_path / "out", "embed_tokens", label)
+    model = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and model.to(torch.float32).dtype == torch.float32
+    model.save_pretrained(tmp_path / "saved")
+    assert stored(tmp_path / "saved").keys() == stored(tmp_path / "out").keys()
 
 
 def test_a_head_stored_beside_packed_embeddings_stays_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
