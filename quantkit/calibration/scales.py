@@ -174,10 +174,9 @@ class ScaleTuning:
 
     def _weights(self) -> dict[int, Tensor]:
         """Compute all quantized weights, by the id of the source's parameter."""
-        return {
-            self._ids[name]: _Dense.apply(each.factors, each, self._dtype)  # type: ignore[no-untyped-call]
-            for name, each in self._scales.items()
-        }
+        apply: Any = _Dense.apply
+        pairs = self._scales.items()
+        return {self._ids[name]: apply(each.factors, each, self._dtype) for name, each in pairs}
 
 
 class TunedScales:
