@@ -241,7 +241,8 @@ def calibrated(
             ):
                 yield from _block(run, stream, stages, block)
                 yield _commit(run, stream, block)
-            solved = _head(run, stream, stages)
+            if run.head:
+                solved = _head(run, stream, stages)
     yield from _rest(run, solved)
     yield Commit({"block": REST, "phases": run.clock.take()})
 
