@@ -216,8 +216,9 @@ class RecipeKeys:
         section="Basic",
         metavar="SCHEME",
         may_lack=True,
-        more="`auto` lets a target size choose. Rounded row by row. A head that is tied to them "
-        "has the same packed weight. `compressed-tensors` and `humming` hold them.",
+        more="`auto` lets a target size choose. Rounded row by row, or solved by the head's inputs "
+        "if the head is tied to them, which then has the same packed weight. `compressed-tensors` "
+        "and `humming` hold them.",
         when="To save what they take, half of a small model, for readers that open them "
         "([layouts.md](layouts.md) 9).",
     )
