@@ -212,7 +212,7 @@ class RecipeKeys:
     embeddings: str = key(
         "Scheme of the embeddings, like int8:channel",
         default="dense",
-        level="shown",
+        level="option",
         section="Basic",
         metavar="SCHEME",
         may_lack=True,
@@ -225,7 +225,7 @@ class RecipeKeys:
     head: str = key(
         "Scheme of the output head, like int6:g64",
         default="dense",
-        level="shown",
+        level="option",
         section="Basic",
         metavar="SCHEME",
         may_lack=True,
