@@ -234,7 +234,7 @@ TRAITS = {
     "packed embeddings": Trait("packed embeddings", DENSE_EMBEDDINGS, lambda f: bool(f.embeddings)),
     "tied embeddings": Trait(
         "packed embeddings that are the output head too",
-        Words(DENSE_EMBEDDINGS, ", or serve by quantkit[vllm] with --quantization quantkit"),
+        Words(DENSE_EMBEDDINGS, ", or serve by quantkit's plug-in in vLLM"),
         lambda f: f.tied and bool(f.embeddings),
     ),
     "form of embeddings": Trait(
