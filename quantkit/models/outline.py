@@ -246,10 +246,7 @@ class LanguageModel(Outline):
         self.text_path = text_model(self.module, self.blocks)
         self.text = cast("PreTrainedModel", self.module.get_submodule(self.text_path))
         self.sizes, self.places = self.linears | self.table_sizes, self.tables | self.paths
-        path = path_of(self.module, self.text.get_output_embeddings())
-        state = f"{path}.weight"
-        shared = self.module.all_tied_weights_keys.get(state, state)
-        name = self.states.stored.get(shared, "").removesuffix(".weight")
+        path, name = self.ends[1]
         self.head = name if name in self.sizes else None
         if self.head is not None:
             self.places[self.head] = path

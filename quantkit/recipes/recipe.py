@@ -381,7 +381,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
 
 
 def _with_usual_damp(solver: dict[str, Any], sparse: bool) -> dict[str, Any]:
-    """Add the damping that goes with the unit and with 2:4, if none is asked for."""
+    """Add the usual damping of 2:4, or of another unit than the median, unless one is stated."""
     if solver.get("damp_kind", "median") != "median":
         return {"damp": OTHER_DAMP, **solver}
     return {"damp": SPARSE_DAMP, **solver} if sparse else solver
