@@ -7,10 +7,10 @@
 constexpr int WARPS = 8, BLOCKS = 6; // together on a multiprocessor: 40 registers each, none spilled
 
 // What all groups share. `weight` is that of all gradients so far in the mean squares, `frozen` the code that stays or
-// -1, `through_bfloat` whether scales are bfloat16 values.
+// -1, `digits` the bits of a stored scale's mantissa.
 struct Step {
     float rate, factor_rate, weight, decay, tiny, bound, least_factor, largest_factor, smallest_scale, largest_half;
-    int frozen, through_bfloat;
+    int frozen, digits;
 };
 
 // Moves a number by about `rate` against its slope, whose mean square follows.
@@ -25,10 +25,16 @@ template <class X> DEVICE float rounded(float x) {
     return to_float(y);
 }
 
+// Rounds the mantissa of a number to some bits, ties to even; its leading bit, which is not stored, is odd.
+DEVICE float shortened(float x, int digits) {
+    u32 bits = __float_as_uint(x), unit = 1u << (23 - digits), odd = digits ? bits / unit & 1 : 1;
+    return __uint_as_float((bits + unit / 2 - 1 + odd) & ~(unit - 1));
+}
+
 // The scale as it is stored; one that would overflow keeps its start value.
 DEVICE float stored_scale(float start, float factor, float largest, const Step &by) {
     float found = start * factor;
-    float size = fmaxf(fabsf(rounded<half>(by.through_bfloat ? rounded<bfloat>(found) : found)), by.smallest_scale);
+    float size = fmaxf(fabsf(rounded<half>(by.digits < 10 ? shortened(found, by.digits) : found)), by.smallest_scale);
     return start != 0 && size * largest <= by.largest_half ? copysignf(size, found) : start;
 }
 

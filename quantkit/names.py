@@ -9,7 +9,20 @@ from __future__ import annotations
 from typing import Literal
 
 #: The keys of `core.formats.FORMATS`.
-FORMATS = ("int2", "int3", "int4", "int5", "int6", "int8", "fp6", "fp5", "fp6-e2m3", "fp5-e2m2")
+FORMATS = (
+    "int2",
+    "int3",
+    "int4",
+    "int5",
+    "int6",
+    "int8",
+    "fp6",
+    "fp5",
+    "fp6-e2m3",
+    "fp5-e2m2",
+    "nvfp4",
+    "mxfp4",
+)
 #: The keys of `layouts.LAYOUTS`.
 LAYOUTS = (
     "compressed-tensors",

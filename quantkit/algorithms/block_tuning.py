@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.algorithms.numerics import (
-    LARGEST_HALF,
-    SMALLEST_SCALE,
     largest_value,
     round_to_codes,
     stored_scale,
@@ -126,10 +124,10 @@ class TunedWeight:
             _TINY,
             self._bound,
             *FACTORS,
-            SMALLEST_SCALE,
-            LARGEST_HALF,
+            scheme.format.smallest_scale,
+            scheme.format.largest_weight,
         )
-        step = struct.pack("<10f2i", *numbers, frozen, self._stored == torch.bfloat16)
+        step = struct.pack("<10f2i", *numbers, frozen, scale_digits(scheme.format, self._stored))
         moved = (latent.value, latent.square, factors.value, factors.square)
         kernels.tune(dense, gradient.to(dense.dtype), moved, self._given, scheme.format, step)
 
@@ -188,14 +186,20 @@ class _Moved:
         self.value.sub_(torch.div(gradient, size, out=size).mul_(rate))
 
 
+def scale_digits(fmt: Format, stored: torch.dtype) -> int:
+    """Count the bits of the mantissa of a scale that `stored_scale` makes."""
+    steps = fmt.scale_steps if fmt.is_microscaled else round(1 / torch.finfo(stored).eps)
+    return min(10, steps.bit_length() - 1)
+
+
 def usable_scales(
     scales: Tensor, factors: Tensor, fmt: Format, zeros: Tensor | None, stored: torch.dtype
 ) -> Tensor:
     """Multiply scales by factors, and round them as a weight of dtype `stored` stores them. Scales
     that would overflow, and scales of zero, stay.
     """
-    found = stored_scale(scales * factors, stored)
-    usable = (found.abs() * largest_value(fmt, zeros) <= LARGEST_HALF) & (scales != 0)
+    found = stored_scale(scales * factors, stored, fmt)
+    usable = (found.abs() * largest_value(fmt, zeros) <= fmt.largest_weight) & (scales != 0)
     return torch.where(usable, found, scales)
 
 

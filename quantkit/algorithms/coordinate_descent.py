@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import row_losses
 from quantkit.algorithms.numerics import (
-    LARGEST_HALF,
     factor_dtype,
     largest_value,
     round_to_codes,
@@ -36,6 +35,7 @@ _STEP = 32  # columns corrected one by one before one product corrects the rest 
 _ROWS = 256  # rows whose normal equations are in memory together
 _ENTRIES = 2**23  # on a GPU more rows, up to so many entries of each matrix
 _RIDGE = 1e-8
+_PASSES = 2  # over scales of eight bits
 #: Pairs of columns this near to being the same do not replace a four, nor does a smaller relative
 #: fall of the loss; kernels/gptq_fours.cu has the same.
 _SINGULAR = _FALL = 1e-6
@@ -71,8 +71,9 @@ def refine(
         tensor, loss, _ = _better(weight, found, tensor, loss, h)
         changes["descent_changed"] = (tensor.codes != before).sum(-1)
     if refit:
+        solve = _refit_by_groups if tensor.scheme.format.is_microscaled else _refit
         with one_thread(h.device):
-            found = _refit(weight, tensor, h)
+            found = solve(weight, tensor, h)
         tensor, loss, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
     return tensor, changes
 
@@ -262,12 +263,39 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
         diagonal.add_(diagonal.mean(-1, keepdim=True), alpha=_RIDGE)
         lower, failed = torch.linalg.cholesky_ex(a)
         found = torch.cholesky_solve(b.unsqueeze(-1), lower).squeeze(-1)
-        found = torch.where(idle, own, stored_scale(found, weight.dtype))
+        found = torch.where(idle, own, stored_scale(found, weight.dtype, fmt))
         zeros = None if some.zeros is None else some.zeros.to(h.dtype)
-        usable = (found * own > 0) & (found.abs() * largest_value(fmt, zeros) <= LARGEST_HALF)
+        usable = (found * own > 0) & (found.abs() * largest_value(fmt, zeros) <= fmt.largest_weight)
         usable = usable.all(-1, keepdim=True) & (failed == 0).unsqueeze(-1)
         scales[rows] = torch.where(usable, found, own).to(torch.float16)
     return QuantizedTensor(tensor.scheme, tensor.codes, scales, tensor.zeros)
+
+
+def _refit_by_groups(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
+    """Return the tensor with scales that are moved one after the other, each to the stored value
+    next to the minimum of its parabola.
+
+    Scales of eight bits are too far from each other to be solved for together and then rounded.
+    """
+    dtype, fmt = working_dtype(weight), tensor.scheme.format
+    v, scales = (
+        x.T.contiguous() for x in (tensor.values(dtype).flatten(1), tensor.scales.to(dtype))
+    )
+    size, h = len(v) // len(scales), h.to(dtype)
+    e = weight.to(dtype).T - v * scales.repeat_interleave(size, 0)
+    for _ in range(_PASSES):
+        for group, own in enumerate(scales):
+            some = slice(group * size, (group + 1) * size)
+            part = v[some]
+            energy = (h[some, some] @ part).mul_(part).sum(0)
+            step = (h[some] @ e).mul_(part).sum(0) / energy  # not a number for a group of zeros
+            found = stored_scale(own + step, weight.dtype, fmt)
+            usable = (found > 0) & (found * fmt.largest <= fmt.largest_weight)
+            found = torch.where(usable, found, own)
+            e[some] -= part * (found - own)
+            scales[group] = found
+    half = scales.T.to(torch.float16).contiguous()
+    return QuantizedTensor(tensor.scheme, tensor.codes, half, tensor.zeros)
 
 
 def _normal_equations(w: Tensor, q: Tensor, h: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -160,7 +160,7 @@ def quantize(
         mask = torch.empty_like(pattern.mask).index_copy_(0, factor.order, pattern.mask).T
         rounded = weight.masked_fill(~mask, 0)
         grid = choose_scales(rounded, scheme, options.clip, errors, options.signed)
-    if scheme.format.is_float and options.clip == "none":
+    if rtn.rounds_codes_first(scheme.format, options.clip):
         plain, _ = rtn.quantize(weight, scheme)
     else:
         plain = QuantizedTensor(scheme, encode(rounded, scheme, grid), *grid)

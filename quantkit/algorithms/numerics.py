@@ -18,9 +18,6 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import NumericError, Setting, Words
 
-LARGEST_HALF = 65504.0
-SMALLEST_SCALE = 2.0**-20
-
 _FULL_RATE_FLOAT64 = {
     (6, 0),
     (7, 0),
@@ -146,15 +143,16 @@ def largest_value(fmt: Format, zeros: Tensor | None) -> Tensor | float:
     return fmt.largest if zeros is None else torch.maximum(zeros, 2**fmt.bits - 1 - zeros)
 
 
-def stored_scale(scale: Tensor, stored: torch.dtype) -> Tensor:
-    """Round scales to float16 values, at least 2^-20 in magnitude, and 1 for groups of zeros; dtype
-    and sign stay.
+def stored_scale(scale: Tensor, stored: torch.dtype, fmt: Format) -> Tensor:
+    """Round scales to values that the format stores, at least its smallest in magnitude, and 1 for
+    groups of zeros; dtype and sign stay.
 
     `stored` is the dtype of the weight. For bfloat16 the scales are bfloat16 values as well: a
     loader that runs the model in bfloat16 then reads the same scale.
     """
-    half = half_precision(scale, stored).abs_().clamp_(min=SMALLEST_SCALE)
-    return half.copysign_(scale).masked_fill_(scale == 0, 1.0)
+    rounded = fmt.nearest_scale(scale) if fmt.is_microscaled else half_precision(scale, stored)
+    size = rounded.abs_().clamp_(min=fmt.smallest_scale)
+    return size.copysign_(scale).masked_fill_(scale == 0, 1.0)
 
 
 def half_precision(scale: Tensor, stored: torch.dtype) -> Tensor:
@@ -172,7 +170,7 @@ def divide(x: Tensor, divisor: float) -> Tensor:
     return x / torch.full_like(x, divisor)
 
 
-def refuse_overflow(overflow: Tensor, row: int, groups: int) -> None:
+def refuse_overflow(overflow: Tensor, row: int, groups: int, fmt: Format) -> None:
     """Raise NumericError if `overflow` bool `[m]` is set anywhere; entry `i` belongs to row `row +
     i // groups`.
     """
@@ -181,6 +179,7 @@ def refuse_overflow(overflow: Tensor, row: int, groups: int) -> None:
         raise NumericError(
             f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} has weights too "
             "large: its "
-            f"scale or its dequantized weights pass {LARGEST_HALF:.0f}, the end of float16",
+            f"scale or its dequantized weights pass {fmt.largest_weight:.0f}, the end of "
+            f"{fmt.name if fmt.is_microscaled else 'float16'}",
             Words("leave it dense with", Setting("skip")),
         )

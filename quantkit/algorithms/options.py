@@ -61,13 +61,13 @@ class Options:
     refit: bool = key(
         "Solve for the scales once more when the codes are fixed",
         default=False,
-        usual="true for symmetric integers, else false",
+        usual="true for symmetric integers, nvfp4 and mxfp4, else false",
         when="`false` to save time.",
     )
     descent: Count = key(
         "Passes that move single codes after GPTQ",
         default=0,
-        usual="3 for symmetric integers, else 0",
+        usual="3 for symmetric integers, nvfp4 and mxfp4, else 0",
         when="0 to save time. 1 to 3 for accuracy with other formats.",
     )
     prune: Rule = "sparsegpt"

@@ -14,8 +14,6 @@ from torch.nn.functional import pad
 
 from quantkit.algorithms.hessian import check_size, live_diagonal
 from quantkit.algorithms.numerics import (
-    LARGEST_HALF,
-    SMALLEST_SCALE,
     check_weight,
     divide,
     encode,
@@ -67,7 +65,7 @@ def quantize(
     rule: dict[str, Any] = {}
     if scheme.sparsity is not None:
         weight, rule = weight.masked_fill(~fixed_mask(weight, prune, hessian), 0), {"prune": prune}
-    if scheme.format.is_float and clip == "none":
+    if rounds_codes_first(scheme.format, clip):
         tensor = _published(weight, scheme)
         return tensor, scale_facts(tensor)
     errors = None
@@ -86,6 +84,11 @@ def quantize(
     return tensor, {**rule, **scale_facts(tensor)}
 
 
+def rounds_codes_first(fmt: Format, clip: Clip) -> bool:
+    """Return True for FP6 and FP5 without search, whose scales are rounded after the codes."""
+    return fmt.is_float and not fmt.is_microscaled and clip == "none"
+
+
 def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
     """Count for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of
     zero, by magnitude.
@@ -99,7 +102,7 @@ def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
         sparse["zeros"] = tensor.codes.numel() - sparse["kept"]
     return {
         **sparse,
-        "floored_scales": int((scales == SMALLEST_SCALE).sum()),
+        "floored_scales": int((scales == tensor.scheme.format.smallest_scale).sum()),
         "subnormal_scales": int((scales < torch.finfo(torch.float16).smallest_normal).sum()),
         "zero_scales": int((scales == 0).sum()),
     }
@@ -117,7 +120,8 @@ def _published(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
     for rows in row_slices(weight, weight.shape[1]):
         part, scale = published_codes(weight[rows].float().reshape(-1, groups, k // groups), fmt)
         half = half_precision(scale, weight.dtype)
-        refuse_overflow(~(half * fmt.largest <= LARGEST_HALF).flatten(), rows.start, groups)
+        overflow = ~(half * fmt.largest <= fmt.largest_weight).flatten()
+        refuse_overflow(overflow, rows.start, groups, fmt)
         codes[rows], scales[rows] = part.view(-1, k), half
     return QuantizedTensor(scheme, codes, scales)
 

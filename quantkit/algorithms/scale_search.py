@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import factorize_blocks
 from quantkit.algorithms.numerics import (
-    LARGEST_HALF,
     Grid,
     divide,
     largest_value,
@@ -120,8 +119,8 @@ def fit_scales(
     """
     fmt = scheme.format
     scales, zeros = _candidates(x, scheme, clip, stored, signed)
-    overflow = ~(scales.abs() * largest_value(fmt, zeros) <= LARGEST_HALF)
-    refuse_overflow(overflow[_ratios(fmt, clip).index(1.0)], row, groups)
+    overflow = ~(scales.abs() * largest_value(fmt, zeros) <= fmt.largest_weight)
+    refuse_overflow(overflow[_ratios(fmt, clip).index(1.0)], row, groups, fmt)
     if len(scales) == 1:
         best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
     else:
@@ -310,6 +309,9 @@ def _ratios(fmt: Format, clip: Clip) -> list[float]:
     """Return candidate scales relative to the base scale, largest first (ALGORITHMS 4)."""
     if clip == "none":
         return [1.0]
+    if fmt.is_microscaled:  # every scale from twice to half the base scale
+        steps = fmt.scale_steps
+        return [2 ** (i / steps) for i in range(steps, -steps - 1, -1)]
     return (
         [2 ** (i / 16) for i in range(16, -9, -1)]
         if fmt.is_float
@@ -338,10 +340,10 @@ def _candidates(
             scales = torch.cat(
                 [scales, torch.where(even, divide(high, fmt.largest - 1), base).unsqueeze(0)]
             )
-        return stored_scale(scales, stored), None
+        return stored_scale(scales, stored, fmt), None
     if scheme.symmetric:
-        return stored_scale(ratios * divide(x.abs().amax(-1), fmt.absmax), stored), None
+        return stored_scale(ratios * divide(x.abs().amax(-1), fmt.absmax), stored, fmt), None
     low, high = x.amin(-1).clamp_(max=0), x.amax(-1).clamp_(min=0)
     top = 2**fmt.bits - 1
-    scales = stored_scale(ratios * divide(high - low, top), stored)
+    scales = stored_scale(ratios * divide(high - low, top), stored, fmt)
     return scales, (ratios * -low / scales).round_().clamp_(0, top)

@@ -7,11 +7,14 @@ sign, exponent and mantissa (docs/layouts.md 6.1).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+
+LARGEST_HALF = 65504.0
+SMALLEST_SCALE = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Format:
     `values[code]` is the value of a code. The largest magnitude of a group is scaled to `absmax`.
     `ebits` and `mbits` are 0 for integers. FPx formats have no infinities and no NaNs
     (docs/layouts.md 6.1). `group_size` (None: one scale per row) and `layout` are the defaults of a
-    recipe. Which layouts hold the format is for each layout to say.
+    recipe. Which layouts hold the format is for each layout to say. Scales are stored as
+    `scale_dtype`, in multiples of `scale_unit`; if that is no float16, groups have one size only.
     """
 
     name: str
@@ -34,10 +38,40 @@ class Format:
     mbits: int = 0
     group_size: int | None = None
     layout: str = "compressed-tensors"
+    scale_dtype: torch.dtype = torch.float16
+    scale_unit: float = 1.0
 
     @property
     def is_float(self) -> bool:
         return self.ebits > 0
+
+    @property
+    def is_microscaled(self) -> bool:
+        """Return True if scales have eight bits, and groups one size, as in NVFP4 and MXFP4."""
+        return self.scale_dtype != torch.float16
+
+    def takes(self, group_size: int | None) -> bool:
+        """Return True if weights may have groups of this size."""
+        return not self.is_microscaled or group_size == self.group_size
+
+    @property
+    def scale_steps(self) -> int:
+        """The number of scales from a power of two to the next."""
+        return round(1 / torch.finfo(self.scale_dtype).eps)
+
+    @cached_property
+    def largest_weight(self) -> float:
+        """The largest dequantized weight: codes times scales, both within float16."""
+        return min(LARGEST_HALF, torch.finfo(self.scale_dtype).max * self.scale_unit * self.largest)
+
+    @property
+    def smallest_scale(self) -> float:
+        """The smallest scale that solvers choose: no subnormal of eight bits, which engines read as
+        zero.
+        """
+        if not self.is_microscaled:
+            return SMALLEST_SCALE
+        return max(SMALLEST_SCALE, torch.finfo(self.scale_dtype).smallest_normal * self.scale_unit)
 
     @property
     def split(self) -> str:
@@ -90,6 +124,13 @@ class Format:
         step = self._binade(x).mul_(2.0**-self.mbits)
         return x.div_(step).round_().mul_(step)
 
+    def nearest_scale(self, scales: Tensor) -> Tensor:
+        """Round nonzero scales to the digits of a scale of eight bits; range and sign are not
+        checked.
+        """
+        step = _power_of_two(scales).div_(self.scale_steps)
+        return scales.div(step).round_().mul_(step)
+
     @property
     def _lowest(self) -> int:
         """The exponent of the smallest normal value, which the subnormals share."""
@@ -97,10 +138,7 @@ class Format:
 
     def _binade(self, x: Tensor) -> Tensor:
         """Round each magnitude down to a power of two, but not below the smallest normal value."""
-        bits, exponent = (
-            (torch.int32, 0xFF << 23) if x.dtype == torch.float32 else (torch.int64, 0x7FF << 52)
-        )
-        return (x.view(bits) & exponent).view(x.dtype).clamp_(min=2.0**self._lowest)
+        return _power_of_two(x).clamp_(min=2.0**self._lowest)
 
 
 def integer(name: str, bits: int) -> Format:
@@ -139,7 +177,33 @@ FP5 = floating("fp5", ebits=3, mbits=1, layout="humming")
 FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)
 FP5_E2M2 = floating("fp5-e2m2", ebits=2, mbits=2)
 
-FORMATS = {f.name: f for f in (*_INTEGERS, FP6, FP5, FP6_E2M3, FP5_E2M2)}
+#: One tensor scale for all weights, so that linears that engines join share it: 2^-7 gives scales
+#: from 2^-13 to 3.5.
+NVFP4 = replace(
+    floating("nvfp4", ebits=2, mbits=1),
+    group_size=16,
+    scale_dtype=torch.float8_e4m3fn,
+    scale_unit=2.0**-7,
+)
+#: The scale is the smallest with which no weight passes 7 of its steps, which round to 6.
+MXFP4 = replace(
+    NVFP4,
+    name="mxfp4",
+    absmax=7 / 1.5,
+    group_size=32,
+    scale_dtype=torch.float8_e8m0fnu,
+    scale_unit=1.0,
+)
+
+FORMATS = {f.name: f for f in (*_INTEGERS, FP6, FP5, FP6_E2M3, FP5_E2M2, NVFP4, MXFP4)}
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """Round each magnitude down to a power of two; float32 or float64."""
+    bits, exponent = (
+        (torch.int32, 0xFF << 23) if x.dtype == torch.float32 else (torch.int64, 0x7FF << 52)
+    )
+    return (x.view(bits) & exponent).view(x.dtype)
 
 
 @lru_cache(maxsize=64)

@@ -38,6 +38,12 @@ class Scheme:
                 f"{self.sparsity} sparsity goes with symmetric integers only",
                 Words("use int4 without", Setting("asym", True)),
             )
+        if not self.format.takes(self.group_size):
+            raise RecipeError(
+                f"{self.format.name} has groups of {self.format.group_size}, not "
+                f"{self.group_size or 'one scale per row'}",
+                Words("use", Setting("group_size", self.format.group_size)),
+            )
         if self.group_size is not None and self.group_size < 1:
             raise RecipeError(
                 f"group size {self.group_size} is not positive", "use 128, 64, 32 or channel"
@@ -54,7 +60,9 @@ class Scheme:
         if k % self.group_size:
             raise LayoutError(
                 f"group size {self.group_size} does not divide k = {k}",
-                Words("use", Setting("group_size", "channel"), "or a divisor"),
+                Words(Setting("skip"), "the weight")
+                if self.format.is_microscaled
+                else Words("use", Setting("group_size", "channel"), "or a divisor"),
             )
         return k // self.group_size
 
@@ -84,6 +92,8 @@ class Scheme:
                 f"unknown format {name!r} in {label!r}", f"use one of {', '.join(FORMATS)}"
             )
         options: dict[str, Any] = {}
+        if FORMATS[name].is_microscaled:
+            options["group_size"] = FORMATS[name].group_size
         for part in rest:
             if part == "channel":
                 options["group_size"] = None

@@ -263,7 +263,8 @@ class Layout(ABC):
             raise LayoutError(
                 f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", self.OTHER_FORMAT
             )
-        if scheme.format.is_float and scheme.group_size is not None:
+        is_by_row = scheme.format.is_float and not scheme.format.is_microscaled
+        if is_by_row and scheme.group_size is not None:
             raise LayoutError(
                 f"{self.TITLE} holds {scheme.format.name} with one scale per row",
                 Words("quantize with", Setting("group_size", "channel")),

@@ -1,9 +1,10 @@
-"""compressed-tensors: INT2 to INT8 as `pack-quantized`, FP6 and FP5 exactly, in FP8 E4M3 as
-`float-quantized`.
+"""compressed-tensors: INT2 to INT8 as `pack-quantized`, NVFP4 and MXFP4 as `nvfp4-pack-quantized`
+and `mxfp4-pack-quantized`, FP6 and FP5 exactly, in FP8 E4M3 as `float-quantized`.
 
 Every value of the FP6 and FP5 formats is an E4M3 value (docs/layouts.md 11). The carrier holds
 values, and the `quantkit` key of the config has the format. Integers are a stream of bits along a
-row, zero points along a column (docs/layouts.md 9).
+row, zero points along a column (docs/layouts.md 9). Codes of four bits of NVFP4 and MXFP4 are the
+same stream, in bytes (docs/layouts.md 9.1).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import (
     OnRows,
@@ -31,7 +33,7 @@ from quantkit.layouts.arrangement import (
     stream_words,
     unpack_zeros,
 )
-from quantkit.layouts.base import Layout, Stored, match, matrix
+from quantkit.layouts.base import DAMAGED, Layout, Stored, match, matrix
 from quantkit.layouts.expressions import LONGEST, anchored, check_amount, literal, pattern
 from quantkit.layouts.gptq import check_static
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, ORIGINAL, Schemes, is_embedding
@@ -48,6 +50,8 @@ METHOD, MARLIN24 = "compressed-tensors", "marlin-24"
 LINEAR, EMBEDDING = "Linear", "Embedding"
 #: The formats of weights that `CompressedTensors` holds.
 INTEGER, FLOAT = "pack-quantized", "float-quantized"
+#: The dtype in a file, if torch cannot compute with it, is that of a byte.
+BYTES = {torch.float8_e8m0fnu: torch.uint8}
 
 
 class Weights(msgspec.Struct, kw_only=True):
@@ -94,8 +98,8 @@ class CompressedTensorsConfig(msgspec.Struct, kw_only=True):
 
 
 class CompressedTensors(Layout):
-    """compressed-tensors: integers of any group size, FP6 and FP5 with one scale per row, any `n`
-    and `k`.
+    """compressed-tensors: integers of any group size, NVFP4 and MXFP4, FP6 and FP5 with one scale
+    per row, any `n` and `k`.
     """
 
     NAME = "compressed-tensors"
@@ -108,6 +112,7 @@ class CompressedTensors(Layout):
         "weight_shape",
         "weight_zero_point",
         "weight_g_idx",
+        "weight_global_scale",
         "weight",
     )
     MARKER = "weight_scale"
@@ -124,6 +129,8 @@ class CompressedTensors(Layout):
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)
         scales = {"weight_scale": (torch.float16, (n, g))}
+        if scheme.format.is_microscaled:
+            return _microscaled(scheme.format, n, k, g)
         if scheme.format.is_float:
             return {"weight": (torch.float8_e4m3fn, (n, k)), **scales}
         along = partial(stream_words, bits=scheme.format.bits)
@@ -135,6 +142,9 @@ class CompressedTensors(Layout):
         """Compute `(n, k)`; with one scale per row `k` is the most that the words hold, as shapes
         say no more.
         """
+        if scheme.format.is_microscaled:
+            n, pairs = matrix(shapes, "weight_packed")
+            return n, 2 * pairs
         if scheme.format.is_float:
             return matrix(shapes, "weight")
         n, words = matrix(shapes, "weight_packed")
@@ -151,6 +161,10 @@ class CompressedTensors(Layout):
         zeros: Tensor | None,
     ) -> OnRows:
         """Make a row-wise packer; places past `n` and `k` in the last words are 0."""
+        if scheme.format.is_microscaled:
+            _store_scales(tensors, scales, scheme.format)
+            words = tensors["weight_packed"].view(torch.int32)
+            return stream_packer(words, scheme.format.bits, shape[1])
         tensors["weight_scale"].copy_(scales)
         if scheme.format.is_float:
             carrier, table = tensors["weight"].view(torch.uint8), _carrier(scheme.format)
@@ -169,6 +183,10 @@ class CompressedTensors(Layout):
         format.
         """
         scales, (n, k), bits, zeros = tensors["weight_scale"], shape, scheme.format.bits, None
+        if scheme.format.is_microscaled:
+            _check_divisor(tensors, scheme.format)
+            words = aligned(tensors["weight_packed"]).view(torch.int32)
+            return _scales(scales, scheme.format), None, stream_unpacker(words, bits, k)
         if scheme.format.is_float:
             return scales, None, partial(_fill_codes, tensors["weight"], scheme.format)
         if not scheme.symmetric:
@@ -192,6 +210,10 @@ class CompressedTensors(Layout):
         return n, k
 
     def gather(self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor, k: int) -> Tensor:
+        if scheme.format.is_microscaled:
+            words = aligned(tensors["weight_packed"]).view(torch.int32)
+            scales = _scales(tensors["weight_scale"], scheme.format)
+            return decoded_rows(scheme, rows, k, words, scales, None)
         if not scheme.format.is_float:
             zeros = tensors.get("weight_zero_point")
             found = tensors["weight_packed"], tensors["weight_scale"], zeros
@@ -230,7 +252,7 @@ class CompressedTensors(Layout):
                 targets.setdefault(scheme, []).append(f"re:{before}{anchored(text)}")
                 before += f"(?!{anchored(text)})"
         groups = [Group(targets=names, weights=_weights(s)) for s, names in targets.items()]
-        formats = [FLOAT if scheme.format.is_float else INTEGER for scheme in targets]
+        formats = [_format_of(scheme) for scheme in targets]
         mixed = len(set(formats)) > 1
         for group, name in zip(groups, formats if mixed else (), strict=mixed):
             group.format = name
@@ -295,6 +317,48 @@ def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str,
     return default, (*exact, *patterns, *tables)
 
 
+def _microscaled(fmt: Format, n: int, k: int, g: int) -> Stored:
+    """Give dtype and shape of every tensor of NVFP4, or of MXFP4, which has no tensor scale."""
+    stored: Stored = {
+        "weight_packed": (torch.uint8, (n, k // 2)),
+        "weight_scale": (BYTES.get(fmt.scale_dtype, fmt.scale_dtype), (n, g)),
+    }
+    if fmt.scale_unit != 1:
+        stored["weight_global_scale"] = (torch.float32, (1,))
+    return stored
+
+
+def _store_scales(tensors: Mapping[str, Tensor], scales: Tensor, fmt: Format) -> None:
+    """Fill in the scales of eight bits, and the tensor scale, by which readers divide them;
+    LayoutError for a scale that the format does not store.
+    """
+    found = (scales.float() / fmt.scale_unit).to(fmt.scale_dtype)
+    wrong = found.float() * fmt.scale_unit != scales.float()
+    if bool(wrong.any()):
+        row, group = wrong.nonzero()[0].tolist()
+        raise LayoutError(
+            f"the scale of row {row}, group {group} is {float(scales[row, group])}, which is no "
+            f"scale of {fmt.name}",
+            "quantize the original model again",
+        )
+    tensors["weight_scale"].copy_(found.view(tensors["weight_scale"].dtype))
+    if "weight_global_scale" in tensors:
+        tensors["weight_global_scale"].fill_(1 / fmt.scale_unit)
+
+
+def _check_divisor(tensors: Mapping[str, Tensor], fmt: Format) -> None:
+    """Raise LayoutError for a tensor scale that quantkit does not write."""
+    found = tensors.get("weight_global_scale")
+    if found is not None and float(found) != 1 / fmt.scale_unit:
+        rule = f"'weight_global_scale' is {float(found)}, it must be {1 / fmt.scale_unit:.0f}"
+        raise LayoutError(rule, DAMAGED)
+
+
+def _scales(stored: Tensor, fmt: Format) -> Tensor:
+    """Read scales of eight bits to float32."""
+    return stored.view(fmt.scale_dtype).float() * fmt.scale_unit
+
+
 def _fill_codes(weight: Tensor, fmt: Format, first: int, codes: Tensor) -> None:
     """Fill in the codes of some rows of an FP8 weight; LayoutError for a value that has no code."""
     some = weight[first : first + len(codes)]
@@ -337,12 +401,24 @@ def _codes_of_carrier(fmt: Format) -> Tensor:
 
 def _weights(scheme: Scheme) -> Weights:
     return Weights(
-        num_bits=8 if scheme.format.is_float else scheme.format.bits,
+        num_bits=8 if _format_of(scheme) == FLOAT else scheme.format.bits,
         type="float" if scheme.format.is_float else "int",
         symmetric=scheme.symmetric,
-        strategy="group" if scheme.group_size else "channel",
+        strategy=_strategy(scheme),
         group_size=scheme.group_size,
     )
+
+
+def _strategy(scheme: Scheme) -> str:
+    if scheme.group_size is None:
+        return "channel"
+    return "group" if scheme.format.scale_unit == 1 else "tensor_group"
+
+
+def _format_of(scheme: Scheme) -> str:
+    if scheme.format.is_microscaled:
+        return f"{scheme.format.name}-pack-quantized"
+    return FLOAT if scheme.format.is_float else INTEGER
 
 
 def _scheme_of(weights: Weights, fmt: str | None, packed: str) -> Scheme:
@@ -350,8 +426,8 @@ def _scheme_of(weights: Weights, fmt: str | None, packed: str) -> Scheme:
     if fmt != packed or kind != "int" or bits not in ((4,) if packed == MARLIN24 else INTEGERS):
         raise CheckpointError(
             f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written "
-            f"by quantkit: read are int2 to int6 and int8 in {packed!r}, and fp6 and fp5 in FP8 "
-            "with the 'quantkit' key",
+            f"by quantkit: read are int2 to int6 and int8 in {packed!r}, and fp6, fp5, nvfp4 and "
+            "mxfp4 with the 'quantkit' key",
             ORIGINAL,
         )
     if weights.strategy == "channel" or (weights.strategy == "group" and (group or 0) > 0):

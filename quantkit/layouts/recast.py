@@ -39,10 +39,11 @@ PRUNED = "dense weights really are 2:4"
 SPARSITIES: tuple[Sparsity, ...] = (None, "2:4")
 SIZES = (32, 64, 128, 256, None)
 SCHEMES = [
-    Scheme(FORMATS[name], group_size, symmetric, sparsity)
-    for name, sparsity, group_size, symmetric in product(FORMATS, SPARSITIES, SIZES, (True, False))
-    if (symmetric and sparsity is None)
-    or (not FORMATS[name].is_float and (symmetric or sparsity is None))
+    Scheme(fmt, group_size, symmetric, sparsity)
+    for fmt, sparsity in product(FORMATS.values(), SPARSITIES)
+    for group_size in ([fmt.group_size] if fmt.is_microscaled else SIZES)
+    for symmetric in (True, False)
+    if (symmetric and sparsity is None) or (not fmt.is_float and (symmetric or sparsity is None))
 ]
 SIZE = 1024
 
@@ -84,6 +85,7 @@ def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False
         if (symmetric or not fmt.is_float)
         and (sparsity is None or (symmetric and not fmt.is_float))
         for size in (*([scheme.group_size] if fmt == own else []), *GROUP_SIZES, None)
+        if fmt.takes(size)
     ]
     return _first_that_fits(layout, found, n, k, pad)
 
@@ -170,7 +172,7 @@ def candidates(scheme: Scheme) -> Iterator[Scheme]:
     for sparsity, symmetric, fmt, g in product(
         sparsities, dict.fromkeys((scheme.symmetric, True)), formats, sizes
     ):
-        if symmetric or sparsity is None:
+        if (symmetric or sparsity is None) and fmt.takes(g):
             yield Scheme(fmt, g, symmetric, sparsity)
 
 

@@ -202,8 +202,9 @@ def schemes_of(allowed: str | None, recipe: Recipe) -> list[Scheme | None]:
     for name in [*FORMATS, DENSE] if allowed is None else map(str.strip, allowed.split(",")):
         if name in FORMATS:
             number = FORMATS[name]
-            by_row, symmetric = number.is_float, number.is_float or recipe.scheme.symmetric
-            found += [Scheme(number, size, symmetric) for size in ([None] if by_row else sizes)]
+            symmetric = number.is_float or recipe.scheme.symmetric
+            own = [number.group_size] if number.is_float else sizes
+            found += [Scheme(number, size, symmetric) for size in own]
         else:
             found.append(None if name == DENSE else Scheme.parse(name))
     return list(dict.fromkeys(found))

@@ -365,6 +365,7 @@ def with_group_size(
         or layout is None
         or not isinstance(scheme, Scheme)
         or scheme.group_size is None
+        or scheme.format.is_microscaled
     ):
         return recipe, []
     goals = goals_of(recipe, paths, kept_dense)

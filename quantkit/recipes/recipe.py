@@ -363,7 +363,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         asked["skip"] = [*skip.elements()]  # it stays if it is stated too
     schemes = [scheme, *(other for _, other in overrides)]
     refined = _refined_by_default(method, schemes)
-    asked.setdefault("signed", refined)
+    asked.setdefault("signed", method == "gptq" and any(map(takes_signed, schemes)))
     asked["prune"] = _prune_rule(asked.get("prune"), method, schemes)
     fixed = {
         name: asked[name]
@@ -448,10 +448,10 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 
 def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
-    """Return True if signed scales, descent and a refit after it are the default: by GPTQ, if there
-    are symmetric integers.
+    """Return True if descent and a refit after it are the default: by GPTQ, if there are symmetric
+    integers, NVFP4 or MXFP4.
     """
-    return method == "gptq" and any(map(takes_signed, schemes))
+    return method == "gptq" and any(takes_signed(s) or s.format.is_microscaled for s in schemes)
 
 
 def _pattern(pattern: str) -> str:

@@ -29,13 +29,14 @@ class SchemeKeys:
         section="Basic",
         choices=FORMATS,
         table="quantkit.core.formats:FORMATS",
-        more="FP6 has the form E3M2 and FP5 E3M1, if the name does not say otherwise.",
+        more="FP6 has the form E3M2 and FP5 E3M1, if the name does not say otherwise. NVFP4 and "
+        "MXFP4 are for weights only.",
         when="More bits lose less, INT4 is usual.",
     )
     group_size: Positive | Literal["channel"] | None = key(
         "Weights of a row that share a scale, or channel for the whole row",
         default=None,
-        usual="int: 128, 64 or 32, fp: channel",
+        usual="int: 128, 64 or 32, fp: channel, nvfp4: 16, mxfp4: 32",
         level="shown",
         section="Basic",
         typed='int | Literal["channel"] | None',

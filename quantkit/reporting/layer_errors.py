@@ -72,7 +72,9 @@ def bits(layer: Layer) -> float | None:
     if not columns:
         return None
     kept = 0.5 if scheme.sparsity else 1.0
-    per_scale = 16 + (0 if scheme.symmetric else scheme.format.bits)
+    per_scale = 8 * scheme.format.scale_dtype.itemsize + (
+        0 if scheme.symmetric else scheme.format.bits
+    )
     index = 2 * kept if scheme.sparsity else 0.0
     return scheme.format.bits * kept + index + per_scale / (scheme.group_size or columns)
 

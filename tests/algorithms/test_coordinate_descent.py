@@ -241,7 +241,7 @@ def test_the_extreme_of_each_group_gets_the_code_of_minus_eight(dtype: torch.dty
     low, high = groups.aminmax(dim=-1)
     extreme = torch.where(high > -low, high, low)  # of two as large, the negative one
     assert not tensor.codes.view(64, 4, 32)[groups == extreme.unsqueeze(-1)].any()
-    assert torch.equal(tensor.scales, stored_scale(extreme / -8, dtype).half())
+    assert torch.equal(tensor.scales, stored_scale(extreme / -8, dtype, tensor.scheme.format).half())
     assert (tensor.scales < 0).any() and (tensor.scales > 0).any()
     plain, _ = rtn.quantize(w, Scheme.parse("int4:g32"))
     gains = [(t.dequantize() - w.float()).square().sum() for t in (tensor, plain)]

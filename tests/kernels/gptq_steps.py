@@ -24,7 +24,7 @@ KINDS = ("plain", "signed", "frozen", "dead", "zeros")
 CASES = [
     (name, n, b, kind)
     for name in FORMATS
-    if name not in ("int3", "int5", "int6")
+    if name not in ("int3", "int5", "int6", "mxfp4")
     for kind in KINDS
     if kind in ("plain", "dead") or (kind == "frozen" and name != "fp5") or name in ("int4", "int8")
     for n, b in ((4096, 128), (1000, 128), (33, 97), (1, 1), (31, 32), (64, 128))
@@ -32,7 +32,10 @@ CASES = [
 #: Share of codes that may differ, where a target lies between two values up to rounding errors.
 TIES = 1e-4
 #: Schemes, with a group that no number of lanes divides, and one wider than a warp takes at a time.
-TUNED = ("int4:g32", "int4:g24:asym", "int4:channel", "int8:g128", "fp6:channel", "fp5:g32", "int4:g32:24")
+TUNED = (
+    *("int4:g32", "int4:g24:asym", "int4:channel", "int8:g128", "fp6:channel", "fp5:g32", "int4:g32:24"),
+    *("nvfp4:g16", "mxfp4:g32"),
+)
 
 
 class Block(NamedTuple):
@@ -133,8 +136,9 @@ def same_tuning(label: str, stored: torch.dtype, device: str, monkeypatch: pytes
     generator = torch.Generator().manual_seed(6)
     weight = torch.randn(6, 384, generator=generator).to(stored)
     weight[3] = 0
-    weight[5] *= 60000 / 8  # scales that would overflow
-    start, _ = rtn.quantize(weight, Scheme.parse(label), signed=label == "int4:g32")
+    scheme = Scheme.parse(label)
+    weight[5] *= scheme.format.largest_weight / 8.7  # scales that would overflow
+    start, _ = rtn.quantize(weight, scheme, signed=label == "int4:g32")
     gradients = [torch.randn(6, 384, generator=generator).to(torch.bfloat16) for _ in range(4)]
 
     def tuned(device: str, by_kernel: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

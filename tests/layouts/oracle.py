@@ -207,6 +207,15 @@ def carrier_bytes(codes: Rows, ebits: int, mbits: int) -> Rows:
     return [[by_bits[struct.pack("<d", fpx_value(code, ebits, mbits))] for code in row] for row in codes]
 
 
+def scale_bytes(scales: Rows, group: int) -> Rows:
+    """Find the byte of each float16 scale: E4M3 of 128 times its value in groups of 16, an exponent in groups of 32."""
+    if group == 16:
+        by_bits = {struct.pack("<e", e4m3_value(byte) / 128): byte for byte in range(256)}
+    else:
+        by_bits = {struct.pack("<e", 2.0 ** (byte - 127)): byte for byte in range(127 - 24, 127 + 16)}
+    return [[by_bits[struct.pack("<H", scale)] for scale in row] for row in scales]
+
+
 def packed(
     layout: str, codes: Rows, scales: Rows, zeros: Rows | None, bits: int, ebits: int, mbits: int, group: int
 ) -> dict[str, Rows]:
@@ -234,6 +243,10 @@ def packed(
         return {"weight": streams(codes, bits), "weight_scale": scales}
     if layout == "tcfpx":
         return {"weight": tcfpx_words(codes, bits), "scales": [[row[0] for row in scales]]}
+    if (ebits, mbits) == (2, 1):
+        pairs = [[row[k] | row[k + 1] << 4 for k in range(0, k_all, 2)] for row in codes]
+        fp4 = {"weight_packed": pairs, "weight_scale": scale_bytes(scales, group)}
+        return fp4 | ({"weight_global_scale": [[0x43000000]]} if group == 16 else {})  # 128.0
     if mbits:
         return {"weight": carrier_bytes(codes, ebits, mbits), "weight_scale": scales}
     out = {"weight_packed": streams(codes, bits), "weight_scale": scales, "weight_shape": [[n_all, k_all]]}

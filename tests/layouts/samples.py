@@ -21,7 +21,7 @@ HELD = {
             *("int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym", "int4:g128:24"),
             *("int2:g64", "int2:channel:asym", "int3:g128", "int3:channel", "int3:g32:asym", "int5:channel:asym"),
             *("int5:g64", "int6:channel", "int6:g128:asym", "int8:channel", "int8:g32:asym"),
-            *("fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"),
+            *("fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel", "nvfp4:g16", "mxfp4:g32"),
         ],
         [(64, 128), (8, 256), (128, 384)],
     ),
@@ -61,18 +61,26 @@ def record(scheme: Scheme, n: int, k: int, seed: int = 0, lowest_zero: int = 0) 
     scales = torch.randint(0, 0x7C00, (n, g), generator=random, dtype=torch.int16)
     scales[torch.rand(n, g, generator=random) < 0.1] &= 0x03FF
     scales[torch.rand(n, g, generator=random) < 0.1] |= -0x8000
+    scales = scales.view(torch.float16)
+    if scheme.format.is_microscaled:  # bytes: of E4M3 all but the last and NaN, of E8M0 those within float16
+        low, high = (0, 0x7E) if scheme.format.name == "nvfp4" else (127 - 20, 127 + 13)
+        stored = torch.randint(low, high, (n, g), generator=random, dtype=torch.uint8)
+        stored[(scales < 0) & (low == 0)] |= 0x80
+        scales = (stored.view(scheme.format.scale_dtype).float() * scheme.format.scale_unit).half()
     zeros = torch.randint(lowest_zero, top, (n, g), generator=random, dtype=torch.uint8)
     codes = torch.randint(0, top, (n, k), generator=random, dtype=torch.uint8)
     if scheme.sparsity is not None:  # some of the kept codes are zero too
         order = torch.rand(n, k // 4, 4, generator=random).argsort(-1).view(n, k)
         codes[order >= 2] = scheme.format.zero_code
-    return QuantizedTensor(scheme, codes, scales.view(torch.float16), None if scheme.symmetric else zeros)
+    return QuantizedTensor(scheme, codes, scales, None if scheme.symmetric else zeros)
 
 
 def tame(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
     """Replace the scales by values around 0.01 that `dtype` holds exactly."""
     random = torch.Generator().manual_seed(7)
-    scales = (0.01 * (1 + torch.rand(q.scales.shape, generator=random))).to(dtype).to(torch.float16)
+    scales = 0.01 * (1 + torch.rand(q.scales.shape, generator=random))
+    scales = q.scheme.format.nearest_scale(scales) if q.scheme.format.is_microscaled else scales.to(dtype)
+    scales = scales.to(torch.float16)
     return QuantizedTensor(q.scheme, q.codes, scales, q.zeros)
 
 

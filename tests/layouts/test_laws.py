@@ -82,6 +82,9 @@ ILLEGAL = [
     *[(name, "int4:channel", 64, 0) for name in LAYOUTS],
     *[(name, "fp6:g128", 256, 256) for name in LAYOUTS],
     ("compressed-tensors", "int4:channel:24", 64, 126),
+    ("compressed-tensors", "nvfp4", 4, 24, "group size 16 does not divide k = 24", "--skip the weight"),
+    ("gptq", "mxfp4", 64, 128, "int4, not mxfp4", "--layout"),
+    ("humming", "nvfp4", 4, 64, "not nvfp4", "--layout compressed-tensors"),
     ("compressed-tensors", "fp5:g32", 4, 32, "one scale per row", "--group-size channel"),
     ("gptq", "int4:channel", 40, 128),
     ("gptq-v2", "int4:channel", 64, 136),
@@ -260,6 +263,28 @@ def test_zero_negative_and_subnormal_scales_keep_their_bits(layout: str) -> None
     q, _ = sample(layout)
     q.scales.view(-1)[:6] = torch.tensor([0.0, -0.0, -1.5, 6e-8, -6e-8, 65504.0], dtype=torch.float16)
     assert LAYOUTS[layout].unpack(LAYOUTS[layout].pack(q), q.scheme).equal(q)
+
+
+def test_scales_that_fp4_does_not_store_are_refused() -> None:
+    """A byte of NaN is refused too, and a tensor scale that would change every weight."""
+    q, packed = sample("compressed-tensors", "nvfp4")
+    for value in (0.013, 3.75, 2.0**-18):
+        q.scales[1, 2] = value
+        with pytest.raises(LayoutError, match=r"row 1, group 2 .* no scale of nvfp4"):
+            LAYOUTS["compressed-tensors"].pack(q)
+    for divisor in (64.0, 0.0, float("nan")):
+        wrong = {**packed, "weight_global_scale": torch.tensor([divisor])}
+        refused("compressed-tensors", wrong, q.scheme, "'weight_global_scale'", "must be 128")
+    packed["weight_scale"].view(torch.uint8)[0, 1] = 0x7F
+    refused("compressed-tensors", packed, q.scheme, "scale of row 0, group 1 is nan")
+    q, packed = sample("compressed-tensors", "mxfp4")
+    for byte in (255, 200, 50):
+        packed["weight_scale"][2, 3] = byte
+        refused("compressed-tensors", packed, q.scheme, "row 2")
+    for value in (0.0, -1.0, 1.5):
+        q.scales[1, 2] = value
+        with pytest.raises(LayoutError, match=r"row 1, group 2 .* no scale of mxfp4"):
+            LAYOUTS["compressed-tensors"].pack(q)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,8 +18,8 @@ from tests.layouts.samples import record
 
 LABELS = [
     *(f"int4:{size}{rest}" for size, rest in product(("g32", "g128", "g256", "channel"), ("", ":asym", ":24"))),
-    *(f"{name}:channel" for name in FORMATS if name != "int4"),
-    *("int2:g64:asym", "int3:g128:asym", "int5:g32", "int6:channel:asym"),
+    *(f"{name}:channel" for name in FORMATS if name not in ("int4", "nvfp4", "mxfp4")),
+    *("nvfp4:g16", "mxfp4:g32", "int2:g64:asym", "int3:g128:asym", "int5:g32", "int6:channel:asym"),
 ]
 
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.hessian import Hessian
-from quantkit.algorithms.numerics import LARGEST_HALF, SMALLEST_SCALE, half_precision
+from quantkit.algorithms.numerics import half_precision
 from quantkit.algorithms.options import Options
 from quantkit.calibration.stages.solve import solve, solve_uncalibrated
+from quantkit.core.formats import LARGEST_HALF, SMALLEST_SCALE
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, QuantkitError
