@@ -1,0 +1,19 @@
+#!/bin/bash
+# sglang_bundle.sh OUT   make OUT/site.tar.xz: SGLang 0.5.23 for a machine that has the site of bundle.sh (one architecture: sm_90)
+# Its site comes before that one in PYTHONPATH. `python3` must be Python 3.12 on x86-64 Linux. About 3 GB of disk.
+# Left out: diffusion models, the Rust servers, kernels for other GPUs and for sparse and latent attention.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd); mkdir -p "${1:?sglang_bundle.sh OUT}"; cd "$1"
+
+if [ ! -d site ]; then
+  python3 -m pip download -q --no-deps --only-binary :all: -d wheels -r "$here/sglang.txt"
+  python3 -m pip install -q --no-deps --no-index --no-compile --target site.new wheels/*.whl
+  cd site.new
+  rm -rf bin share triton_kernels sglang/{multimodal_gen,test} sglang/srt/rust_extensions/*.so \
+    sgl_kernel/sm100 sgl_kernel/{infllm,flashmla,spatial}_ops*.so
+  python3 "$here/prune.py" --arch "${ARCH:-90}" sgl_kernel/*.so sgl_kernel/sm90/*.so
+  strip --strip-unneeded sgl_kernel/*.so sgl_kernel/sm90/*.so
+  cd ..; mv site.new site
+fi
+tar --sort=name --owner=0 --group=0 --mtime=2026-01-01 -C site -c . | xz -T1 --x86 --lzma2=preset=1 > site.tar.xz
+ls -l site.tar.xz
