@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import gguf_source, low_bit_sources
-from quantkit.checkpoint.stored_tensors import StoredTensors, file_in
+from quantkit.checkpoint.stored_tensors import Derived, Read, StoredTensors, file_in
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
@@ -25,7 +26,7 @@ from quantkit.io import files, json_files, model_folder
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
 from quantkit.layouts import LAYOUTS, read_config
-from quantkit.layouts.base import DAMAGED, Layout, Unpacking
+from quantkit.layouts.base import DAMAGED, Layout, Unpacking, static_groups
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes, is_head
@@ -130,7 +131,9 @@ class Checkpoint(StoredTensors):
         self._modules: dict[str, dict[str, str]] = {}
         if self.layout is not None and self.schemes is not None:
             self._modules = _find_packed(self, self.layout, self.schemes)
-            if not self._modules:
+            if "quantkit" not in (self.stated or {}):
+                self._decode_act_order(self.layout)
+            if self.layout is not None and not self._modules:
                 self.notices.append(
                     f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it"
                 )
@@ -343,6 +346,30 @@ class Checkpoint(StoredTensors):
         )
         return True
 
+    def _decode_act_order(self, layout: Layout) -> None:
+        """Present packed weights as dense ones if their groups of columns are in an order that no
+        layout holds.
+        """
+        if all(map(self._is_static, self._modules)):
+            return
+        weights, dtype = {}, self.dtype_of_model
+        for module, parts in self._modules.items():
+            inputs, subject = tuple(parts.values()), (self.path, module)
+            decode = partial(_decode, layout, self.scheme(module), subject, parts, dtype)
+            weights[f"{module}.weight"] = Derived(self.size(module), dtype, inputs, decode)
+        self.derive(weights)
+        self.layout, self.schemes, self._modules = None, None, {}
+        self.low_bit = f"{layout.NAME} (act-order)"
+        self.notices.append(f"source weights are {self.low_bit}, {self._dequantized()}")
+
+    def _is_static(self, module: str) -> bool:
+        """Return True if the columns of a packed module are in the order of their groups."""
+        layout, scheme, parts = self._packed(module)
+        if layout.ORDER not in parts:
+            return True
+        order = self.get(parts[layout.ORDER])
+        return torch.equal(order.int(), static_groups(scheme, self.size(module)[1], order.device))
+
     def _dequantized(self) -> str:
         return f"dequantized to {dtype_name(self.dtype_of_model)} on reading"
 
@@ -405,6 +432,22 @@ class Checkpoint(StoredTensors):
                 subject=self.path,
             )
         return self.layout, self.schemes.of(module), self._modules[module]
+
+
+def _decode(
+    layout: Layout,
+    scheme: Scheme,
+    subject: tuple[Path, str],
+    parts: Mapping[str, str],
+    dtype: torch.dtype,
+    read: Read,
+    index: int | slice | None,
+) -> Tensor:
+    """Read and decode a packed weight, or rows of it, whose columns are in any order."""
+    with _of_file(*subject):
+        tensors = {suffix: read(name, None) for suffix, name in parts.items()}
+        weight = layout.decode_ordered(tensors, scheme, dtype)
+    return weight if index is None else weight[index]
 
 
 @contextmanager

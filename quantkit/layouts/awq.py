@@ -122,9 +122,12 @@ class Awq(Layout):
         )
 
     def claims(self, config: Mapping[str, Any]) -> bool:
-        """Recognize the version, whose words are in an order of their own."""
-        version = config.get("version") or config.get("format") or Awq.VERSION
-        return str(version).lower() == self.VERSION and config.get("backend") != "llm-awq"
+        """Recognize the version, whose words are in an order of their own, by each of its names."""
+        stated = [
+            config[key] for key in ("version", "format", "checkpoint_format") if config.get(key)
+        ]
+        versions = {str(version).lower() for version in stated or [Awq.VERSION]}
+        return versions == {self.VERSION} and config.get("backend") != "llm-awq"
 
     def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Read the older keys `w_bit` and `q_group_size` too."""

@@ -118,6 +118,8 @@ class Layout(ABC):
     TENSORS: ClassVar[tuple[str, ...]]
     #: Suffixes that a file may leave out.
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    #: The suffix of the tensor with the group of each column, if a source may state any order.
+    ORDER: ClassVar[str | None] = None
     #: A tensor with this suffix marks a module as packed in this layout.
     MARKER: ClassVar[str]
     #: The additional config file, or None if no reader looks for it.
@@ -314,6 +316,26 @@ class Layout(ABC):
         contents.
         """
         return self.unpacking(tensors, scheme).record()
+
+    def decode_ordered(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype
+    ) -> Tensor:
+        """Decode a weight `[n, k]` whose columns are in the groups that the tensor ORDER states.
+
+        LayoutError as `unpack`, and unless each group has as many columns as the scheme says.
+        """
+        q = self.unpack({part: tensors[part] for part in tensors if part != self.ORDER}, scheme)
+        static = static_groups(scheme, q.shape[1], q.codes.device)
+        order = tensors.get(str(self.ORDER), static).int()
+        if order.shape != static.shape or not torch.equal(order.sort().values, static):
+            raise LayoutError(f"{self.ORDER} does not name each group for its columns", DAMAGED)
+        columns = order.argsort()
+        weight = torch.empty(q.shape, dtype=dtype, device=q.codes.device)
+        sorted_codes = q.codes[:, columns].contiguous()
+        weight[:, columns] = QuantizedTensor(scheme, sorted_codes, q.scales, q.zeros).dequantize(
+            dtype
+        )
+        return weight
 
     def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack the packed tensors, by suffix, of weights of one scheme and `k` to `[n + n', k]`,

@@ -2,8 +2,8 @@
 (docs/layouts.md 1).
 
 The two variants differ in zero points: v1, of AutoGPTQ, stores them minus one, v2 unchanged.
-Act-order is read only where it is static (`g_idx` is `k // g`), because no other layout can hold a
-shuffled one.
+Act-order is a layout only where it is static (`g_idx` is `k // g`), because no other layout can
+hold a shuffled one; such a folder is read as a dense source.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Gptq(Layout):
     CONFIG = GptqConfig
     TENSORS = ("qweight", "qzeros", "scales", "g_idx")
     OPTIONAL = ("g_idx",)
+    ORDER = "g_idx"
     MARKER = "qweight"
     SIDE_FILE = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "the GPTQ layout", (32, 32)
@@ -97,8 +98,9 @@ class Gptq(Layout):
     )
     #: Zero point minus stored zero point.
     OFFSET: ClassVar[int] = 1
-    #: The name of the variant in a config.
+    #: The name of the variant in a config; others that mean the same.
     LABEL: ClassVar[str] = "gptq"
+    ALIASES: ClassVar[tuple[str, ...]] = ()
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)
@@ -171,7 +173,8 @@ class Gptq(Layout):
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         label = config.get("format") or config.get("checkpoint_format") or Gptq.LABEL
-        return label == self.LABEL and config.get("is_marlin_format") is not True
+        is_ours = label in (self.LABEL, *self.ALIASES)
+        return is_ours and config.get("is_marlin_format") is not True
 
     def schemes(self, config: GptqConfig) -> Schemes:
         settings = GptqConfig.settings(config.scheme)
@@ -197,13 +200,17 @@ class Gptq(Layout):
 
 
 class GptqV2(Gptq):
-    """GPTQ v2: zero points are stored unchanged, 0 included."""
+    """GPTQ v2: zero points are stored unchanged, 0 included.
+
+    GPTQModel's `gptq_p` stores codes in planes of bits. 4 bits are one plane: the words are v2's.
+    """
 
     NAME = "gptq-v2"
     VARIANT_OF = Gptq.NAME
     ZEROS_IF = ZEROS_NOTICE = None
     OFFSET = 0
     LABEL = "gptq_v2"
+    ALIASES = ("gptq_p",)
 
 
 def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
