@@ -416,9 +416,13 @@ TRANSFORMERS = Engine(
         for is_float, groups in ((False, (128, 64, 32, None)), (True, (None,)))
     ),
     uses={
-        _PLAIN: ("transformers (`pip install compressed-tensors`)", "python", _transformers()),
+        _PLAIN: (
+            "transformers (`pip install 'compressed-tensors>=0.18'`)",
+            "python",
+            _transformers(),
+        ),
         _DEQUANTIZED: (
-            "transformers (`pip install compressed-tensors`), with dense weights in memory",
+            "transformers (`pip install 'compressed-tensors>=0.18'`), with dense weights in memory",
             "python",
             _transformers(
                 ", CompressedTensorsConfig",
