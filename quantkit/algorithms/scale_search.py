@@ -27,6 +27,7 @@ from quantkit.algorithms.numerics import (
     stored_scale,
     working_dtype,
 )
+from quantkit.algorithms.scale_bounds import ZERO_BITS, Candidates, contenders
 from quantkit.core.formats import Format
 from quantkit.core.scheme import Scheme
 from quantkit.core.threads import side_by_side
@@ -42,6 +43,7 @@ WIDEST_BLOCK = (
 )
 _BLOCK = 128
 _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
+_LEAST_WEIGHTS = 2**16  # of which bounds exclude candidates: fewer are tried one by one sooner
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 _CPU_ENTRIES = 2**17  # the same, which its cache holds
 _MATRICES = (
@@ -118,6 +120,8 @@ def fit_scales(
     overflows float16; group `i` belongs to row `row + i // groups` (ALGORITHMS 3 and 4).
     """
     fmt = scheme.format
+    if _has_bounds(x, scheme, clip, error, signed):
+        return _least_square(x, scheme, clip, stored, row, groups)
     scales, zeros = _candidates(x, scheme, clip, stored, signed)
     overflow = ~(scales.abs() * largest_value(fmt, zeros) <= fmt.largest_weight)
     refuse_overflow(overflow[_ratios(fmt, clip).index(1.0)], row, groups, fmt)
@@ -145,12 +149,56 @@ def _errors(
     # Each call takes many candidates, because on a GPU it starts several kernels.
     step = max(1, (_CPU_ENTRIES if x.device.type == "cpu" else _GPU_ENTRIES) // x.numel())
     for i in range(0, len(scales), step):
-        candidates = scales[i : i + step].unsqueeze(-1)
-        delta = x / candidates
-        round_to_codes(delta, fmt, None if zeros is None else zeros[i : i + step].unsqueeze(-1))
-        torch.addcmul(x, delta, candidates, value=-1, out=delta)
+        zero = None if zeros is None else zeros[i : i + step]
+        delta = _deltas(x, scales[i : i + step], zero, fmt)
         errors[i : i + step] = error(delta.view(-1, x.shape[1])).view(-1, len(x))
     return errors
+
+
+def _deltas(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
+    """Return the rounding errors `[..., m, g]` of groups `x` `[m, g]` for scales `[..., m]`."""
+    delta = x / scales.unsqueeze(-1)
+    round_to_codes(delta, fmt, None if zeros is None else zeros.unsqueeze(-1))
+    return torch.addcmul(x, delta, scales.unsqueeze(-1), value=-1, out=delta)
+
+
+def _has_bounds(
+    x: Tensor, scheme: Scheme, clip: Clip, error: GroupError | KernelErrors, signed: bool
+) -> bool:
+    """Return True if `_least_square` finds the scales, sooner than by trying all candidates."""
+    fmt = scheme.format
+    is_tabled = not fmt.is_microscaled and (scheme.symmetric or fmt.bits <= ZERO_BITS)
+    is_plain = clip == "search" and error is square_error and not signed
+    large = x.is_cpu and x.dtype == torch.float32 and x.numel() >= _LEAST_WEIGHTS
+    return large and is_plain and is_tabled
+
+
+def _least_square(
+    x: Tensor, scheme: Scheme, clip: Clip, stored: torch.dtype, row: int, groups: int
+) -> Grid:
+    """Find the grid of `fit_scales` for the least squared error: only contenders are tried."""
+    fmt, ratios = scheme.format, _ratios(scheme.format, clip)
+    candidates, ratio = _candidates_of(x, scheme, stored), torch.tensor(ratios)
+
+    def overflow(scales: Tensor, zeros: Tensor | None) -> Tensor:
+        return ~(scales * largest_value(fmt, zeros) <= fmt.largest_weight)
+
+    refuse_overflow(overflow(*candidates.of(torch.ones(1))), row, groups, fmt)
+    at, numbers = contenders(x, candidates, tuple(ratios))
+    scales, zeros = candidates.of(ratio[numbers], at)
+    errors = torch.empty_like(scales)
+    step = max(2, _CPU_ENTRIES // x.shape[1])
+    for i in range(0, len(at), step):
+        some = slice(i, i + step)
+        zero = None if zeros is None else zeros[some]
+        errors[some] = square_error(_deltas(x.index_select(0, at[some]), scales[some], zero, fmt))
+    errors.masked_fill_(overflow(scales, zeros), torch.inf)
+    least = torch.full_like(candidates.base, torch.inf).scatter_reduce_(0, at, errors, "amin")
+    best = errors == least[at]
+    first = torch.full_like(least, len(ratios), dtype=torch.int64)
+    first.scatter_reduce_(0, at[best], numbers[best], "amin")
+    scales, zeros = candidates.of(ratio[first])
+    return Grid(scales.to(torch.float16), None if zeros is None else zeros.to(torch.uint8))
 
 
 def takes_signed(scheme: Scheme) -> bool:
@@ -341,9 +389,13 @@ def _candidates(
                 [scales, torch.where(even, divide(high, fmt.largest - 1), base).unsqueeze(0)]
             )
         return stored_scale(scales, stored, fmt), None
+    return _candidates_of(x, scheme, stored).of(ratios)
+
+
+def _candidates_of(x: Tensor, scheme: Scheme, stored: torch.dtype) -> Candidates:
+    """Return the candidates of groups `x` `[m, g]` with unsigned scales."""
+    fmt = scheme.format
     if scheme.symmetric:
-        return stored_scale(ratios * divide(x.abs().amax(-1), fmt.absmax), stored, fmt), None
+        return Candidates(fmt, divide(x.abs().amax(-1), fmt.absmax), None, stored)
     low, high = x.amin(-1).clamp_(max=0), x.amax(-1).clamp_(min=0)
-    top = 2**fmt.bits - 1
-    scales = stored_scale(ratios * divide(high - low, top), stored, fmt)
-    return scales, (ratios * -low / scales).round_().clamp_(0, top)
+    return Candidates(fmt, divide(high - low, 2**fmt.bits - 1), low, stored)

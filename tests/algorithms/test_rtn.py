@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.numerics import Grid, check_weight, encode
+from quantkit.algorithms.numerics import Grid, check_weight, encode, stored_scale
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -266,3 +266,51 @@ def test_wide_rows_use_blocks_on_the_diagonal() -> None:
     h = torch.eye(k) * torch.exp(gauss(k, seed=4)).float()
     wide, _ = rtn.quantize(w, FP6, clip="search", metric="block", hessian=h)
     assert wide.equal(rtn.quantize(w, FP6, clip="search", metric="diag", hessian=h)[0])
+
+
+def tried_one_by_one(w: Tensor, scheme: Scheme) -> Grid:
+    """Search the scales of `w` `[n, k]` as ALGORITHMS 4 says, in float32, one candidate after the other."""
+    fmt, stored, groups = scheme.format, w.dtype, scheme.groups(w.shape[1])
+    x = w.float().view(-1, w.shape[1] // groups)
+    ratios = [2 ** (i / 16) for i in range(16, -9, -1)] if fmt.is_float else [1 - i / 100 for i in range(76)]
+    top = 2.0**fmt.bits - 1
+    low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
+    base = x.abs().amax(1) / torch.tensor(fmt.absmax) if scheme.symmetric else (high - low) / torch.tensor(top)
+    least = torch.full_like(base, torch.inf)
+    scales, zeros = torch.zeros_like(base), torch.zeros_like(base)
+    for ratio in ratios:
+        scale = stored_scale(torch.tensor(ratio) * base, stored, fmt)
+        zero = (
+            torch.zeros_like(base) if scheme.symmetric else (torch.tensor(ratio) * -low / scale).round().clamp(0, top)
+        )
+        if scheme.symmetric:
+            value = fmt.nearest(x / scale[:, None])
+        else:
+            value = (x / scale[:, None] + zero[:, None]).clamp(0, top).round() - zero[:, None]
+        error = torch.addcmul(x, value, scale[:, None], value=-1).square().sum(1)
+        largest = fmt.largest if scheme.symmetric else torch.maximum(zero, top - zero)
+        better = (error < least) & (scale * largest <= 65504)
+        least, scales, zeros = error.where(better, least), scale.where(better, scales), zero.where(better, zeros)
+    found = scales.half().view(len(w), groups)
+    return Grid(found, None if scheme.symmetric else zeros.to(torch.uint8).view(len(w), groups))
+
+
+BOUNDED = ["int4:g128", "int4:channel", "int4:g32:asym", "fp6:channel", "fp5:channel", "int2:g64", "int8:g128"]
+
+
+@pytest.mark.parametrize(
+    ("label", "dtype"), [*product(BOUNDED, [torch.bfloat16, torch.float16]), ("int4:g64", torch.float32)], ids=str
+)
+def test_bounds_exclude_no_candidate_that_is_the_best(label: str, dtype: torch.dtype) -> None:
+    scheme, w = Scheme.parse(label), gauss(320, 1024, seed=7).float()
+    w[64:128] *= torch.exp(1.5 * gauss(64, 1024, seed=8)).float()  # outliers
+    w[128:192] = (w[128:192] * 2).round()  # exact ties
+    w[192:224] *= torch.logspace(-9, -2, 32)[:, None]  # subnormal, lowest and (below) the largest scales
+    w[224:232] *= torch.linspace(2e4, 4e4, 8)[:, None] / w[224:232].abs().amax(1, True)
+    w[232:240], w[240:248], w[248:256] = 0, 3.0, w[248:256].abs()
+    w[256:288, ::2] = 0
+    w[288:320] *= 0.02
+    w = w.to(dtype)
+    grid, expected = choose_scales(w, scheme, "search", None), tried_one_by_one(w, scheme)
+    assert torch.equal(grid.scales, expected.scales)
+    assert expected.zeros is None or (grid.zeros is not None and torch.equal(grid.zeros, expected.zeros))
