@@ -5,6 +5,7 @@ alone, which vLLM fills itself. `time` starts the engine once for each folder, i
 to a CSV. A step is (seconds with 129 new tokens - seconds with 1) / 128, each the median of three runs, prompts of 32
 tokens, float16: scheduler and sampler are included. Folders may have engine arguments behind them, as
 `FOLDER@linear_backend=marlin@tensor_parallel_size=2`; `@compile` has torch.compile too, not CUDA graphs alone.
+`--together` loads all folders at once, which saves minutes; they must fit on the GPU (`@gpu_memory_utilization=0.1`).
 
 `load` sends requests of 256 tokens to the engine at random times (Poisson arrivals, the same for each folder), each for
 128 new tokens, and appends a row for each rate: TTFT is the time from a request to its first token, TPOT the time of
@@ -27,15 +28,16 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 LENGTH, NEW, RUNS = 32, 128, 3
 HEAD, TABLE = "lm_head", "model.embed_tokens"
 #: Tokens of a prompt under load, and the most requests at a time.
 PROMPT, SEATS = 256, 256
-MARK = "ROW "
+MARK, READY = "ROW ", "READY TO MEASURE"
 COLUMNS = ("folder", "options", "layers", "batch", "step_ms", "tokens_per_s", "prompt_ms", "load_s", "gpu", "vllm")
 LOAD_COLUMNS = (
     "folder", "options", "rate", "requests", "ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms", "tokens_per_s",
@@ -88,6 +90,8 @@ def main() -> None:
     maker.add_argument("--embeddings", help="scheme of the embeddings, dense without it")
     timer = commands.add_parser("time", help="measure folders")
     timer.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    timer.add_argument("--together", action="store_true", help="load all folders on the GPU before any is measured")
+    timer.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     loader = commands.add_parser("load", help="send requests to folders")
     loader.add_argument("--rate", type=float, nargs="+", default=[1, 5, 10, 20], help="requests a second %(default)s")
     loader.add_argument("--seconds", type=float, default=20, help="how long they come at each rate [%(default)s]")
@@ -101,9 +105,10 @@ def main() -> None:
     if args.command == "make":
         make(args.out, args.layout, args.scheme, args.shape, args.blocks, {HEAD: args.head, TABLE: args.embeddings})
     elif not args.child:
-        sys.exit(0 if all([run(args, spec) for spec in args.folders]) else 1)
+        at_once = args.command == "time" and args.together
+        sys.exit(0 if (run_together(args) if at_once else all([run(args, spec) for spec in args.folders])) else 1)
     elif args.command == "time":
-        measure(args.folders[0], args.batch)
+        measure(args.folders[0], args.batch, args.wait)
     else:
         asyncio.run(serve(args.folders[0], args.rate, args.seconds))
 
@@ -187,21 +192,63 @@ def make(
 
 def run(args: argparse.Namespace, spec: str) -> bool:
     """Measure a folder in a process of its own and append its rows; return whether it ran."""
+    process, log = started(args, spec, [])
+    return reported(args, spec, log, ended(process, args.timeout))
+
+
+def run_together(args: argparse.Namespace) -> bool:
+    """Load all folders at once, which takes most of the time, and measure one after the other."""
+    engines = {spec: started(args, spec, ["--wait"]) for spec in args.folders}
+    end = time.monotonic() + args.timeout
+    loading = set(engines)
+    while loading and time.monotonic() < end:
+        time.sleep(0.2)
+        loading = {
+            spec for spec in loading if engines[spec][0].poll() is None and READY not in text_of(engines[spec][1])
+        }
+    for spec in loading:
+        engines[spec][0].kill()
+    for process, _ in engines.values():
+        if process.stdin is not None and process.poll() is None:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        ended(process, args.timeout)
+    return all([reported(args, spec, log, process.returncode) for spec, (process, log) in engines.items()])
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Wait for a process, kill it after so many seconds, and give its exit code."""
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def started(args: argparse.Namespace, spec: str, more: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start the process of a folder, and give it and the file that it writes."""
     timed = args.command == "time"
     settings = ["--batch", *args.batch] if timed else ["--seconds", args.seconds, "--rate", *args.rate]
-    command = [sys.executable, __file__, args.command, spec, "--child", "-o", args.out, *settings]
+    command = [sys.executable, __file__, args.command, spec, "--child", "-o", args.out, *more, *settings]
     apart = {} if timed else {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    try:
-        done = subprocess.run(
-            [str(each) for each in command],
-            env={**ENVIRONMENT, **os.environ, **apart},
-            capture_output=True,
-            text=True,
-            timeout=args.timeout,
-        )
-        text, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as error:
-        text, code = "".join(map(_decoded, (error.stdout, error.stderr))), 1
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    process = subprocess.Popen(
+        [str(each) for each in command],
+        env={**ENVIRONMENT, **os.environ, **apart},
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    return process, log
+
+
+def text_of(log: IO[bytes]) -> str:
+    return os.pread(log.fileno(), 1 << 28, 0).decode(errors="replace")
+
+
+def reported(args: argparse.Namespace, spec: str, log: IO[bytes], code: int) -> bool:
+    """Append the rows that a process printed, and print them; return whether it measured everything."""
+    timed, text = args.command == "time", text_of(log)
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
         name = f"{Path(spec.partition('@')[0]).name}@{spec.partition('@')[2]}".replace("/", "_")
@@ -247,7 +294,7 @@ def engine_arguments(spec: str, seats: int, tokens: int, captured: list[int]) ->
     return {**engine, **asked}
 
 
-def measure(spec: str, batches: list[int]) -> None:
+def measure(spec: str, batches: list[int], wait: bool) -> None:
     """Start the engine on a folder, and print a row for each batch size."""
     folder, *options = spec.split("@")
     import torch
@@ -259,6 +306,9 @@ def measure(spec: str, batches: list[int]) -> None:
     vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     draws = torch.Generator().manual_seed(1)
     layers = ";".join(sorted(model.apply_model(served)[0]))
+    if wait:
+        print(READY, flush=True)
+        sys.stdin.readline()
 
     def seconds(prompts: list[dict[str, Any]], new: int) -> float:
         sampling = vllm.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -361,10 +411,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _decoded(text: bytes | str | None) -> str:
-    return text.decode(errors="replace") if isinstance(text, bytes) else text or ""
 
 
 if __name__ == "__main__":
