@@ -13,6 +13,9 @@ if [ ! -d site ]; then
     sgl_kernel/sm100 sgl_kernel/{infllm,flashmla,spatial}_ops*.so
   python3 "$here/prune.py" --arch "${ARCH:-90}" sgl_kernel/*.so sgl_kernel/sm90/*.so
   strip --strip-unneeded sgl_kernel/*.so sgl_kernel/sm90/*.so
+  # SGLang compiles its Marlin on the machine: for 4 bits alone, nvcc takes minutes for the other types.
+  sed -i '/^ *[A-Z0-9]*_GET_IF(host::/{/COMMON_GET_IF(host::kU4)/b; /COMMON_GET_IF(host::kU4B8)/b; d}' \
+    sglang/kernels/jit/csrc/gemm/marlin/gptq_marlin.cuh sglang/kernels/jit/csrc/gemm/marlin_moe/moe_wna16_marlin.cuh
   cd ..; mv site.new site
 fi
 tar --sort=name --owner=0 --group=0 --mtime=2026-01-01 -C site -c . | xz -T1 --x86 --lzma2=preset=1 > site.tar.xz
