@@ -57,7 +57,7 @@ FOREIGN: Mapping[str, tuple[Option, ...]] = {
     "reference ref base basemodel baseline original": (Option("against", Words("MODEL")),),
     "fewshot numfewshot nshot": (Option("shots", 5),),
     "n npredict ntokens tokens": (Option("max_new_tokens", 64),),
-    "to target format": (Setting("layout", Words("LAYOUT")),),
+    "to target format": (Setting("layout", Words("LAYOUT")), Option("pair")),
     "sparsity ratio": (Setting("prune", "2:4"),),
     "qgroupsize wgroup": (Setting("group_size", 128),),
     "zeropoint zeropoints asymmetric": (Setting("asym", True),),

@@ -163,7 +163,8 @@ class Command(click.Command):
                 bits = re.search(rf"{re.escape(error.option_name)}[ =]([2-8])\b", typed)
                 way = meant.spelled().replace("int4", f"int{bits[1]}" if bits else "int4")
                 alone = isinstance(params.get(meant.name), click.Argument)
-                near = f" Give {meant.name.upper()} by itself." if alone else f" Use {way}."
+                name = params[meant.name].make_metavar(ctx) if alone else ""
+                near = f" Give {name} by itself." if alone else f" Use {way}."
             for key in self.keys:
                 if error.option_name == Option(key.keyword).spelled():
                     near = f" Use --set {key.name}=VALUE."

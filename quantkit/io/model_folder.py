@@ -358,11 +358,13 @@ def _weight_map(folder: Path, name: str) -> dict[str, str]:
         damaged(folder / name, "has no weight_map from tensor names to files")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
+            kinds = [f"*{ending}" for ending in PICKLES if str(file).endswith(ending)]
             raise CheckpointError(
-                f"{shown(tensor)} is in {shown(file)}: only .safetensors are read",
+                f"{shown(tensor)} is in {shown(file)}: no .safetensors weights"
+                f"{way_to_weights(kinds)}",
                 subject=folder / name,
             )
-    return weight_map
+    return {tensor: str(PurePosixPath(file)) for tensor, file in weight_map.items()}
 
 
 def way_to_weights(listing: Iterable[str], model: str = "OLD") -> str:

@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,8 @@ SEPARATORS = ",;\t|"
 #: Ways out for a record without a text, and for one unlike the first of its source.
 _COLUMN = Words("use", Setting("text_column", NAME), "or for question and answer NAME,NAME")
 _APART = Words("give records of each kind in a file of their own with", Setting("calib", FILE))
+#: The start of what a server sends in place of a file.
+PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html)\b", re.IGNORECASE)
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 
 
@@ -96,10 +99,17 @@ def read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes()
         opener = COMPRESSED.get(path.suffix.lower())
-        return data if opener is None else opener(data)
+        data = data if opener is None else opener(data)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         why = getattr(error, "strerror", None) or reason(error)
         raise CheckpointError(f"cannot be read ({why})", "check the file", subject=path) from error
+    if PAGE.match(data) and not path.suffix.lower().startswith(".htm"):
+        raise CheckpointError(
+            "is a page of HTML, such as a login or an error, under the name of a data file",
+            "download the file again",
+            subject=path,
+        )
+    return data
 
 
 def suffix_of(path: str | Path) -> str:
@@ -288,6 +298,9 @@ def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation 
 
 def _without_key(what: str, row: Any, where: str, way: str = _COLUMN) -> BrokenRecord:
     way = way if isinstance(row, dict) else f"write it as {RECORD}"
+    for key, value in row.items() if isinstance(row, dict) else ():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            way = f"if the records are those of {key}, write that list to a file of its own"
     return BrokenRecord(f"has no {what}: {_keys(row)}", where, way)
 
 

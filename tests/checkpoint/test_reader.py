@@ -135,8 +135,11 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "b.bias is in x-00001-of-00002.safetensors and x-00002",
     ),
-    "index names a pickle": (lambda m: change_index(m, **{"c.weight": "pytorch_model.bin"}), "only .safetensors"),
-    "index names a number": (lambda m: change_index(m, **{"c.weight": 7}), "only .safetensors"),
+    "index names a pickle": (
+        lambda m: change_index(m, **{"c.weight": "pytorch_model.bin"}),
+        "only *.bin, a kind that can run code",
+    ),
+    "index names a number": (lambda m: change_index(m, **{"c.weight": 7}), "no .safetensors weights"),
     "index is a list": (states(INDEX, "[]"), "no JSON object"),
     "weight_map is a list": (states(INDEX, '{"weight_map": []}'), "no weight_map"),
     "weight_map is empty": (states(INDEX, '{"weight_map": {}}'), "no weight_map"),
@@ -263,6 +266,14 @@ def test_a_git_lfs_pointer_is_named_whatever_file_it_stands_for(tmp_path: Path, 
     (folder / name).write_text(POINTER)
     said = refusal(folder)
     assert f"{name}: is a Git LFS pointer" in said and "git lfs pull" in said
+
+
+def test_an_index_may_write_its_files_as_paths_from_its_folder(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m")
+    change_index(
+        folder, **{"c.weight": "./x-00002-of-00002.safetensors", "a.weight": ".//x-00001-of-00002.safetensors"}
+    )
+    assert set(Checkpoint(folder).names()) == {*ONE, *TWO}
 
 
 def test_what_is_ignored_is_told(tmp_path: Path) -> None:

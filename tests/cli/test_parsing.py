@@ -120,6 +120,7 @@ def test_help_shows_at_most_twenty_options() -> None:
         ("eval ppl m --max-length 8", "Use --window 2048."),
         ("eval kld m --reference m", "Use --against MODEL."),
         ("eval ppl --model m", "Give CHECKPOINT by itself."),
+        ("convert m --to marlin -o o", "Give A-to-B by itself."),
         ("generate m -n 5", "Use --max-new-tokens 64."),
         ("quantize m -k 5 -o o", None),
         ("quantize m --no-refit -o o", "--no-refit is now --set gptq.refit=false."),

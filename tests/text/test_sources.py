@@ -200,6 +200,11 @@ def test_line_ends_of_windows_change_neither_documents_nor_perplexity(tmp_path: 
             b'{"id": 1, "body": "y"}\n',
             "line 1: has no text, messages .*: found the keys id, body: use --set calibration.text_c",
         ),
+        ("a.json", b'{"data": [{"text": "x"}]}', "keys data: if the records are those of data, write that list to a"),
+        *(
+            (name, b"\n<!DOCTYPE html>\n<html>", "is a page of HTML")
+            for name in ("a.jsonl", "a.csv", "a.txt", "a.json")
+        ),
         ("a.jsonl", b"7\n", r'line 1: .* it is no object with keys: write it as \{"text": "\.\.\."\}, or allow'),
         ("a.json", b'[{"text": "x"}, 7]', "record 2: .* it is no object with keys"),
         ("a.json", b'[{"text": "x"}', "is not JSON"),
