@@ -41,7 +41,7 @@ _PLAIN = [
 _OURS = [
     *("ct", "ct-asym", "gptq", "gptq-v2", "awq", "humming", "mixtral-ct", "tied-packed", "ends", "ends-biases"),
 ]
-_THEIRS = ["ct", "ct-asym", "gptq", "awq", "humming", "ct-int8", "mixtral-ct", "qwen3_moe-ct", "ends"]
+_THEIRS = ["ct", "ct-asym", "gptq", "awq", "humming", "ct-int8", "nvfp4", "mxfp4", "mixtral-ct", "qwen3_moe-ct", "ends"]
 _PAIRS = ["marlin", "quick", "tcfpx", "marlin24", "biases", "joined", "mixtral", "qwen3_moe-fp6"]
 #: Checks by `verify`: their name (the folder's first), and further arguments of the engine.
 PROOFS: dict[str, dict[str, Any]] = {

@@ -53,6 +53,8 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tcfpx-fp5": ("llama", {"layout": "tcfpx", **_FP6, "format": "fp5"}),
     "quick": ("llama", {"layout": "quick", **_ASYM}),
     "ct-int8": ("llama", {"layout": _CT, "format": "int8"}),
+    "nvfp4": ("llama", {"layout": _CT, "format": "nvfp4"}),
+    "mxfp4": ("llama", {"layout": _CT, "format": "mxfp4"}),
     "mixed": ("llama", {"layout": "marlin", **_MIX}),
     "padded": ("padded", {"layout": "marlin", "pad": True}),
     "padded-tcfpx": ("padded", {"layout": "tcfpx", "pad": True, **_FP6}),
