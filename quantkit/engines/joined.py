@@ -21,7 +21,7 @@ from quantkit.core.tensors import dtype_name
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout
 from quantkit.layouts.expressions import literal
-from quantkit.layouts.schemes import Schemes, is_head
+from quantkit.layouts.schemes import ANY_HEAD, Schemes, is_head
 from quantkit.version import __version__
 
 #: The name of the joined linear, and its members. The first row with a member counts. A row may
@@ -151,7 +151,8 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
 
     `modules` are the quantized linears. A config of exact names does not match joined linears. The
     same holds for a group that is dense as a whole, and for a dense linear that engines ask for by
-    an alias.
+    an alias. A head is stated by its last name, because engines put prefixes of their own before
+    it, and compressed-tensors counts it as no `Linear`.
     """
     exact = (
         literal(pattern) for pattern, _ in schemes.overrides
@@ -163,14 +164,13 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
             scheme = found.pop()
             asked = [name for name in asked_names(joined, members) if schemes.of(name) != scheme]
             named += [(re.escape(name), scheme) for name in asked]
+    heads, stated = {schemes.of(name) for name in filter(is_head, modules)}, schemes.overrides
+    if len(heads) == 1:
+        others = [each for each in stated if not is_head(literal(each[0]) or "")]
+        stated = ((ANY_HEAD, heads.pop()), *others)
     ignore, packed = dict.fromkeys(schemes.ignore), set(map(joined_name, modules))
     for joined, members in fused_groups(schemes.ignore).items():
         if joined not in packed:
             ignore |= dict.fromkeys(asked_names(joined, members))
     ignore |= dict.fromkeys(name for module in schemes.ignore for name in aliases(module))
-    return replace(
-        schemes,
-        overrides=(*named, *schemes.overrides),
-        ignore=tuple(ignore),
-        heads=tuple(filter(is_head, modules)),
-    )
+    return replace(schemes, overrides=(*named, *stated), ignore=tuple(ignore))

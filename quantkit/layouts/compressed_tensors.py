@@ -36,7 +36,7 @@ from quantkit.layouts.arrangement import (
 from quantkit.layouts.base import DAMAGED, Layout, Stored, match, matrix
 from quantkit.layouts.expressions import LONGEST, anchored, check_amount, literal, pattern
 from quantkit.layouts.gptq import check_static
-from quantkit.layouts.schemes import EMBEDDINGS, HEADS, ORIGINAL, Schemes, is_embedding
+from quantkit.layouts.schemes import EMBEDDINGS, ORIGINAL, Schemes, is_embedding
 
 T = TypeVar("T")
 
@@ -227,17 +227,13 @@ class CompressedTensors(Layout):
         The library prefers a target that is a name, then the first pattern in text order, then a
         class. `overrides` has its own order. So each name has the same scheme as in `schemes`:
         every pattern excludes the patterns before it. Embeddings of one scheme are stated by their
-        class, because many classes of vLLM do not tell the name; heads by name, because engines
-        count them as no `Linear`.
+        class, because many classes of vLLM do not tell the name.
         """
         targets: dict[Scheme, list[str]] = {schemes.default: [LINEAR]}
         names = {literal(text): scheme for text, scheme in schemes.overrides}
         tables = {scheme for name, scheme in names.items() if name and is_embedding(name)}
         for scheme in tables if len(tables) == 1 else ():
             targets.setdefault(scheme, []).append(EMBEDDING)
-        for scheme in dict.fromkeys(map(schemes.of, schemes.heads)):
-            named = "|".join(name for name in HEADS if schemes.of(name) == scheme)
-            targets.setdefault(scheme, []).append(rf"re:(?:.*\.)?(?:{named})$")
         before = ""
         for text, scheme in schemes.overrides:
             name = literal(text)

@@ -31,6 +31,7 @@ GroupSize = Annotated[int, Meta(ge=-1)]
 Dynamic = dict[str, dict[str, Any] | None] | UnsetType | None
 #: The last names of output heads.
 HEADS = ("lm_head", "embed_out")
+ANY_HEAD = rf"(?:.*\.)?(?:{'|'.join(HEADS)})"
 #: The last names of token embeddings, which headers do not tell from linears.
 EMBEDDINGS = (
     r"(?:.*\.)?"
@@ -48,15 +49,13 @@ class Schemes:
     `overrides` are (regular expression, scheme) pairs, matched against the whole module name; the
     first match wins. `ignore` lists the names of dense modules, or patterns `re:...`, as public
     readers expect them. `padded` are (module name, true shape `[n, k]`) pairs of linears stored
-    larger, with zeros; only the `quantkit` key has them. `heads` are the output heads that have
-    codes, for a config that must name them.
+    larger, with zeros; only the `quantkit` key has them.
     """
 
     default: Scheme
     overrides: tuple[tuple[str, Scheme], ...] = ()
     ignore: tuple[str, ...] = ()
     padded: tuple[tuple[str, tuple[int, int]], ...] = ()
-    heads: tuple[str, ...] = ()
 
     def of(self, module: str) -> Scheme:
         """Give the scheme of the linear called `module`; CheckpointError if the patterns take too
