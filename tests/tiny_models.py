@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 #: Families that only some tests use.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 257}),
+    "granite": ("GraniteConfig", {**GATED, "num_key_value_heads": 4}),
     "falcon": ("FalconConfig", {**SMALL, "num_attention_heads": 2}),
     "bart": (
         "BartConfig",

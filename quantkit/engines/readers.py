@@ -237,6 +237,14 @@ TRAITS = {
         Words(DENSE_EMBEDDINGS, ", or serve by quantkit's plug-in in vLLM"),
         lambda f: f.tied and bool(f.embeddings),
     ),
+    "widths": Trait(
+        "integers of other widths than 4 bits, for which quantkit has no kernel",
+        Words("use", Setting("format", "int4")),
+        lambda f: any(
+            not s.format.is_float and s.format.bits != 4 and not is_embedding(module)
+            for module, (s, _) in f.linears.items()
+        ),
+    ),
     "form of embeddings": Trait(
         "packed embeddings that are not symmetric INT2, INT4 or INT8",
         Words("use", Setting("embeddings", "int8:channel")),

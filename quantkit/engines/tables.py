@@ -138,8 +138,11 @@ HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
 PLUGIN = "vLLM with quantkit[vllm]"
+#: The same in layouts that vLLM reads itself unless it is asked for quantkit.
+ASKED_FOR = "vLLM asked for quantkit[vllm]"
 _OF_PLUGIN = ("split", "head in vLLM", "embeddings in vLLM", "encoder")
 _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-26"
+_TIED = "quantkit's plug-in in vLLM 0.26.0, run on one and two H200, 2026-11-28"
 VLLM = Engine(
     "vllm",
     readers=(
@@ -187,6 +190,14 @@ VLLM = Engine(
             _LOADER,
         ),
         Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),
+        Reader(
+            ASKED_FOR,
+            ("compressed-tensors", "humming"),
+            (*_OF_PLUGIN, "widths"),
+            _TIED,
+            only="tied embeddings",
+            is_own=True,
+        ),
     ),
     kernels=(
         Kernel(
@@ -267,6 +278,11 @@ VLLM = Engine(
             "vLLM, on quantkit's kernels",
             "sh",
             f"{install('vllm', 'cupy-cuda13x')}\nvllm serve FOLDER",
+        ),
+        ASKED_FOR: (
+            "vLLM, on quantkit's kernels",
+            "sh",
+            f"{install('vllm', 'cupy-cuda13x')}\nvllm serve FOLDER --quantization quantkit",
         ),
     },
     joins=True,

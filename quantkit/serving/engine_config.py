@@ -215,11 +215,9 @@ class EngineConfig:
         if self.is_head_tied:
             return self.table("")
         names = [prefix, prefix.rpartition(".")[2]] if prefix else [*HEADS]
-        is_dense = any(map(self.is_dense, names)) or not (prefix or self.schemes.quantizes_head)
-        if is_dense:
+        if any(map(self.is_dense, names)) or not (prefix or self.schemes.quantizes_head):
             return None
-        found = map(self.scheme, names)
-        other = (scheme for scheme in found if scheme != self.schemes.default)
+        other = (s for s in map(self.scheme, names) if s != self.schemes.default)
         return names[0], next(other, self.schemes.default)
 
     @property

@@ -5,7 +5,7 @@ and the product; of linears and of the experts of a layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit import kernels
+from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import KernelError
-from quantkit.inference.products import KernelWeight, prepare, prepare_experts
+from quantkit.errors import KernelError, LayoutError
+from quantkit.inference.products import KernelWeight, pack_for_kernel, prepare, prepare_experts
 from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.shards import JoinedWeight, Part, StackedWeight
 
@@ -77,7 +78,7 @@ class PackedMethod:
             weight.add(which, suffix, tensor.to(device, copy=True))
 
     def _replace(
-        self, layer: Any, stored: dict[str, torch.dtype], found: KernelWeight, start: str = ""
+        self, layer: Any, stored: Iterable[str], found: KernelWeight, start: str = ""
     ) -> tuple[str, ...]:
         """Replace the loading parameters by packed tensors, and return their names."""
         for suffix in stored:
@@ -125,11 +126,7 @@ class PackedLinearMethod(PackedMethod):
         columns, place = (input_size, input_size_per_partition), self.place(layer)
         weight = JoinedWeight(self.prefix, self.config.layout, self.scheme, parts, columns, *place)
         weight.check()
-        device = torch.empty(0).device
-        require_kernels(device, self.config.ENGINE)
-        self.expect()
-        layer.quantkit_weight = weight
-        self._register(layer, weight.stored, partial(self._load, weight), device)
+        self._await(layer, weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the loading parameters by the packed share; CheckpointError if the folder is
@@ -137,13 +134,25 @@ class PackedLinearMethod(PackedMethod):
         """
         self.config.damage.require()
         weight = layer.__dict__.pop("quantkit_weight", None)
-        if weight is None:
-            return
-        found = weight.packed()
+        if weight is not None:
+            found = weight.packed()
+            for suffix in weight.stored:
+                delattr(layer, suffix)
+            self._keep(layer, found, weight.out)
+
+    def _await(self, layer: Any, weight: JoinedWeight) -> None:
+        """Register a parameter for each suffix of a weight; KernelError if no kernel runs here."""
+        device = torch.empty(0).device
+        require_kernels(device, self.config.ENGINE)
+        self.expect()
+        layer.quantkit_weight = weight
+        self._register(layer, weight.stored, partial(self._load, weight), device)
+
+    def _keep(self, layer: Any, found: Any, out: int) -> None:
+        """Let a layer multiply by a packed weight."""
         layer.quantkit_layout, layer.quantkit_label = found.layout, found.scheme.label
-        layer.quantkit_names = self._replace(layer, weight.stored, found)
-        layer.quantkit_out = weight.out
-        layer.quantkit_handle = prepare(found, weight.out, layer.params_dtype)
+        layer.quantkit_names, layer.quantkit_out = self._replace(layer, (), found), out
+        layer.quantkit_handle = prepare(found, out, layer.params_dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `x [..., k] @ weight.T + bias` by the layer's kernel, `[..., out]`."""
@@ -226,41 +235,24 @@ class PackedVocabularyMethod(PackedLinearMethod):
         own = range(tokens.org_vocab_start_index, tokens.org_vocab_end_index)
         part = Part(self.prefix, layer.org_vocab_size, sum(output_partition_sizes), own)
         form = self.prefix, self.config.layout, self.scheme, [part], (input_size, input_size)
-        weight = JoinedWeight(*form)
-        is_product = self.multiplies and weight.has_kernel
-        table = None if self.is_head and is_product else JoinedWeight(*form, is_table=True)
-        layer.quantkit_loading = both = table, weight if is_product else None
-        device = torch.empty(0).device
-        require_kernels(device, self.config.ENGINE)
-        self.expect()
-        self._register(layer, weight.stored, partial(self._load_both, both), device)
+        self._await(layer, JoinedWeight(*form, is_table=True))
 
-    def _load_both(self, both: Sequence[JoinedWeight | None], suffix: str, *given: Any) -> None:
-        for weight in filter(None, both):
-            self._load(weight, suffix, *given)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the loading parameters by the rank's rows, and by its share of a head;
-        CheckpointError if the folder is damaged.
-        """
-        self.config.damage.require()
-        table, weight = layer.__dict__.pop("quantkit_loading", (None, None))
-        if weight is not None:
-            layer.quantkit_weight = weight
-            super().process_weights_after_loading(layer)
-        if table is None:
+    def _keep(self, layer: Any, found: QuantizedTensor, out: int) -> None:
+        """Let a layer gather the rows of a weight, or multiply by it, or both."""
+        layout = self.config.layout
+        if self.multiplies:
+            try:
+                super()._keep(layer, pack_for_kernel(found, layout.NAME), out)
+            except LayoutError:
+                dense = found.dequantize(layer.params_dtype)
+                return self.use_decoded(layer, dense[:, : layer.embedding_dim])
+        if self.is_head:
             return
-        found = table.packed()
-        for suffix in table.stored if weight is None else ():
-            delattr(layer, suffix)
-        if self.multiplies and weight is None:
-            q = table.layout.unpack(found.tensors, found.scheme)
-            self.use_decoded(layer, q.dequantize(layer.params_dtype)[:, : layer.embedding_dim])
-            return
-        layer.quantkit_rows = self._replace(layer, {}, found, "rows_")
-        layer.quantkit_table = [*found.tensors], found.layout, found.scheme.label, found.shape[1]
+        rows = KernelWeight(layout.NAME, found.scheme, found.shape, layout.pack(found))
+        layer.quantkit_rows = self._replace(layer, (), rows, "rows_")
+        layer.quantkit_table = [*rows.tensors], rows.layout, rows.scheme.label, rows.shape[1]
         layer.quantkit_kernel = "gathered"
-        layer.quantkit_layout = getattr(layer, "quantkit_layout", found.layout)
+        layer.quantkit_layout = getattr(layer, "quantkit_layout", rows.layout)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Look up the rows of token numbers `[...]` among those of the rank: `[..., k]`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ class JoinedWeight:
     """The packed tensors of one linear of an engine, on `rank` of `ranks`.
 
     `columns` are the input features of the whole linear, and of a rank. All parts have the same
-    `scheme`. An expert is packed as all experts of its scheme and shape. A table, whose rows are
-    gathered, stays in the layout of the folder.
+    `scheme`. An expert is packed as all experts of its scheme and shape. A table, whose rows may
+    be gathered, stays a record.
     """
 
     name: str
@@ -62,19 +63,12 @@ class JoinedWeight:
     is_expert: bool = False
     is_table: bool = False
     _stored: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict, init=False)
-    _packed: KernelWeight | None = field(default=None, init=False)
+    _packed: KernelWeight | QuantizedTensor | None = field(default=None, init=False)
 
     @property
     def out(self) -> int:
         """The output features of a rank."""
         return sum(part.rows for part in self.parts)
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether a kernel may take a rank's share, which depends on the data too."""
-        found = places_of_experts if self.is_expert else places
-        k = self.scheme.padded_k(self.columns[1])
-        return any(True for _ in found(self.layout.NAME, self.scheme, self.out, k))
 
     @property
     def stored(self) -> dict[str, torch.dtype]:
@@ -102,7 +96,10 @@ class JoinedWeight:
                 f"use --tensor-parallel-size {' or '.join(sizes)}",
                 subject=self.name,
             )
-        if not (self.is_table or self.has_kernel):
+        found = (places_of_experts if self.is_expert else places)(
+            self.layout.NAME, self.scheme, self.out, self.scheme.padded_k(k)
+        )
+        if not any(True for _ in found):
             raise LayoutError(
                 f"no kernel takes {self.scheme.label} of [{self.out}, {k}]",
                 "serve the folder without --quantization quantkit",
@@ -129,8 +126,10 @@ class JoinedWeight:
         """Whether all tensors have come, and the share is packed."""
         return self._packed is not None
 
-    def packed(self) -> KernelWeight:
-        """Give up the packed share; CheckpointError if a tensor is missing."""
+    def packed(self) -> Any:
+        """Give up the packed share, of a table its record; CheckpointError if a tensor is
+        missing.
+        """
         if self._packed is None:
             covered = {part for which in self._stored for part in which}
             for index, part in enumerate(self.parts):
@@ -146,7 +145,7 @@ class JoinedWeight:
         """Name the stored weight that has the parts `which`."""
         return self.parts[which[0]].name if len(which) == 1 else self.name
 
-    def _pack(self) -> KernelWeight:
+    def _pack(self) -> KernelWeight | QuantizedTensor:
         pieces = []
         for which in sorted(self._stored):
             with about(self.named(which)):
@@ -155,9 +154,7 @@ class JoinedWeight:
         self._stored = {}
         with about(self.name):
             q = concatenated(pieces)
-            if self.is_table:
-                return KernelWeight(self.layout.NAME, q.scheme, q.shape, self.layout.pack(q))
-            return pack_for_kernel(q, self.layout.NAME, self.is_expert)
+            return q if self.is_table else pack_for_kernel(q, self.layout.NAME, self.is_expert)
 
     def _cut(self, which: Sequence[int], tensors: dict[str, Tensor]) -> list[QuantizedTensor]:
         """Unpack a stored weight, and cut the rank's share out of each of its parts."""

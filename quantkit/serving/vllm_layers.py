@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.parameter import BasevLLMParameter
 
 from quantkit.core.scheme import Scheme
+from quantkit.errors import QuantkitError, Setting, Words
 from quantkit.inference.products import FUNCTIONS, UNGATED
 from quantkit.serving.engine_config import EngineConfig, reordered
 from quantkit.serving.methods import (
@@ -90,6 +91,36 @@ class QuantkitVocabularyMethod(QuantkitLinearMethod, PackedVocabularyMethod):
 
     def place(self, layer: Any) -> tuple[int, int]:
         return 0, 1  # the part names the rows of the rank
+
+    def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
+        """Register parameters, as the base does. Some classes tie a head by the `weight` of the
+        embeddings, which leads to them here.
+        """
+        super().create_weights(layer, *args, **options)
+        if self.config.is_head_tied and not self.is_head:
+            layer.weight = lambda: layer
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the loading parameters, as the base does. A head that is tied by `weight` shares
+        those of the embeddings.
+
+        QuantkitError if vLLM's class has a head of its own.
+        """
+        super().process_weights_after_loading(layer)
+        if not (self.config.is_head_tied and self.is_head):
+            return
+        if not hasattr(layer, "weight"):
+            raise QuantkitError(
+                "vLLM's class of this model does not share packed embeddings with the head",
+                Words("leave them dense: drop", Setting("embeddings")),
+                subject=self.prefix,
+            )
+        table = layer.__dict__.pop("weight")()
+        table.quant_method.process_weights_after_loading(table)
+        layer._parameters |= table._parameters
+        own = {"quant_method", "weight"}
+        shared = {name for name in vars(table) if name.startswith("quantkit_") or name in own}
+        layer.__dict__ |= {name: vars(table)[name] for name in shared}
 
     def use_decoded(self, layer: Any, weight: Tensor) -> None:
         """Leave a head that no kernel multiplies, and embeddings tied to it, to vLLM's own

@@ -98,7 +98,7 @@ def test_vllm_is_named_exactly_for_folders_that_it_opened(facts: Folder, opens: 
     assert refused is (not opens and facts.layout != "marlin" and not facts.padded)
 
 
-PLUGIN = "vLLM with quantkit[vllm]"
+PLUGIN, ASKED_FOR = "vLLM with quantkit[vllm]", "vLLM asked for quantkit[vllm]"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -168,6 +168,20 @@ def test_sglang_is_not_named_where_it_would_leave_a_table_or_a_head_without_valu
     assert any("SGLang" in reader for reader in opened_by(ends("lm_head", "int4:g64", "llama")))
     for facts in (ends("model.embed_tokens", "int8", "llama"), ends("lm_head", "int4:g64", "mixtral")):
         assert not any("SGLang" in reader for reader in opened_by(facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "opens"),
+    [
+        (ends("model.embed_tokens", "int8", "qwen2", tied=True), True),
+        (ends("model.embed_tokens", "int6:g64:asym", "gemma3_text", "humming", tied=True), True),
+        (ends("model.embed_tokens", "int8", "qwen2"), False),  # vLLM itself opens it
+        (ends("model.embed_tokens", "int8", "falcon", tied=True), False),
+    ],
+)
+def test_the_plug_in_is_named_for_embeddings_that_are_the_head_too(facts: Folder, opens: bool) -> None:
+    assert (ASKED_FOR in opened_by(facts)) is opens
+    assert f"{ASKED_FOR} will" not in " ".join(refusals(facts)) or not opens
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_packed_embeddings_have_no_kernel_and_a_head_has_that_of_its_shape(group
     tied = write_model("llama", tmp_path / "tied", tie_word_embeddings=True)
     said = call("plan", tied, *RTN, "--target", "vllm", "--gpu", "h100", *options[:2]).stdout
     assert "vLLM will not open this folder because of packed embeddings that are the output head too: " in said
-    assert "leave them dense: drop --embeddings" in said and "loads in       quantkit.load\n" in said
+    assert "leave them dense: drop --embeddings" in said and "loads in       vLLM asked for quantkit[vllm]" in said
 
 
 def test_what_no_row_covers_is_not_known(grouped: Path) -> None:

@@ -77,6 +77,7 @@ VOCABULARIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "vocabulary-qwen2": ("qwen2", {}, {**CT, "override": {"embed_tokens": "int4:g64"}}),
     "vocabulary-llama": ("llama", TIE, {**CT, "override": {"embed_tokens": "int4:g128"}}),
+    "vocabulary-granite": ("granite", TIE, {**CT, "override": {"embed_tokens": "int4:g128"}}),
     "vocabulary-int8": ("llama", TIE, {**CT, "override": {"embed_tokens": "int8:channel"}}),
     "vocabulary-int8-head": ("llama", {}, {**CT, "override": {"lm_head": "int8:g64"}}),
 }
