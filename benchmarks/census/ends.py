@@ -18,7 +18,9 @@ from benchmarks.census import engine, families
 #: what is packed besides the linears -> whose module it is, and whether the embeddings are the head
 ENDS = {"embeddings": ("input", False), "head": ("output", False), "tied": ("input", True)}
 #: layout -> the scheme of either; the second one is for heads where transformers would fill the first's linears
-SCHEMES = {"compressed-tensors": "int8:g64", "gptq": "int4:g64"}
+SCHEMES = {"compressed-tensors": "int8:g64", "gptq": "int4:g32"}
+#: how tied ones are asked for again, with quantkit's plug-in
+TIED, PLUGIN = "tied, with quantkit", ("--option", "quantization=quantkit")
 OPTIONS: dict[str, Any] = {"method": "rtn", "group_size": families.GROUP, "min_share": 0, "clip": "none"}
 
 
@@ -58,8 +60,11 @@ def main() -> None:
         made = dict(zip(rows, pool.map(make, rows, at.values()), strict=True))
         folders = [at[family] / end for family, ends in made.items() for end, why in ends.items() if why is None]
         opened = engine.opened(Path(script), folders)
+        tied = [folder for folder in folders if folder.name == "tied"]
+        by_plugin = engine.opened(Path(script), tied, options=PLUGIN)
         for family, row in rows.items():
             row["ends"] = {end: why or opened[at[family] / end] for end, why in made[family].items()}
+            row["ends"][TIED] = made[family]["tied"] or by_plugin[at[family] / "tied"]
     census["ends"] = {"date": f"{date.today()}", **engine.versions()}
     Path(path).write_text(json.dumps(census, indent=1) + "\n", encoding="utf-8")
 

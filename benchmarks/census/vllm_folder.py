@@ -30,6 +30,8 @@ STAGES = ("process", "config", "model", "weights", "unfilled", None)
 GATHERED = "CompressedTensorsEmbeddingWNA16Int"
 #: what the next check does before it starts
 PREPARED: list[Callable[[], None]] = []
+#: what registers the plug-ins that are asked for
+PLUGINS: list[Callable[[], None]] = []
 #: modules of torchvision; only image processors use them
 VISION = ("", ".io", ".transforms", ".transforms.v2", ".transforms.v2.functional", ".transforms.functional")
 
@@ -129,6 +131,18 @@ def require_head(model: Any) -> None:
         raise ValueError("its head is the packed embeddings, for which vLLM has no product")
 
 
+def multiply(model: Any) -> dict[str, float]:
+    """Pack what quantkit's plug-in has loaded, as on a GPU, look up a token, and ask for its logits."""
+    import torch
+
+    layers = [module for module in model.modules() if hasattr(module, "quant_method")]
+    for layer in layers:
+        layer.quant_method.process_weights_after_loading(layer)
+    (table,) = (layer for layer in layers if hasattr(layer, "num_embeddings") and "Head" not in type(layer).__name__)
+    model.compute_logits(table.quant_method.embedding(table, torch.tensor([1])))
+    return {}
+
+
 def load_draft(checks: Any, folder: str, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
     """Build the draft model of a folder and load its weights. What `check_folder.check` returns, for the draft."""
     import torch
@@ -217,7 +231,7 @@ def main() -> None:
     check, in_child, unfilled = check_folder.check, check_folder.in_child, check_folder.unfilled
 
     def checked(folder: str, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
-        for answer in PREPARED:
+        for answer in (*PLUGINS, *PREPARED):
             answer()
         found: dict[str, Any] = (
             load_draft(check_folder, folder, dtype, options) if draft else check(folder, dtype, options)
@@ -230,6 +244,12 @@ def main() -> None:
         return found
 
     check_folder.unfilled = filled
+    if "quantization=quantkit" in sys.argv:
+        sys.path.append(str(Path(__file__).resolve().parents[2]))
+        from quantkit.serving.vllm_plugin import register
+
+        PLUGINS.append(register)
+        check_folder.unfilled = multiply
     check_folder.check = checked  # in a forked process for each folder
     check_folder.in_child = lambda folder, *arguments: furthest(in_child, folder, *arguments)
     check_folder.main()
