@@ -101,17 +101,13 @@ def loss_increases(run: Run, folder: Checkpoint) -> dict[str, float]:
     lengths, found = list(map(len, run.sequences)), dict[str, float]()
     count = gradient_documents(lengths, TOKENS)
     total = sum(lengths[:count])
-    packed, (table, (head, tail)) = set(folder.modules()), run.model.ends
+    packed, (table, (_, head)) = set(folder.modules()), run.model.ends
     #: For each linear of the block: the error of the weight, float32 `[n, k]`, and the sum of
     #: squares, a float64 scalar.
     errors, sums = dict[str, Tensor](), dict[str, Tensor]()
 
     def error(linear: str) -> Tensor:
-        source = (
-            run.model.src.get(f"{linear}.weight")
-            if linear in (table[1], tail)
-            else run.model.weights.source(linear)
-        )
+        source = run.model.weights.source(linear)
         decoded = folder.unpadded(linear).dequantize(torch.float32)[:, : source.shape[1]]
         return decoded.to(source.device).sub_(source).to(run.model.device)
 
@@ -129,12 +125,11 @@ def loss_increases(run: Run, folder: Checkpoint) -> dict[str, float]:
             if len(changed):
                 output.register_hook(square)
 
-        is_head, inside = block == len(run.model.blocks), run.model.targets(block)
-        places = {tail: head} if is_head else {name: run.model.paths[name] for name in inside}
+        inside = run.model.targets(block) if block < len(run.model.blocks) else [head]
         with ExitStack() as stack:
-            for linear in packed.intersection(places):
+            for linear in packed.intersection(inside):
                 errors[linear] = errors[linear] if linear in errors else error(linear)
-                module = run.model.module.get_submodule(places[linear])
+                module = run.model.module.get_submodule(run.model.places[linear])
                 stack.callback(module.register_forward_hook(partial(see, linear)).remove)
             yield
         for linear, each in seen:  # after a pass without an error

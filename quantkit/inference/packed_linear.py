@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -335,13 +336,10 @@ class PackedEmbedding(PackedLinear):
 
     def __init__(self, table: nn.Embedding, *packed: Any) -> None:
         super().__init__(*packed)
-        dtype = table.weight.dtype
+        self.table, self.dense_dtype = table, table.weight.dtype
         del table.weight
+        table.register_buffer("weight", torch.empty(0), persistent=False)
         table.padding_idx = None  # which only gradients and random weights heed
-        empty: Any = torch.empty(0, dtype=dtype)
-        empty._is_hf_initialized = True  # transformers leaves it unchanged
-        table.weight = empty
-        self.table, self.dense_dtype = table, dtype
 
     def show_dtype(self) -> None:
         """Put an empty parameter of `dense_dtype` before the packed tensors, because transformers
@@ -362,12 +360,8 @@ class PackedEmbedding(PackedLinear):
         if type(self.table).forward is nn.Embedding.forward:
             return rows.view(*input.shape, self.in_features)
         # Its own code gets the rows found, as a weight of which it takes each row once.
-        self.table.weight = rows
-        try:
-            places = torch.arange(len(rows), device=rows.device)
-            found: Tensor = self.table(places.view(input.shape))
-        finally:
-            self.table.weight = rows[:0]
+        places = torch.arange(len(rows), device=rows.device).view(input.shape)
+        found: Tensor = functional_call(self.table, {"weight": rows}, (places,))
         return found
 
     def rows(self, numbers: Tensor) -> Tensor:

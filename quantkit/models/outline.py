@@ -18,6 +18,7 @@ from torch import nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, Setting, Words
+from quantkit.layouts.schemes import is_embedding
 from quantkit.models.experts import (
     ROUTER,
     Expert,
@@ -198,8 +199,8 @@ class LanguageModel(Outline):
     `linears`: name in the checkpoint -> `(n, k)` of every linear. `paths`: the same names -> module
     paths, which differ in a few published families. `tied`: linears that share their weight with
     the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names
-    them. `tables`: name -> module path of the embeddings that a recipe may name, `table_sizes`
-    their `(n, k)`. `sizes`, `places`: of linears and tables together. `head`: the linear, or the
+    them. `tables`: name -> module path of the token embeddings, which only a recipe that names them
+    packs. `sizes`, `places`: of linears and tables together. `head`: the linear, or the
     table tied to it, that makes the logits; its place is the linear. None if there is none.
     `experts`: name -> the expert that a linear belongs to. `notices`: matrices that stay dense
     without being skipped. `max_length`: the most tokens of a sequence. `text`: the module whose
@@ -226,13 +227,11 @@ class LanguageModel(Outline):
             name: size_of(self.module.get_submodule(path)) for name, path in self.paths.items()
         }
         self.kept_dense = _kept_dense(self.module, decoder, self.tied, self.states.stored)
-        inside = tuple(f"{path}." for path in self.blocks)
-        self.tables = {
-            name: path
-            for name, path in find_tables(self.module, self.states.stored).items()
-            if name not in self.paths and not path.startswith(inside)
-        }
-        self.table_sizes = {
+        self.tables = dict[str, str]()
+        for path, found in self.module.named_modules():
+            if is_table(found) and is_embedding(name := self._name_of(path)):
+                self.tables.setdefault(name, path)
+        self.sizes = self.linears | {
             name: size_of(self.module.get_submodule(path)) for name, path in self.tables.items()
         }
         of_path = find_experts(self.module)
@@ -245,11 +244,9 @@ class LanguageModel(Outline):
         self.max_length: int = positions if positions > 0 else UNLIMITED
         self.text_path = text_model(self.module, self.blocks)
         self.text = cast("PreTrainedModel", self.module.get_submodule(self.text_path))
-        self.sizes, self.places = self.linears | self.table_sizes, self.tables | self.paths
         path, name = self.ends[1]
         self.head = name if name in self.sizes else None
-        if self.head is not None:
-            self.places[self.head] = path
+        self.places = self.tables | self.paths | ({name: path} if self.head else {})
 
     def stored(self, block: int | None) -> list[str]:
         """List a block's tensors in checkpoint order; with None, all tensors outside the blocks."""
@@ -267,20 +264,21 @@ class LanguageModel(Outline):
         """
         ends = (self.text.get_input_embeddings(), self.text.get_output_embeddings())
         paths = [path_of(self.module, each) for each in ends]
-        states = self.states.stored
-        return [(path, states.get(f"{path}.weight", "").removesuffix(".weight")) for path in paths]
+        return [(path, self._name_of(path)) for path in paths]
+
+    def _name_of(self, path: str) -> str:
+        """Return the stored name of the weight of the module at `path`, empty if it has none."""
+        return self.states.stored.get(f"{path}.weight", "").removesuffix(".weight")
 
     def dense_embeddings(self, packed: Collection[str]) -> list[str]:
         """List the paths and stored names of the embeddings that stay dense beside the tables
         `packed`, because a config may state embeddings by their class. Empty if none is packed.
         """
-        names: list[str] = []
-        paths = {self.tables[name] for name in packed}
+        names = dict[str, None]()
         for path, found in self.module.named_modules() if packed else ():
-            stored = self.states.stored.get(f"{path}.weight", "").removesuffix(".weight")
-            if isinstance(found, nn.Embedding) and path not in paths and stored not in packed:
-                names += [path, stored or path]
-        return [*dict.fromkeys(names)]
+            if isinstance(found, nn.Embedding) and (name := self._name_of(path)) not in packed:
+                names |= {path: None, name or path: None}
+        return [*names]
 
     def why_uncalled(self, linear: str) -> str | None:
         """Give the reason why a text-only pass never calls a linear; None if it may."""
@@ -379,15 +377,6 @@ def find_linears(
                 "linear that transformers makes from other stored tensors,", []
             ).append(path)
     return paths, tied, _notices(others) + dense_matrices(module)
-
-
-def find_tables(module: PreTrainedModel, stored: Mapping[str, str]) -> dict[str, str]:
-    """Map stored name to module path of each embedding; `stored` as for `find_linears`."""
-    found: dict[str, str] = {}
-    for path, table in module.named_modules():
-        if is_table(table) and (name := stored.get(f"{path}.weight")) is not None:
-            found.setdefault(name.removesuffix(".weight"), path)
-    return found
 
 
 def dense_matrices(module: PreTrainedModel) -> list[str]:

@@ -602,7 +602,7 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
     stored = set(src.names())
     ends = {
         m: shape
-        for m, shape in (model.linears | model.table_sizes).items()
+        for m, shape in model.sizes.items()
         if m in dict(model.ends).values()
         and getattr(recipe, key_of(m) or "method") == AUTO
         and (m in model.linears or LAYOUTS[name].GATHERS)

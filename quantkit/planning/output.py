@@ -420,10 +420,10 @@ def converted_schemes(src: Checkpoint, rows: Iterable[Row], outside: Outside) ->
     dense = [*src.schemes.ignore, *_unstated(src), *outside.dense_entries(src)]
     ignore = tuple(dict.fromkeys(dense))
     if len(one) == len(became) and default in one:
-        kept = {pattern: one[scheme] for pattern, scheme in overrides if scheme in one}
-        kept.pop(EMBEDDINGS, None)  # a class, of which layouts state the members
-        tables = {re.escape(module): now[module] for module in now if is_embedding(module)}
-        stated = Schemes(one[default], (*(kept | tables).items(),), ignore)
+        others = (each for each in overrides if each[0] != EMBEDDINGS)  # a class: name its members
+        kept = {pattern: one[scheme] for pattern, scheme in others if scheme in one}
+        kept |= {re.escape(module): now[module] for module in now if is_embedding(module)}
+        stated = Schemes(one[default], (*kept.items(),), ignore)
         if all(stated.of(module) == scheme for module, scheme in now.items()):
             return stated
     most = Counter(now.values()).most_common(1)[0][0] if now else default

@@ -19,7 +19,6 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import QuantkitError, in_python
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
-from quantkit.layouts.schemes import is_embedding
 from quantkit.models.families import BLOCK
 from quantkit.models.outline import decoder_weights
 from quantkit.models.outside import Outside
@@ -159,7 +158,6 @@ def plan_quantize(
     *,
     goals: Mapping[str, Goal | None] | None = None,
     tied: Collection[str] = (),
-    tables: Collection[str] = (),
     inside: Collection[str] | None = None,
     out: Path | None = None,
     device: str | None = None,
@@ -169,10 +167,9 @@ def plan_quantize(
     """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
 
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that
-    share their weight with the embeddings, `tables` those that are embeddings. `inside` names the
-    tensors of the decoder's blocks (None: by their numbers). Free disk space is measured at `out`.
-    `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the
-    bytes of a GPU that is not here.
+    share their weight with the embeddings. `inside` names the tensors of the decoder's blocks
+    (None: by their numbers). Free disk space is measured at `out`. `device` is where the run would
+    compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU that is not here.
     """
     layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
@@ -184,10 +181,10 @@ def plan_quantize(
         if goal is not None:
             own = f"{module}.weight" in forms and module not in tied
             rule = verdicts.source_rule(src, module, shape, own)
-            rule = rule or (verdicts.table_rule(layout) if module in tables else None)
+            rule = rule or verdicts.place_rule(layout, module)
             rule = rule or verdicts.layout_rule(layout, goal, *stored)
         if goal is not None and rule is not None:
-            misfits.append(Misfit(module, shape, goal, rule, module in tables))
+            misfits.append(Misfit(module, shape, goal, rule))
             goal = None
         if layout is not None and isinstance(goal, Scheme):
             rows.append(Row.packed(layout, module, shape, goal, stored))
@@ -229,11 +226,10 @@ def plan_pack(
     for module in schemes:
         scheme, shape = src.scheme(module), src.true_size(module)
         found = _destination(src, module, layout, pad, requantize)
-        is_table = is_embedding(module)
-        rule = verdicts.table_rule(layout) if is_table else None
+        rule = verdicts.place_rule(layout, module)
         if found is None or rule is not None:
             rule = rule or broken_rule(layout, scheme, *shape) or f"{layout.NAME} does not hold it"
-            misfits.append(Misfit(module, shape, scheme, rule, is_table))
+            misfits.append(Misfit(module, shape, scheme, rule))
             decoded = {f"{module}.weight": (src.dtype_of_model, shape)}
             rows.append(Row(module, shape, None, shape, decoded))
             continue

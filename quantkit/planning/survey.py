@@ -316,11 +316,10 @@ def job_of(
     unused = require_effect(recipe, sorted(names), model.kept_dense)
     made = plan_quantize(
         src,
-        model.linears | {name: model.table_sizes[name] for name in tables},
+        model.linears | {name: model.sizes[name] for name in tables},
         recipe,
         goals=goals,
         tied=model.tied,
-        tables=tables,
         inside={name for block in range(len(model.blocks)) for name in model.stored(block)},
         out=None if out is None else Path(out),
         device=model.device.type if gpu_memory is None else "cuda",

@@ -32,6 +32,7 @@ from quantkit.keys import keys_of
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import GROUP_SIZES, broken_rule, nearest, padded_shape, target
+from quantkit.layouts.schemes import is_embedding
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
@@ -110,15 +111,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A linear, or embeddings (`is_table`), that cannot be quantized as asked, and the rule that is
-    broken.
-    """
+    """A linear, or embeddings, that cannot be quantized as asked, and the rule that is broken."""
 
     module: str
     shape: tuple[int, int]
     goal: Goal
     rule: str
-    is_table: bool = False
 
     @property
     def scheme(self) -> Scheme:
@@ -170,7 +168,7 @@ def ways_out(
         key = recipe and recipe.key_of(misfit.module for misfit in group)
         if key is not None:
             options.append(Words("drop", Setting(key)))
-        elif recipe is not None and group[0].is_table:
+        elif recipe is not None and is_embedding(group[0].module):
             options.append(Words("leave out the", Setting("override"), "of embeddings"))
         elif recipe is not None and not everything:
             pattern = skip_pattern([misfit.module for misfit in group], schemes)
@@ -245,8 +243,12 @@ def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
     """List the options of `pack` that make all weights of a group fit the layout."""
     pad_, again = Option("pad", True), Option("requantize", True)
     flags = ((pad_, target, True), (again, nearest, False), (Words(pad_, again), nearest, True))
-    for flag, find, pad in flags if _has_place(group, layout) else ():
-        if all(find(layout, misfit.scheme, *misfit.shape, pad=pad) for misfit in group):
+    for flag, find, pad in flags:
+        if all(
+            place_rule(layout, misfit.module) is None
+            and find(layout, misfit.scheme, *misfit.shape, pad=pad)
+            for misfit in group
+        ):
             return [Words("add", flag, "to round again (lossy)" if find is nearest else FILLED)]
     return []
 
@@ -280,13 +282,8 @@ def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
     ]
 
 
-def _has_place(misfits: list[Misfit], layout: Layout) -> bool:
-    """Return True unless embeddings are among the weights and the layout has no place for them."""
-    return layout.GATHERS or not any(misfit.is_table for misfit in misfits)
-
-
 def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
-    if not _has_place(misfits, layout):
+    if any(place_rule(layout, misfit.module) for misfit in misfits):
         return False
     asked = {(replace(misfit.scheme, **change), *misfit.shape) for misfit in misfits}
     return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
@@ -309,8 +306,12 @@ def source_rule(
     return None
 
 
-def table_rule(layout: Layout | None) -> str | None:
-    """Return the rule by which a layout holds no embeddings; None if it does."""
+def place_rule(layout: Layout | None, module: str) -> str | None:
+    """Return the rule by which a layout has no place for a weight that is embeddings; None for
+    others, and if it has.
+    """
+    if not is_embedding(module):
+        return None
     if layout is None:
         return "embeddings are not pruned"
     return None if layout.GATHERS else f"{layout.TITLE} has no place for embeddings"

@@ -199,24 +199,22 @@ def goals_of(
     goals = {
         name: goal_of(recipe, name, path) for name, path in paths.items() if name not in kept_dense
     }
+    others = {name: paths.get(name, name) for name in kept_dense} | dict(tables or {})
     named: dict[str, Goal] = {}
     for pattern, scheme in recipe.overrides:
         if any(matches(pattern, each) for name in goals for each in (name, paths[name])):
             continue
-        for name, why in kept_dense.items():
-            if not matches(pattern, name) and not matches(pattern, paths.get(name, name)):
+        for name, path in others.items():
+            is_named = matches(pattern, name) or matches(pattern, path)
+            if not is_named or recipe.scheme_of(name) is None:
                 continue
-            if name not in paths or why == ROUTER:
+            why = kept_dense.get(name)
+            if why == ROUTER or (why is not None and name not in paths):
                 raise RecipeError(
                     f"override {pattern!r} names {name}, {why}, which stays dense",
                     "drop the override",
                 )
             named.setdefault(name, scheme)
-        for name, path in (tables or {}).items():
-            if recipe.scheme_of(name) is not None and (
-                matches(pattern, name) or matches(pattern, path)
-            ):
-                named.setdefault(name, scheme)
     goals |= {name: named.get(name) for name in kept_dense}
     goals = treat_alike(goals) if recipe.fused_alike else goals
     return goals | {name: named[name] for name in tables or () if name in named}
