@@ -192,7 +192,20 @@ TRAITS = {
         "experts in a floating format",
         Words("quantize with", Setting("format", "int4")),
         lambda f: any(
-            scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()
+            s.format.is_float and not s.format.is_microscaled and is_expert(m)
+            for m, (s, _) in f.linears.items()
+        ),
+    ),
+    "FP4 in float16": Trait(
+        "NVFP4 or MXFP4 in a float16 model, which compressed-tensors 0.20 decodes to bfloat16",
+        Words("quantize with", Setting("dense_dtype", "bfloat16")),
+        lambda f: f.is_half and any(s.format.is_microscaled for s in f.schemes),
+    ),
+    "linears in MXFP4": Trait(
+        "MXFP4 outside of experts, for which SGLang 0.5.23 has no method",
+        Words("use", Setting("format", "nvfp4")),
+        lambda f: any(
+            s.format.name == "mxfp4" and not is_expert(m) for m, (s, _) in f.linears.items()
         ),
     ),
     "experts of integers": Trait(

@@ -133,7 +133,9 @@ _WIDTHS = (
     "there, 2026-11-26"
 )
 _OF_WIDTHS = ("zeros of other widths", "experts of other widths", "zeros of INT8 experts")
+_FP4 = "vLLM 0.26.0's source, read on 2026-11-29, and its loader for an H200, run on a CPU"
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
+_FP4_GPUS = (HOPPER, AMPERE, ADA, (8, 6))
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
@@ -271,6 +273,25 @@ VLLM = Engine(
                 ("humming", "Humming"),
             )
         ),
+        Kernel(_WNA16, "Marlin for FP4", _FP4, _FP4_GPUS, is_float=True, groups=(16, 32)),
+        Kernel(_WNA16, "Marlin for FP4", _FP4, is_float=True, groups=(16,)),
+        Kernel(
+            _WNA16,
+            "FlashInfer, which rounds activations to MXFP4 too",
+            _FP4,
+            ((10, 0), (12, 0)),
+            is_float=True,
+            groups=(32,),
+        ),
+        Kernel(
+            _WNA16,
+            "Marlin for fused experts in FP4",
+            _FP4,
+            _FP4_GPUS,
+            is_float=True,
+            groups=(16, 32),
+            experts=True,
+        ),
     ),
     uses={
         "vLLM": ("vLLM", "sh", "vllm serve FOLDER"),
@@ -306,7 +327,14 @@ SGLANG = Engine(
         Reader(
             "SGLang",
             ("compressed-tensors",),
-            (*_SHARED, "experts", "head in SGLang", "packed embeddings", "encoder"),
+            (
+                *_SHARED,
+                "experts",
+                "linears in MXFP4",
+                "head in SGLang",
+                "packed embeddings",
+                "encoder",
+            ),
             PUBLISHED,
         ),
         Reader(
@@ -405,7 +433,7 @@ TRANSFORMERS = Engine(
         Reader(
             _PLAIN,
             ("compressed-tensors",),
-            ("zeros", "packed embeddings", "padded"),
+            ("zeros", "packed embeddings", "padded", "FP4 in float16"),
             _ELSEWHERE,
         ),
         Reader(
@@ -429,7 +457,7 @@ TRANSFORMERS = Engine(
             groups=groups,
             why="the first call decodes the weight for good",
         )
-        for is_float, groups in ((False, (128, 64, 32, None)), (True, (None,)))
+        for is_float, groups in ((False, (128, 64, 32, None)), (True, (16, 32, None)))
     ),
     uses={
         _PLAIN: (

@@ -193,13 +193,14 @@ class Space:
 def schemes_of(allowed: str | None, recipe: Recipe) -> list[Scheme | None]:
     """List the schemes to choose from; None stands for dense linears.
 
-    `allowed` names formats or schemes, None for all. The recipe decides on zero points and, if it
-    states one, on the group size. RecipeError for an unknown name.
+    `allowed` names formats or schemes, None for all but NVFP4 and MXFP4. The recipe decides on zero
+    points and, if it states one, on the group size. RecipeError for an unknown name.
     """
     assert isinstance(recipe.scheme, Scheme)
     sizes = [recipe.scheme.group_size] if recipe.size_stated else [*GROUP_SIZES, None]
     found: list[Scheme | None] = []
-    for name in [*FORMATS, DENSE] if allowed is None else map(str.strip, allowed.split(",")):
+    usual = [name for name, number in FORMATS.items() if not number.is_microscaled]
+    for name in [*usual, DENSE] if allowed is None else map(str.strip, allowed.split(",")):
         if name in FORMATS:
             number = FORMATS[name]
             symmetric = number.is_float or recipe.scheme.symmetric

@@ -285,6 +285,9 @@ def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
 def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
     if any(place_rule(layout, misfit.module) for misfit in misfits):
         return False
+    size = change.get("group_size", ...)
+    if size is not ... and not all(misfit.scheme.format.takes(size) for misfit in misfits):
+        return False
     asked = {(replace(misfit.scheme, **change), *misfit.shape) for misfit in misfits}
     return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from quantkit.api import eval_ppl
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
+from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
@@ -32,6 +34,8 @@ from tests.checkpoint.low_bit import (
     random_weight,
     weights,
 )
+from tests.layouts.samples import write_folder
+from tests.tiny_models import write_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn"}
@@ -138,6 +142,14 @@ def test_nvfp4_and_mxfp4_are_the_published_arithmetic_value_by_value(dtype: str,
         found = of_one(tmp_path / fmt, fmt, args, stored, dtype).get("x.weight")
         expected = torch.from_numpy(values).float().to(DTYPES[dtype])  # exact in float32
         assert torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())
+
+
+def test_mxfp4_of_another_tool_rounded_to_mxfp4_keeps_its_bytes(tmp_path: Path) -> None:
+    source, scheme = write_model("llama", tmp_path / "source", torch.bfloat16), Scheme.parse("mxfp4")
+    write_folder(source, tmp_path / "low", "compressed-tensors", Schemes(scheme, ignore=("lm_head",)), key=False)
+    quantize(tmp_path / "low", tmp_path / "out", from_mapping({"scheme": {"format": "mxfp4"}, "method": "rtn"}))
+    before, after = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("low", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_mixed_groups_give_each_linear_its_own_form(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quantkit.core.scheme import Scheme
-from quantkit.engines.readers import TRAITS, Folder, opened_by, refusals
-from quantkit.engines.tables import ENGINES, PUBLISHED, UNTRIED
+from quantkit.engines.readers import TRAITS, Folder, engine_kernel, opened_by, refusals
+from quantkit.engines.tables import ENGINES, PUBLISHED, UNTRIED, VLLM
 from quantkit.layouts import LAYOUTS
 from quantkit.names import KERNELS
 
@@ -198,6 +198,20 @@ def test_the_plug_in_is_named_for_embeddings_that_are_the_head_too(facts: Folder
 )
 def test_a_line_says_why_vllm_does_not_open_packed_ends_and_what_to_type(facts: Folder, line: str) -> None:
     assert any(said.startswith("vLLM will not open") and line in said for said in map(str, refusals(facts)))
+
+
+@pytest.mark.parametrize("label", ["nvfp4", "mxfp4"])
+def test_fp4_is_named_where_a_program_has_a_method_for_it(label: str) -> None:
+    plain = "transformers (with compressed-tensors)"
+    named, half = (folder("compressed-tensors", label, is_half=half) for half in (False, True))
+    assert {"vLLM", plain} <= {*opened_by(named)} and plain not in opened_by(half)
+    assert any("--dense-dtype bfloat16" in line for line in map(str, refusals(half)))
+    assert any("SGLang" in reader for reader in opened_by(named)) is (label == "nvfp4")
+    kernels = {
+        gpu: engine_kernel(VLLM, "compressed-tensors", Scheme.parse(label), 256, 256, gpu, False)[0]
+        for gpu in ((9, 0), (10, 0))
+    }
+    assert kernels[9, 0] == "Marlin for FP4" and ("rounds activations" in (kernels[10, 0] or "")) is (label == "mxfp4")
 
 
 def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:

@@ -68,13 +68,14 @@ LOADS = {
     "mixed groups, first override wins": ("float16", "llama", "", MIXED),
     **{
         label: ("bfloat16", "llama", "", Schemes(Scheme.parse(label), ignore=HEAD))
-        for label in (*E2, "int3:g64", "int5:channel", "int8:channel")
+        for label in (*E2, "int3:g64", "int5:channel", "int8:channel", "nvfp4", "mxfp4")
     },
     **{
         label: ("bfloat16", "llama", "dense:", Schemes(Scheme.parse(label), ignore=HEAD))
         for label in ("int2:g32:asym", "int3:channel:asym", "int5:g64:asym", "int6:g64:asym", "int8:channel:asym")
     },
     "mixed formats": ("float16", "llama", "", Schemes(INT4, ((r".*\.down_proj", FP6), (r".*\.o_proj", FP5)), HEAD)),
+    "mixed with FP4": ("bfloat16", "llama", "", Schemes(INT4, ((r".*\.down_proj", Scheme.parse("nvfp4")),), HEAD)),
     "mixed widths": (
         "float16",
         "llama",
