@@ -16,11 +16,13 @@ from math import prod
 import torch
 
 from quantkit.algorithms.numerics import factor_dtype
+from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.ranks import ROWS as UNIT, ranks
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.devices import compute_dtype
 from quantkit.models.families import BLOCK
+from quantkit.recipes.goals import Goal, is_sparse
 from quantkit.recipes.recipe import Recipe
 
 #: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to
@@ -62,6 +64,12 @@ SOLVED, SOLVED_BY_CHANNEL = 13000, 4
 #: Seconds of a calibrated run without a GPU, and the fewest tokens and the shortest sequences that
 #: it gets by default; tokens are a multiple of STEP.
 SECONDS, LEAST_TOKENS, LEAST_LENGTH, STEP = 600, 2**14, 512, 2**13
+
+
+def rounding_bytes(goals: Iterable[Goal | None], dtype: torch.dtype) -> int:
+    """Return the bytes for each weight `dtype` that is rounded or pruned to these goals."""
+    sparse = any(goal is not None and is_sparse(goal) for goal in goals)
+    return ROUNDING_BYTES if sparse else 2 * dtype.itemsize + SOLVED_BYTES
 
 
 def rows_at_once(k: int, device: str) -> int:

@@ -18,6 +18,7 @@ import platform
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.budget import SAVED_BLOCKS, split_documents
+from quantkit.calibration.budget import SAVED_BLOCKS, rounding_bytes, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.scales import INSTEAD
 from quantkit.calibration.stages import stages_of
@@ -41,6 +42,7 @@ from quantkit.core.memory_limits import release_heap
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
+from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
 from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
@@ -52,6 +54,8 @@ from quantkit.text.tokenizer import check_tokens
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
+#: Weights of fewer bytes are rounded together: handing each over takes as long as packing it.
+BATCH = 2**20
 #: Rounded tensors are committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2**28
 
@@ -61,18 +65,31 @@ def streamed(
     recipe: Recipe,
     goals: Mapping[str, Goal | None],
     done: Collection[str],
+    pack: Callable[[Item], Item],
     progress: Progress,
 ) -> Iterator[Item | Commit]:
-    """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned;
-    one weight is in memory at a time.
+    """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned,
+    and packed by `pack`. Threads work on several weights, one thread on each.
     """
     names = [name for name in src.names() if name not in done]
     last = {unit[-1] for unit in units_of(src, names)}
-    for name in progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)):
-        # The item has no name here, so that its memory is free when the next weight is read.
-        yield _uncalibrated(src, name, goals, recipe)
-        if name in last:
-            yield Commit({})
+    each = rounding_bytes(goals.values(), src.dtype_of_model)
+    made = ahead(
+        progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)),
+        lambda name: pack(_uncalibrated(src, name, goals, recipe)),
+        lambda name: each * prod(src.shape(name)),
+        workers=torch.get_num_threads(),
+        most=MOST_BYTES,
+        batch=BATCH,
+        check=progress.check,
+    )
+    with closing(made):
+        for item in made:
+            yield item
+            name = item.name
+            del item  # its memory is free while the next one is made
+            if name in last:
+                yield Commit({})
 
 
 def _uncalibrated(

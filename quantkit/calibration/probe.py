@@ -16,6 +16,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.calibration.budget import RATE, gradient_documents, solving_work
@@ -25,6 +26,7 @@ from quantkit.calibration.stages.solve import solve_uncalibrated
 from quantkit.calibration.stages.tune import BATCH, CHECKS, HELD_OUT
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Commit
+from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.goals import Goal
@@ -102,17 +104,24 @@ def probe(
 
 
 def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None]) -> float:
-    """Estimate the seconds of a run without text from its smallest linear, which is
-    solved twice.
+    """Estimate the seconds of a run without text from some linears of middle size, which all
+    threads solve as the run does; the first one warms up.
     """
     chosen = {name: goal for name, goal in goals.items() if goal is not None}
     sizes = {name: prod(src.shape(f"{name}.weight")) for name in chosen}
-    name, seconds = min(sizes, key=sizes.__getitem__), 0.0
-    for _ in range(2):
-        begun = time.perf_counter()
+    threads = torch.get_num_threads()
+
+    def solve(name: str) -> None:
         solve_uncalibrated(name, src.get(f"{name}.weight"), chosen[name], recipe)
-        seconds = time.perf_counter() - begun
-    return seconds * sum(sizes.values()) / sizes[name]
+
+    some = sorted(sizes, key=sizes.__getitem__)[len(sizes) // 2 :][: 2 * threads]
+    solve(some[0])
+    begun = time.perf_counter()
+    each = {"workers": threads, "most": MOST_BYTES, "batch": 0}
+    for _ in ahead(some, solve, sizes.__getitem__, check=time.perf_counter, **each):
+        pass
+    seconds = time.perf_counter() - begun
+    return seconds * sum(sizes.values()) / sum(sizes[name] for name in some)
 
 
 def _calibrating(

@@ -320,6 +320,15 @@ class CheckpointWriter:
             for suffix, tensor in parts.items()
         }
 
+    def packed(self, item: Item) -> Item:
+        """Pack a quantized weight in the layout, if there is one, and compute its digest."""
+        q = item.value
+        if not isinstance(q, QuantizedTensor) or self.layout is None:
+            return item
+        with about(item.name):
+            value = Packed(q.scheme, q.shape, self.layout.pack(q), q.digest())
+        return item._replace(value=value)
+
     def _file_for(self, name: str, size: int) -> SafetensorsWriter:
         file = self._file
         if file is not None and is_full(file.size, name, size, self.max_shard_bytes):

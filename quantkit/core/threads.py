@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,10 +20,13 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+R = TypeVar("R")
 #: The lock of each process: a fork has its own.
 _BUILDS: dict[int, threading.RLock] = {}
 #: The most bytes of data in waiting tasks, unless a single task has more.
 MOST_BYTES = 2 * 2**30
+#: Items for each thread that are made in advance.
+AHEAD = 2
 #: The most units that wait, the running one included.
 MOST_UNITS = 4
 
@@ -83,6 +86,48 @@ def side_by_side(device: torch.device, tasks: Sequence[Callable[[], T]]) -> list
             min(threads, len(tasks)), initializer=torch.set_num_threads, initargs=(1,)
         ) as pool:
             return list(pool.map(lambda task: task(), tasks))
+
+
+def ahead(
+    items: Iterable[T],
+    work: Callable[[T], R],
+    size: Callable[[T], int],
+    *,
+    workers: int,
+    most: int,
+    batch: int,
+    check: Callable[[], object],
+) -> Generator[R, None, None]:
+    """Yield the results of `work` on items, in order, that `workers` threads make in advance.
+
+    Items that are made or wait have at most `most` bytes by `size`, unless one has more. A thread
+    takes small items together, up to `batch` bytes. `check` is called between items, and may raise.
+    An exception of an item is raised when its result is due. One thread alone uses as many threads
+    of torch as the caller.
+    """
+    threads = 1 if workers > 1 else torch.get_num_threads()
+    waiting: deque[tuple[int, Future[deque[R]]]] = deque()
+    with ThreadPoolExecutor(workers, "quantkit-work", torch.set_num_threads, (threads,)) as pool:
+
+        def oldest() -> Iterator[R]:
+            results = waiting[0][1].result()
+            while results:
+                check()
+                yield results.popleft()
+            waiting.popleft()
+
+        try:
+            for part in divide(items, size, batch):
+                held = sum(map(size, part))
+                while waiting and sum(each for each, _ in waiting) + held > most:
+                    yield from oldest()
+                waiting.append((held, pool.submit(lambda part: deque(map(work, part)), part)))
+                if len(waiting) > AHEAD * workers:
+                    yield from oldest()
+            while waiting:
+                yield from oldest()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class WorkQueue:

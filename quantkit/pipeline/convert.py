@@ -7,9 +7,8 @@ the order of the source. One more thread hashes the source's files.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from quantkit.checkpoint.provenance import Recorded, recorded_hashes, require_un
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter, Item
-from quantkit.core.threads import divide
+from quantkit.core.threads import ahead
 from quantkit.engines.joined import output_config
 from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.inference.load import NotTried, refusal_by_transformers
@@ -170,27 +169,15 @@ def repacked(
     CheckpointError for damaged data.
     """
     repacker = Repacker(src, planned, recorded, requantize, requantize_scales)
-    waiting: deque[tuple[int, Future[deque[Item]]]] = deque()
-    # Rounding again uses all of torch's threads for each weight, packing uses one.
-    with ThreadPoolExecutor(1 if requantize else workers(), "quantkit-pack") as pool:
-
-        def oldest() -> Iterator[Item]:
-            items = waiting[0][1].result()
-            while items:
-                progress.check()
-                yield items.popleft()
-            waiting.popleft()
-
-        try:
-            for batch in divide(names, repacker.nbytes, BATCH):
-                size = sum(map(repacker.nbytes, batch))
-                while waiting and sum(held for held, _ in waiting) + size > BUDGET:
-                    yield from oldest()
-                waiting.append((size, pool.submit(repacker.items, batch)))
-            while waiting:
-                yield from oldest()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    yield from ahead(
+        names,
+        repacker.item,
+        repacker.nbytes,
+        workers=1 if requantize else workers(),  # rounding again uses all threads for each weight
+        most=BUDGET,
+        batch=BATCH,
+        check=progress.check,
+    )
     src.notices.extend(repacker.notices())
 
 

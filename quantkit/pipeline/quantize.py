@@ -1,6 +1,6 @@
 """The whole job: survey, one of two loops, one writer.
 
-`streamed` needs no activations and walks the shards, one tensor in memory; `calibrated` walks the
+`streamed` needs no activations and walks the shards, some weights ahead; `calibrated` walks the
 blocks. Both yield items; `publish.write` packs and stores them, commits to the journal and collects
 the report.
 """
@@ -156,7 +156,8 @@ def _lead(
         # A NaN in the last block would cost the whole run.
         finite = recipe.calibrated and not writer.done
         kind = job.model.device.type if recipe.calibrated else "cpu"
-        begin = partial(identify, writer, report, READERS[kind], finite, progress)
+        readers = READERS[kind] if recipe.calibrated else torch.get_num_threads()
+        begin = partial(identify, writer, report, readers, finite, progress)
         # A resumed run must first be compared with the stopped run.
         hashes_beside = finite and BESIDE[kind]
         if not hashes_beside:
@@ -181,10 +182,11 @@ def _lead(
             )
             items = calibrated(begun, writer.done)
         else:
-            rounded = streamed(src, recipe, job.goals, writer.items_done(), progress)
+            done = writer.items_done()
+            rounded = streamed(src, recipe, job.goals, done, writer.packed, progress)
             items = clock.around("solve", rounded)
         # A signal that raised while this thread waits for the other could leave a lock taken.
-        with progress.loop() if BESIDE[kind] else nullcontext():
+        with progress.loop() if BESIDE[kind] or not recipe.calibrated else nullcontext():
             report["layers"] = write(
                 items,
                 writer,

@@ -6,8 +6,7 @@ The plan chose scheme and shape from headers; here the data decide whether that 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -95,11 +94,8 @@ class Repacker:
             found += [line for line in self._notices.get(name, ()) if line not in found]
         return [line for line in found if line not in self._src.notices]
 
-    def items(self, names: Iterable[str]) -> deque[Item]:
-        """Read and pack tensors by their names in `Checkpoint.logical`."""
-        return deque(map(self._item, names))
-
-    def _item(self, name: str) -> Item:
+    def item(self, name: str) -> Item:
+        """Read and pack a tensor by its name in `Checkpoint.logical`."""
         if (module := self._modules.get(name)) is None:
             return Item(name, self._src.get(name))
         notices = self._notices.setdefault(name, [])

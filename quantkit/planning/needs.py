@@ -317,19 +317,23 @@ def disk_peak(
 
 
 def streamed_memory(
-    src: Checkpoint, linears: Iterable[tuple[int, int]], each: int = ROUNDING_BYTES
+    src: Checkpoint,
+    linears: Iterable[tuple[int, int]],
+    each: int = ROUNDING_BYTES,
+    at_once: int = 1,
 ) -> Memory:
-    """Estimate the peak of rounding to nearest or repacking `linears` `(n, k)`, one tensor at a
-    time, with `each` bytes for each weight.
+    """Estimate the peak of rounding to nearest or repacking `linears` `(n, k)`, with `each` bytes
+    for each weight; beyond MOST_BYTES one is in memory at a time, else `at_once`.
     """
     copied = max(
         (prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0
     )
-    largest = max((n * k for n, k in linears), default=0)
+    sizes = sorted((each * n * k for n, k in linears), reverse=True)
+    largest = max([min(MOST_BYTES, sum(sizes[:at_once])), *sizes[:1]])
     return Memory(
         {
             "program": program_bytes(cuda=False),
-            "largest weight": max(each * largest, 2 * copied),
+            "largest weight": max(largest, 2 * copied),
         }
     )
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.algorithms.rtn import ROUNDING_BYTES
-from quantkit.calibration.budget import SOLVED_BYTES
+import torch
+
+from quantkit.calibration.budget import rounding_bytes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
+from quantkit.core.threads import AHEAD
 from quantkit.errors import QuantkitError, in_python
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
@@ -27,7 +29,7 @@ from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streame
 from quantkit.planning.output import Output, Row, converted_schemes
 from quantkit.planning.serving import Serving
 from quantkit.planning.verdict import Misfit, Verdict
-from quantkit.recipes.goals import Goal, is_sparse
+from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe, stored_shape
 from quantkit.reporting.summary import ShortRepr
 
@@ -196,9 +198,9 @@ def plan_quantize(
         shapes = {row.module: row.stored for row in solved}
         memory = calibrated_memory(src, shapes, recipe, device, act_budget, gpu_memory)
     else:
-        sparse = any(row.goal is not None and is_sparse(row.goal) for row in rows)
-        each = ROUNDING_BYTES if sparse else 2 * src.dtype_of_model.itemsize + SOLVED_BYTES
-        memory = streamed_memory(src, [row.stored for row in output.quantized], each)
+        each = rounding_bytes((row.goal for row in rows), src.dtype_of_model)
+        rounded = [row.stored for row in output.quantized]
+        memory = streamed_memory(src, rounded, each, AHEAD * torch.get_num_threads() + 1)
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)
     found = Verdict(tuple(misfits), ways, tuple(src.notices), verdicts.layout_remarks(output))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantkit.core import threads
-from quantkit.core.threads import WorkQueue, one_thread, side_by_side
+from quantkit.core.threads import WorkQueue, ahead, one_thread, side_by_side
 
 CPU = torch.device("cpu")
 
@@ -166,3 +166,23 @@ def test_on_a_gpu_a_task_waits_for_what_was_made_and_is_waited_for(monkeypatch: 
     with WorkQueue(torch.device("cuda"), beside=True) as queue:
         queue.put(partial(seen.append, "task"))
     assert seen == ["main records", "side waits for made", "task", "side is waited for"]
+
+
+def test_work_ahead_keeps_order_and_budget_and_raises_when_an_item_is_due() -> None:
+    held, most, lock, found = 0, 0, threading.Lock(), list[int]()
+
+    def work(item: int) -> int:
+        nonlocal held, most
+        with lock:
+            held, most = held + item, max(most, held + item)
+        time.sleep(0.001 * (item % 3))
+        if item == 30:
+            raise ValueError(item)
+        return item
+
+    with pytest.raises(ValueError, match="30"):
+        for item in ahead(range(1, 40), work, int, workers=3, most=50, batch=6, check=lambda: None):
+            found.append(item)
+            with lock:
+                held -= item
+    assert found == list(range(1, 30)) and 12 <= most <= 50
