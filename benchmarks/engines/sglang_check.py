@@ -43,6 +43,8 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",
     "SGLANG_HOST_IP": "127.0.0.1",
+    # Engines beside each other take memory unevenly.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     "PYTHONUNBUFFERED": "1",
 }
 ENGINE: dict[str, Any] = {
