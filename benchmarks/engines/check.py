@@ -6,7 +6,7 @@ FOLDERS is what `folders.py` wrote. Most checks are `quantkit verify FOLDER --en
 that runs (LoRA, speculation, offload and so on) is compared with a plain engine: tokens of a greedy continuation,
 log-probabilities of the prompts. Compiled with CUDA graphs, as `vllm serve` does, unless a check is named "eager".
 
-vLLM is imported once, and each check is a fork of this process, which never touches a GPU: a start then takes seconds.
+vLLM is imported once, and each check is a fork of this process, which never touches a GPU.
 """
 
 from __future__ import annotations
