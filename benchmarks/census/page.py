@@ -43,7 +43,8 @@ ASKED = """\
   out of config.json before. "No class": vLLM has no class of its own that generates with this family. "Too new": that
   transformers does not know the family. "Refused, dense too": vLLM refuses the dense tiny model as well. Then the tiny
   model or this environment is the reason, and nothing is known of the output. "+ embeddings", "+ head": it also opens
-  packed embeddings that are not the head too, or a packed head. It opens no family with embeddings that are both."""
+  packed embeddings that are not the head too, or a packed head. It opens no family with embeddings that are both.
+  "+ tied, with quantkit": quantkit's plug-in serves these; few families were asked."""
 READERS = """## Readers that were asked
 
 | reader | version | what was asked | of | date |
