@@ -161,8 +161,8 @@ def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
         small = (parts < parts.amax(-1, keepdim=True).to(working_dtype(weight)) * FAR_SMALLER) & (
             parts > 0
         )
-        small &= 8 * small.sum(-1, keepdim=True) >= (parts > 0).sum(-1, keepdim=True)
         if bool(small.any()):
+            small &= 8 * small.sum(-1, keepdim=True) >= (parts > 0).sum(-1, keepdim=True)
             count += int((small.flatten(1) & (tensor.rows(rows).dequantize() == 0)).sum())
     return {"zeroed": count} if count else {}
 

@@ -111,7 +111,9 @@ class Format:
         return steps.add_(torch.signbit(x), alpha=2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Look up the float32 value of each uint8 code, in the shape of `codes`."""
+        """Compute the float32 value of each uint8 code, in the shape of `codes`."""
+        if not self.is_float:
+            return codes.float().add_(self.values[0])
         return _table(self, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def nearest(self, x: Tensor) -> Tensor:
