@@ -9,6 +9,7 @@
 #   make docs   write the generated pages
 #   make site   build the pages into build/site, which a browser opens and searches without a server
 #   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (benchmarks/census/engine.py)
+#   make engines  whether the plug-ins fit the newest vLLM and SGLang, into docs/serving.md
 #   make real   two real models by each recipe: make, quantize, judge, verify, chat; REAL has options, such as REAL='--only rtn default'
 #   make gpu    GPU tests and benchmarks; writes benchmarks/gpu/
 # PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.complete
 # Without compiled files each process would compile the tests again, which takes as long as 300 of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo fast test amx lint docs site census check real gpu reliability reliability-nightly
+.PHONY: setup demo fast test amx lint docs site census engines check real gpu reliability reliability-nightly
 
 setup: $(STAMP)
 
@@ -73,6 +74,10 @@ census: setup
 	$(if $(VLLM),$(BIN)/python -m benchmarks.census.draft_table --vllm $(VLLM) -o benchmarks/census.json)
 	$(if $(VLLM),$(BIN)/python -m benchmarks.census.ends $(VLLM) benchmarks/census.json)
 	$(BIN)/python -m benchmarks.census.page benchmarks/census.json docs/models.md
+
+# Fetches some 600 MB for the first time, into build/engines. VLLM_CHECK names an environment to use instead.
+engines: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines.watch docs/serving.md
 
 check: lint test
 

@@ -1,9 +1,9 @@
 """Ask vLLM's model classes which linears they join, and which they make without a quantization. Needs vLLM's Python.
 
     python -m benchmarks.census.vllm_linears configs FOLDER   # quantkit's Python: a config.json of each family
-    python benchmarks/census/vllm_linears.py ask FOLDER -o vllm_linears.json --tools TOOLS   # vLLM's Python
+    python benchmarks/census/vllm_linears.py ask FOLDER -o vllm_linears.json   # vLLM's Python
 
-TOOLS has `vllm_without_gpu.py`, by which vLLM's classes are built on a machine without a GPU. No weights are read.
+`vllm_without_gpu.py` lets vLLM build its classes on a machine without a GPU. No weights are read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 from contextlib import suppress
 from datetime import date
@@ -103,13 +102,11 @@ def main() -> None:
     parser.add_argument("what", choices=("configs", "ask"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("-o", "--out", type=Path)
-    parser.add_argument("--tools", type=Path)
     arguments = parser.parse_args()
     if arguments.what == "configs":
         return write_configs(arguments.folder)
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="CRITICAL", VLLM_NO_USAGE_STATS="1")
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", GLOO_SOCKET_IFNAME="lo", VLLM_HOST_IP="127.0.0.1")
-    sys.path.insert(0, str(arguments.tools))
     import vllm_without_gpu
 
     vllm_without_gpu.pretend()

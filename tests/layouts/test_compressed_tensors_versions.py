@@ -31,7 +31,17 @@ MIXED = (
     (r".*\.down_proj", Scheme.parse("fp6:channel")),
 )
 DENSE = ("lm_head",)
-LABELS = ("int4:g128", "int4:channel:asym", "int8:g32:asym", "int2:g64", "int4:g128:24", "fp6:channel", "fp5:channel")
+LABELS = (
+    "int4:g128",
+    "int4:channel:asym",
+    "int8:g32:asym",
+    "int2:g64",
+    "int4:g128:24",
+    "fp6:channel",
+    "fp5:channel",
+    "nvfp4",
+    "mxfp4",
+)
 #: 0.17 has whole codes in a word, so it sees other shapes here and says so (docs/layouts.md 9).
 STRADDLING = ("int3:g32:asym", "int5:g64", "int6:channel")
 KINDS = {label: Schemes(Scheme.parse(label), ignore=DENSE) for label in (*LABELS, *STRADDLING)}

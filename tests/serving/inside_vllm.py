@@ -1,9 +1,9 @@
 """Run inside vLLM's own environment: checks of the plug-in against vLLM's real classes, one function each.
 
-    python -m tests.serving.inside_vllm TOOLS FOLDERS    prints one JSON object: check -> None, or what failed
+    python -m tests.serving.inside_vllm FOLDERS    prints one JSON object: check -> None, or what failed
 
-TOOLS has `vllm_without_gpu`, which lets vLLM believe that a GPU is here; FOLDERS has the folders that
-`test_vllm.py` makes. vLLM is imported inside functions, so that the names of the checks can be read without it.
+FOLDERS has the folders that `test_vllm.py` makes. vLLM is imported inside functions, so that the names of the checks
+can be read without it.
 """
 
 from __future__ import annotations
@@ -95,6 +95,13 @@ def check_each_other_layout_is_left_to_vllm() -> None:
         config = configured(served(name))
         assert config.model_config.quantization != "quantkit", name
         assert type(config.quant_config).__module__.startswith("vllm."), name
+
+
+def check_vllms_own_classes_open_each_other_layout() -> None:
+    for name in OTHERS:
+        model = loaded(configured(served(name)), finish=False)
+        methods = {type(layer.quant_method).__module__ for layer in (b.mlp.down_proj for b in model.model.layers)}
+        assert all(method.startswith("vllm.") for method in methods), (name, methods)
 
 
 def check_each_other_layout_loads_if_the_user_asks() -> None:
@@ -441,8 +448,8 @@ _ALL = {**globals(), **vars(inside_vllm_experts), **vars(inside_vllm_vocabulary)
 CHECKS = {name: check for name, check in _ALL.items() if name.startswith("check_")}
 
 
-def main(tools: str, folders: str) -> None:
-    start(tools, folders)
+def main(folders: str) -> None:
+    start(folders)
     found = {}
     # The lightness of the import is checked before anything else is loaded.
     for name in sorted(CHECKS, key=lambda name: name != "check_registering_is_light"):

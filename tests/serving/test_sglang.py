@@ -1,7 +1,7 @@
 """Test the plug-in against SGLang's real classes on a CPU: each test is a check of `inside_sglang`.
 
 $SGLANG_CHECK, or `.sglang-check` beside the checkout, is a folder with SGLang's Python code and what it imports
-(`sglang_setup.sh` makes it). vLLM's Python runs it, because it has torch and transformers.
+(`make engines` makes it). vLLM's Python runs it, because it has torch and transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from tests.serving.engines import INT4, MODEL, ROOT, answers, engine
+from tests.serving.engines import INT4, ROOT, answers, engine, write_llama
 from tests.serving.inside_sglang import CHECKS
 
 FOLDERS = {
@@ -30,8 +30,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     home = Path(os.environ.get("SGLANG_CHECK") or ROOT.parent / ".sglang-check")
     if not (home / "sglang").is_dir():
         pytest.skip(f"no SGLang in {home}")
+    llama = write_llama(tmp_path_factory.mktemp("dense") / "llama")
     for name, options in FOLDERS.items():
-        quantkit.quantize(MODEL, folders / name, **options)
+        quantkit.quantize(llama, folders / name, **options)
     group, register = "sglang.srt.plugins", "quantkit.serving.sglang_plugin:register"
     installed = tmp_path_factory.mktemp("installed")
     return answers(python, "tests.serving.inside_sglang", [folders], installed, group, register, str(home))

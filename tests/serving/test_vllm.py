@@ -1,8 +1,8 @@
 """Test the plug-in against vLLM's real classes on a CPU: each test is a check of `inside_vllm`, run by vLLM's Python.
 
-$VLLM_CHECK, or `.vllm-check` beside the checkout, is an environment with vLLM's Python code, and `vllm_without_gpu` of
-../shared/tools/vllm stands in for what is compiled. $VLLM_RELEASE may name a folder with the Python code of another
-release, which is then imported in its place.
+$VLLM_CHECK, or `.vllm-check` beside the checkout, is an environment in which vLLM's Python code runs, and
+`vllm_without_gpu` stands in for what is compiled. $VLLM_RELEASE may name a folder with the code of another release,
+which is then imported in its place. `make engines` makes both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import quantkit
 from benchmarks.census import families
 from quantkit.serving import vllm_plugin
 from quantkit.serving.vllm_plugin import untested
-from tests.serving.engines import INT4, MODEL, TOOLS, answers, engine
+from tests.serving.engines import INT4, answers, engine, write_llama
 from tests.serving.inside_vllm import CHECKS
 from tests.serving.inside_vllm_experts import OUTPUTS
 from tests.tiny_models import write_model
@@ -101,8 +101,9 @@ def keep_outputs(folder: Path, outputs: Path) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     python, folders = engine(), tmp_path_factory.mktemp("served")
     path = os.environ.get("VLLM_RELEASE", "")
+    llama = write_llama(folders / "llama-dense")
     for name, options in FOLDERS.items():
-        quantkit.quantize(MODEL, folders / name, **options)
+        quantkit.quantize(llama, folders / name, **options)
     families.write("bloom", folders / "bloom-dense")
     for family in ("qwen2", "bloom", "falcon"):
         if family != "bloom":
@@ -121,7 +122,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     quantkit.quantize(folders / "mixtral-dense", folders / "experts-dense", **dense)
     group, register = "vllm.general_plugins", "quantkit.serving.vllm_plugin:register"
     installed = tmp_path_factory.mktemp("installed")
-    return answers(python, "tests.serving.inside_vllm", [TOOLS, folders], installed, group, register, path)
+    return answers(python, "tests.serving.inside_vllm", [folders], installed, group, register, path)
 
 
 @pytest.mark.parametrize("check", CHECKS)

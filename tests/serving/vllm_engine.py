@@ -9,13 +9,14 @@ import contextlib
 import io
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.census import vllm_without_gpu
 
 SETTINGS = {
     **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
@@ -29,13 +30,10 @@ def served(name: str) -> Path:
     return _FOLDERS[0] / name
 
 
-def start(tools: str, folders: str) -> None:
+def start(folders: str) -> None:
     """Import vLLM as if a GPU were here, let it find and register the plug-in, and begin a group of one process."""
     _FOLDERS.append(Path(folders))
     os.environ.update(SETTINGS, VLLM_CACHE_ROOT=tempfile.mkdtemp())
-    sys.path.insert(0, tools)
-    import vllm_without_gpu
-
     vllm_without_gpu.pretend()
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -69,8 +67,8 @@ def configured(folder: Path, dtype: str = "float16", **options: Any) -> Any:
     return EngineArgs(model=str(folder), dtype=dtype, enforce_eager=True, seed=0, **options).create_engine_config()
 
 
-def loaded(config: Any, rank: int = 0, size: int = 1) -> Any:
-    """Build and load a model by vLLM's own loader, as one of several ranks."""
+def loaded(config: Any, rank: int = 0, size: int = 1, finish: bool = True) -> Any:
+    """Build and load a model by vLLM's own loader, as one of several ranks; `finish` its weights, on a CPU."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -81,7 +79,8 @@ def loaded(config: Any, rank: int = 0, size: int = 1) -> Any:
             model = initialize_model(config)
             with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
                 DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
-            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+            if finish:
+                process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     finally:
         torch.set_default_dtype(torch.float32)  # vLLM leaves it after an error
     return model
