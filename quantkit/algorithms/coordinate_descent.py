@@ -36,6 +36,7 @@ _ROWS = 256  # rows whose normal equations are in memory together
 _ENTRIES = 2**23  # on a GPU more rows, up to so many entries of each matrix
 _RIDGE = 1e-8
 _PASSES = 2  # over scales of eight bits
+_NEXT = 0.72  # of the distance between two scales: rounded, it gives the next one up or down
 #: Pairs of columns this near to being the same do not replace a four, nor does a smaller relative
 #: fall of the loss; kernels/gptq_fours.cu has the same.
 _SINGULAR = _FALL = 1e-6
@@ -272,8 +273,8 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
 
 
 def _refit_by_groups(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
-    """Return the tensor with scales that are moved one after the other, each to the stored value
-    next to the minimum of its parabola.
+    """Return the tensor after passes over its groups, each with the best of its scale and the two
+    next to it; its codes are rounded again for each, one column after the other.
 
     Scales of eight bits are too far from each other to be solved for together and then rounded.
     """
@@ -283,19 +284,42 @@ def _refit_by_groups(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> Quan
     )
     size, h = len(v) // len(scales), h.to(dtype)
     e = weight.to(dtype).T - v * scales.repeat_interleave(size, 0)
+    diagonal, ratio = h.diagonal().tolist(), 1 + _NEXT / fmt.scale_steps
     for _ in range(_PASSES):
         for group, own in enumerate(scales):
             some = slice(group * size, (group + 1) * size)
-            part = v[some]
-            energy = (h[some, some] @ part).mul_(part).sum(0)
-            step = (h[some] @ e).mul_(part).sum(0) / energy  # not a number for a group of zeros
-            found = stored_scale(own + step, weight.dtype, fmt)
-            usable = (found > 0) & (found * fmt.largest <= fmt.largest_weight)
-            found = torch.where(usable, found, own)
-            e[some] -= part * (found - own)
-            scales[group] = found
+            tried = torch.stack([own, own * ratio, own / ratio])
+            tried = stored_scale(tried, weight.dtype, fmt)
+            tried = torch.where(tried * fmt.largest <= fmt.largest_weight, tried, own)
+            block, slope, x = h[some, some], h[some] @ e, v[some] * own
+            values, moves = _rounded_again(x, slope, block, diagonal[some], tried, fmt)
+            change = ((block @ moves - 2 * slope) * moves).sum(1)
+            least, best = change.min(0, keepdim=True)
+            place, fell = best.unsqueeze(1).expand(1, *x.shape), least < 0
+            scales[group] = torch.where(fell, tried.gather(0, best), own)[0]
+            v[some] = torch.where(fell, values.gather(0, place)[0], v[some])
+            e[some] -= torch.where(fell, moves.gather(0, place)[0], 0)
+    codes = fmt.encode(v).T.contiguous()
     half = scales.T.to(torch.float16).contiguous()
-    return QuantizedTensor(tensor.scheme, tensor.codes, half, tensor.zeros)
+    return QuantizedTensor(tensor.scheme, codes, half, tensor.zeros)
+
+
+def _rounded_again(
+    x: Tensor, slope: Tensor, block: Tensor, diagonal: list[float], scales: Tensor, fmt: Format
+) -> tuple[Tensor, Tensor]:
+    """Round a group `x` `[g, n]` with each of some `scales` `[c, n]` by a pass of descent; return
+    values of codes and moves `[c, g, n]`.
+
+    `slope` `[g, n]` is `H e` of the group, `block` `[g, g]` its block of H, with `diagonal`.
+    """
+    slopes = slope.expand(len(scales), *slope.shape).clone()
+    values, moves = torch.empty_like(slopes), torch.empty_like(slopes)
+    for j, own in enumerate(diagonal):
+        target = x[j] + slopes[:, j] / own if own > 0 else x[j]
+        values[:, j] = fmt.nearest(target / scales)
+        moves[:, j] = values[:, j] * scales - x[j]
+        slopes[:, j + 1 :] -= block[j + 1 :, j].unsqueeze(-1) * moves[:, j : j + 1]
+    return values, moves
 
 
 def _normal_equations(w: Tensor, q: Tensor, h: Tensor, groups: int) -> tuple[Tensor, Tensor]:
