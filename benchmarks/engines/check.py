@@ -5,15 +5,11 @@
 FOLDERS is what `folders.py` wrote. Most checks are `quantkit verify FOLDER --engine vllm`. What users do with a model
 that runs (LoRA, speculation, offload and so on) is compared with a plain engine: tokens of a greedy continuation,
 log-probabilities of the prompts. Compiled with CUDA graphs, as `vllm serve` does, unless a check is named "eager".
-
-vLLM is imported once, and each check is a fork of this process, which never touches a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import io
 import itertools
 import json
 import math
@@ -22,10 +18,7 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +69,6 @@ USES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "fp8 cache": ("marlin", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "fp8 cache theirs"),
     "fp8 cache fp6": ("tcfpx", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, None),
 }
-#: What most of a start is: imports.
-IMPORTS = [
-    *("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"),
-    *("vllm.v1.worker.gpu.model_runner", "vllm.v1.executor.multiproc_executor", "vllm.compilation.backends"),
-    *("vllm.v1.attention.backends.flash_attn", "vllm.model_executor.models.llama", "torch._inductor.compile_fx"),
-    *(
-        "vllm.model_executor.model_loader.default_loader",
-        "vllm.model_executor.layers.quantization",
-        "vllm.lora.request",
-    ),
-    *("quantkit.cli.commands", "quantkit.evaluation.verify", "quantkit.evaluation.engine_child", "cupy"),
-    *("quantkit.serving.vllm_quantization", "quantkit.serving.vllm_layers", "transformers.models.llama.modeling_llama"),
-]
 PROMPTS, LENGTH, NEW = 8, 96, 48
 MARK = "CHECKED "
 
@@ -101,41 +81,46 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=12, help="engines at a time [%(default)s]")
     parser.add_argument("--seconds", type=float, default=280, help="of all checks [%(default)s]")
     parser.add_argument("--only", default="", help="regular expression of names")
+    parser.add_argument("--use", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.use:
+        use(args.folders, args.use)
+        return
     names = [name for name in [*USES, *PROOFS] if re.search(args.only, name)]
     pairs = [name for name in names if _is_of_two(name)]
-    # Checks on two GPUs take longest.
+    # Checks on two GPUs take longest: first, with the ones that others are compared with.
     waiting = [*(pairs if args.gpus > 1 else []), *(name for name in names if name not in pairs)]
+    running: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     logs, begun, turn = args.out.parent / "logs", time.monotonic(), itertools.cycle(map(str, range(args.gpus)))
     logs.mkdir(parents=True, exist_ok=True)
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_WORKER_MULTIPROC_METHOD="fork")
-    for module in IMPORTS:
-        importlib.import_module(module)
-    if sys.modules["torch"].cuda.is_initialized():
-        sys.exit("an import uses the GPU: its forks cannot")
-    print(f"imported after {time.monotonic() - begun:.0f} s", flush=True)
-    running: dict[str, tuple[int, Path, float]] = {}
-    found: dict[str, dict[str, Any]] = {}
     while waiting or running:
         left = args.seconds - (time.monotonic() - begun)
-        while waiting and len(running) < args.jobs and left > 20:
+        while waiting and len(running) < args.jobs and left > 30:
             name = waiting.pop(0)
             log = logs / f"{name.replace(' ', '_')}.log"
             devices = ",".join(map(str, range(args.gpus))) if name in pairs else next(turn)
-            running[name] = fork(lambda name=name: check(args.folders, name), log, devices), log, time.monotonic()
-        for name, (pid, log, since) in list(running.items()):
-            if left <= 0:
-                os.killpg(pid, signal.SIGKILL)
-            ended, status = os.waitpid(pid, 0 if left <= 0 else os.WNOHANG)
-            if ended:
-                del running[name]
-                code = os.waitstatus_to_exitcode(status)
-                found[name] = {"seconds": round(time.monotonic() - since, 1), **answer(log, code)}
-                print(f"{time.monotonic() - begun:.0f} s: {name}", found[name].get("error") or code, flush=True)
-        if left <= 20:
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    command(args.folders, name),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": devices},
+                    start_new_session=True,
+                )
+            running[name] = process, log, time.monotonic()
+        for name, (process, log, since) in list(running.items()):
+            if process.poll() is None and left > 0:
+                continue
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            del running[name]
+            found[name] = {"seconds": round(time.monotonic() - since, 1), **answer(log, process.wait())}
+            print(name, found[name].get("error") or "ran", flush=True)
+        if left <= 30 and waiting:
             found |= {name: {"error": "no time was left"} for name in waiting}
             waiting = []
-        time.sleep(0.1)
+        time.sleep(0.2)
     with args.out.open("a") as file:
         for name, result in found.items():
             line = {"check": name, **judged(name, result, found)}
@@ -148,77 +133,11 @@ def _is_of_two(name: str) -> bool:
     return bool({"tensor_parallel_size", "pipeline_parallel_size"} & arguments.keys())
 
 
-def fork(work: Callable[[], None], log: Path, devices: str | None = None) -> int:
-    """Do some work in a copy of this process that writes into a log; return its id."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        if devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
-        work()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def check(folders: Path, name: str) -> None:
+def command(folders: Path, name: str) -> list[str]:
     if name in USES:
-        use(folders, name)
-        return
-    from quantkit.cli import main as quantkit
-    from quantkit.evaluation import engine_check
-
-    forked = ForkedEngine(Path(tempfile.mkdtemp()) / "log")
-    engine_check.subprocess = forked  # type: ignore[attr-defined]
+        return [sys.executable, __file__, str(folders), "-o", os.devnull, "--use", name]
     engine = ["--engine", "vllm", "--engine-args", json.dumps(ENGINE | PROOFS[name])]
-    sys.argv = ["quantkit", "verify", str(folders / name.split()[0]), *engine, "--json", "-v"]
-    quantkit()
-
-
-class ForkedEngine:
-    """Stands for `subprocess` where `verify` starts its engine: a fork from before this process uses a GPU."""
-
-    PIPE, STDOUT, TimeoutExpired = subprocess.PIPE, subprocess.STDOUT, subprocess.TimeoutExpired
-
-    def __init__(self, log: Path) -> None:
-        self.log, self.returncode = log, 1
-        self.read, self.write = os.pipe()
-        self.pid = fork(self.serve, log)
-        os.close(self.read)
-
-    def serve(self) -> None:
-        from quantkit.evaluation import engine_child
-
-        os.close(self.write)
-        with os.fdopen(self.read) as pipe:
-            answer, request = json.loads(pipe.read())
-        sys.stdin = io.StringIO(request)
-        engine_child.main(answer)
-
-    def Popen(self, command: list[str], stdout: Any, **rest: Any) -> ForkedEngine:
-        self.answer, self.copy = command[-1], stdout
-        return self
-
-    def communicate(self, request: bytes, timeout: float) -> None:
-        with os.fdopen(self.write, "w") as pipe:
-            json.dump([self.answer, request.decode()], pipe)
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.copy.write(self.log.read_bytes())
-        self.copy.flush()
-
-    def wait(self) -> int:
-        return self.returncode
+    return [sys.executable, "-m", "quantkit", "verify", str(folders / name.split()[0]), *engine, "--json", "-v"]
 
 
 def answer(log: Path, code: int) -> dict[str, Any]:

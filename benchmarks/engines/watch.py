@@ -89,7 +89,7 @@ def newest(*options: str) -> dict[str, dict[str, Any]]:
 
 
 def needs(package: dict[str, Any]) -> list[str]:
-    """Return what a package asks for, without extras and markers."""
+    """List the requirements of a package, without extras and markers."""
     return [re.sub(r"\[.*?\]|;.*", "", need).strip() for need in package["metadata"].get("requires_dist", ())]
 
 

@@ -128,6 +128,8 @@ def ahead(
                 yield from oldest()
         finally:
             pool.shutdown(cancel_futures=True)
+            # A new thread takes the setting over from the process: give it the caller's again.
+            torch.set_num_threads(torch.get_num_threads())
 
 
 class WorkQueue:

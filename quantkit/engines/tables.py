@@ -140,7 +140,7 @@ _FP4_GPUS = (HOPPER, AMPERE, ADA, (8, 6))
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
 PLUGIN = "vLLM with quantkit[vllm]"
-#: The same in layouts that vLLM reads itself unless it is asked for quantkit.
+#: The plug-in again, for layouts that vLLM reads by itself: the user asks for quantkit.
 ASKED_FOR = "vLLM asked for quantkit[vllm]"
 _OF_PLUGIN = ("split", "head in vLLM", "embeddings in vLLM", "encoder")
 _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-26"

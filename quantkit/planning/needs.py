@@ -329,11 +329,12 @@ def streamed_memory(
         (prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0
     )
     sizes = sorted((each * n * k for n, k in linears), reverse=True)
-    largest = max([min(MOST_BYTES, sum(sizes[:at_once])), *sizes[:1]])
+    largest = max([2 * copied, *sizes[:1]])
+    others = min(sum(sizes[: at_once - 1]), max(0, MOST_BYTES - largest))
     return Memory(
         {
             "program": program_bytes(cuda=False),
-            "largest weight": max(largest, 2 * copied),
+            "largest weight": largest + others,
         }
     )
 
