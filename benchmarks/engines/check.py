@@ -32,7 +32,8 @@ _PLAIN = [
     *("padded-tcfpx", "biases", "joined", "joined-fp6", "tied", "mixtral", "qwen3_moe", "qwen3_moe-fp6"),
 ]
 _OURS = [
-    *("ct", "ct-asym", "gptq", "gptq-v2", "awq", "humming", "mixtral-ct", "tied-packed", "ends", "ends-biases"),
+    *("ct", "ct-asym", "gptq", "gptq-v2", "awq", "humming", "mixtral-ct", "tied-packed", "tied-weight"),
+    *("ends", "ends-biases"),
 ]
 _THEIRS = ["ct", "ct-asym", "gptq", "awq", "humming", "ct-int8", "nvfp4", "mxfp4", "mixtral-ct", "qwen3_moe-ct", "ends"]
 _PAIRS = ["marlin", "quick", "tcfpx", "marlin24", "biases", "joined", "mixtral", "qwen3_moe-fp6"]

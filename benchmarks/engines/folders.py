@@ -28,6 +28,8 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    # vLLM's class ties the tensor, not the layer
+    "tied-weight": ("GraniteConfig", {"tie_word_embeddings": True, "attention_multiplier": 0.125}),
     "padded": ("LlamaConfig", {"hidden_size": 320, "intermediate_size": 832}),
     "qwen2": ("Qwen2Config", {}),  # biases of q, k and v
     "phi3": ("Phi3Config", {}),  # q, k, v and gate, up are joined on disk
@@ -63,6 +65,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "joined-fp6": ("phi3", {"layout": "tcfpx", **_FP6}),
     "tied": ("tied", {"layout": "marlin"}),
     "tied-packed": ("tied", {"layout": _CT, "embeddings": "int4:g128"}),
+    "tied-weight": ("tied-weight", {"layout": _CT, "embeddings": "int8:channel"}),
     "ends": ("llama", {"layout": _CT, "embeddings": "int8:channel", "head": "int4:g64"}),
     "ends-biases": ("qwen2", {"layout": _CT, "embeddings": "int8:channel", "head": "int4:g128"}),
     "mixtral": ("mixtral", {"layout": "marlin"}),
