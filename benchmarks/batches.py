@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.bench_kernels import MODELS, random_record
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import LAUNCHERS, proof
 from quantkit.kernels.hopper import MAX_TOKENS, HopperKernel
 from quantkit.kernels.portable import multiprocessors

@@ -39,7 +39,7 @@ from benchmarks.random_model import (
 )
 from benchmarks.timing import Device
 from quantkit.cli import show
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears

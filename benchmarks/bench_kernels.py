@@ -26,8 +26,7 @@ from torch import Tensor
 from benchmarks.timing import ROTATED, Device, Timed, copies, floor, measured_on, medians, prepared, table
 from quantkit.cli import show
 from quantkit.core import sparsity
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError, QuantkitError, RecipeError, about
 from quantkit.io import files
 from quantkit.kernels import LAUNCHERS, missing

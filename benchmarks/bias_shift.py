@@ -69,7 +69,7 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     """Return a row for each number of float16 tokens by one random weight."""
     import torch
 
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.kernels import LAUNCHERS
     from quantkit.kernels.hopper import HopperKernel
     from quantkit.kernels.proof import mismatch

@@ -67,7 +67,7 @@ def products(began: float) -> list[dict[str, Any]]:
     import torch
 
     from benchmarks import bench_kernels
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.kernels import loader
 
     imported = time.time() - began

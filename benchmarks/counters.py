@@ -89,7 +89,7 @@ def multiply(args: argparse.Namespace) -> None:
     import torch
 
     from benchmarks import bench_kernels
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.kernels import MATMULS
     from quantkit.kernels.proof import activations
     from quantkit.layouts import LAYOUTS

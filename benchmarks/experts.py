@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.bench_kernels import random_record
 from benchmarks.timing import copies, floor, measured_on, medians, prepared
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import proof
 from quantkit.kernels.grouped import GroupedKernel
 from quantkit.kernels.routing import route, silu_multiply, sum_choices

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.calibration.budget import BESIDE
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
 from quantkit.recipes.recipe import Recipe

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_kernels import SCHEMES, random_record
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.inference.products import KernelWeight, prepare
 from quantkit.layouts import LAYOUTS

@@ -344,7 +344,7 @@ def squares(figure: Roofline) -> Iterator[Row]:
     import torch
 
     from benchmarks import batches
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
 
     where = torch.device("cuda", torch.cuda.current_device())
     device = timing.measured_on(where, torch.float16)
@@ -361,7 +361,7 @@ def products(figure: Kernels) -> Iterator[Row]:
     import torch
 
     from benchmarks.bench_kernels import kernels
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.progress import Progress
 
     for layout, label in figure.ours:
@@ -375,7 +375,7 @@ def busy_loops(figure: Sustained) -> Iterator[Row]:
     import torch
 
     from benchmarks.bench_kernels import random_record
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.kernels import MATMULS
     from quantkit.layouts import LAYOUTS
 

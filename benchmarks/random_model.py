@@ -23,8 +23,7 @@ from torch import nn
 
 from benchmarks.bench_kernels import SCHEMES, random_record
 from quantkit.checkpoint.reader import CONFIG
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, LayoutError, RecipeError, about

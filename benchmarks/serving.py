@@ -124,7 +124,7 @@ def make(
     from safetensors.torch import save_file
 
     from benchmarks.random_model import CONFIGS, DENSE, random_weight
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.engines.joined import quantization_config
     from quantkit.layouts import LAYOUTS
     from quantkit.layouts.schemes import Schemes

@@ -23,7 +23,7 @@ from quantkit.algorithms.rtn import quantize as round_to_nearest
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import sweep
 from quantkit.cli.show import table
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.models.devices import device_of
 from quantkit.recipes.recipe import from_mapping, written
 

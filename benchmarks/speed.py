@@ -20,7 +20,7 @@ import torch
 
 from quantkit.algorithms import rtn
 from quantkit.core.formats import INT4
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping

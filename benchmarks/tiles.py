@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.bench_kernels import MODELS, TOKENS, flops, random_record
 from benchmarks.timing import copies, floor, medians, prepared
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import LAUNCHERS
 from quantkit.kernels.proof import activations, mismatch, reference
 from quantkit.kernels.tiles import HopperTile, grid_size

@@ -24,7 +24,7 @@ import quantkit
 from benchmarks import bench_kernels
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import SHARD_BYTES
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX

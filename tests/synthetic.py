@@ -13,8 +13,7 @@ from torch import Tensor
 
 from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.options import Options
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 
 #: Held-out loss relative to plain RTN, as ALGORITHMS 14 states it (mean of the draws of seeds 0 and 1).
 EXPECTED = {

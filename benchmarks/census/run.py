@@ -28,7 +28,7 @@ from benchmarks.census import drafts, families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.commands import quantkit as command_line
 from quantkit.core.formats import FORMATS
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.tensors import FLOATS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule

@@ -33,8 +33,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import survivors, sweep_pattern
 from quantkit.algorithms.scale_search import choose_scales, group_errors, search_bytes
 from quantkit.algorithms.sweep import sweep
-from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, concatenated
 from quantkit.errors import NumericError
 
 #: Up to this magnitude a weight's scale, and its largest code times the scale, fit in float16.

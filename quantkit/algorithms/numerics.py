@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import Format
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import NumericError, Setting, Words
 

@@ -25,8 +25,7 @@ from quantkit.algorithms.numerics import (
 from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.scale_search import check_signed, choose_scales, group_errors
 from quantkit.core.formats import Format
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.threads import one_thread
 from quantkit.errors import RecipeError
 from quantkit.names import Clip, Metric, Rule

@@ -29,7 +29,7 @@ from quantkit.algorithms.numerics import (
 )
 from quantkit.algorithms.scale_bounds import ZERO_BITS, Candidates, contenders
 from quantkit.core.formats import Format
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.threads import side_by_side
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.kernels import gptq as kernels

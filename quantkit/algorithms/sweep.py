@@ -29,8 +29,7 @@ from quantkit.algorithms.scale_search import (
 )
 from quantkit.core import sparsity
 from quantkit.core.formats import Format
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.sparsity import QUAD, best_two
 from quantkit.core.threads import one_thread, side_by_side
 from quantkit.kernels import gptq as kernels

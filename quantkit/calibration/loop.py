@@ -39,9 +39,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import StoredTensors
 from quantkit.checkpoint.writer import Commit, Item, committed_files
 from quantkit.core.memory_limits import release_heap
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.ranks import ALONE, Ranks
-from quantkit.core.scheme import Scheme
 from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
 from quantkit.kernels import gptq

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json

@@ -16,7 +16,7 @@ from typing import Any
 
 from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout

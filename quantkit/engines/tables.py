@@ -16,7 +16,7 @@ from quantkit.errors import Setting, Words
 from quantkit.names import KERNELS, install
 
 if TYPE_CHECKING:
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
 
 #: The source of rows about programs that nobody ran, and the remark behind their names.
 PUBLISHED = "docs/layouts.md 10, from the programs' published documentation; not tried here"

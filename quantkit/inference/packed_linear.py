@@ -23,8 +23,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from quantkit import kernels
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (

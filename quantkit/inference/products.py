@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit import kernels
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError
 from quantkit.kernels import LAUNCHERS, loader

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from quantkit.core.formats import FORMATS, FP6, INT4, Format
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import HopperKernel, RoutedHopper, tensor_map

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.keys import Positive
 from quantkit.layouts.awq import Awq, Quick

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import INT4, Format
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import (
     CheckpointError,

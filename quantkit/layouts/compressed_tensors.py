@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import (

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows
 from quantkit.layouts.base import Layout, SideFile, Stored, matrix, static_groups

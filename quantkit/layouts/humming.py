@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, FP5, FP6, Format
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.keys import Count
 from quantkit.layouts.arrangement import (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.core import sparsity
 from quantkit.core.formats import INT4
-from quantkit.core.scheme import Scheme, Sparsity
+from quantkit.core.quantized_tensor import Scheme, Sparsity
 from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows, blocks

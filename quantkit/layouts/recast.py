@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.core.formats import FORMATS, Format
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme, Sparsity
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Sparsity
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts.arrangement import Arrangement, OnRows
 from quantkit.layouts.base import Layout, Stored, Unpacking, codes_in_words, matrix

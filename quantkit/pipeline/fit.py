@@ -25,8 +25,8 @@ from quantkit.calibration.loop import new_run
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import load as load_report, peak_memory
 from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.ranks import ranks
-from quantkit.core.scheme import Scheme
 from quantkit.core.units import format_bytes, format_range
 from quantkit.engines.readers import Folder, refusal
 from quantkit.engines.tables import TARGETS

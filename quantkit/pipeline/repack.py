@@ -19,8 +19,7 @@ from quantkit.algorithms.rtn import relative_error, zeroed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, ROW_SUM
 from quantkit.checkpoint.writer import Item, Packed
-from quantkit.core.quantized_tensor import Digest, QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Digest, QuantizedTensor, Scheme
 from quantkit.engines.joined import is_expert
 from quantkit.engines.readers import sums_in_float16
 from quantkit.errors import (

@@ -21,7 +21,7 @@ import torch
 from quantkit.algorithms import rtn
 from quantkit.algorithms.rtn import relative_error
 from quantkit.core.formats import FORMATS
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.engines.joined import joined_name
 from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.layouts.base import Layout

@@ -20,7 +20,7 @@ import torch
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.writer import planned_shards, texts_beside
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.engines import readers
 from quantkit.engines.joined import is_expert, joined_name, output_config
 from quantkit.engines.readers import Folder

@@ -16,7 +16,7 @@ import torch
 
 from quantkit.calibration.budget import rounding_bytes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.threads import AHEAD
 from quantkit.errors import QuantkitError, in_python
 from quantkit.layouts.base import Layout

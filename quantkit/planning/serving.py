@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.engines.joined import is_expert, joined_name
 from quantkit.engines.readers import Folder, engine_kernel, has_own_linears, refusal
 from quantkit.engines.tables import GPUS, TARGETS, Engine

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.sparsity import quads
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.engines import readers

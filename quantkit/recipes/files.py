@@ -10,7 +10,7 @@ from typing import Any, get_args
 import yaml
 
 from quantkit.core.formats import FORMATS
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import RecipeError, reason
 from quantkit.keys import Key, section_at
 from quantkit.names import Method

@@ -22,7 +22,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import check_fixed
 from quantkit.algorithms.scale_search import check_signed, takes_signed
 from quantkit.core.formats import FORMATS
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.keys import Key, keys_of, read
 from quantkit.layouts import LAYOUTS, expressions

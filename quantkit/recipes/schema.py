@@ -14,13 +14,13 @@ from quantkit.names import FORMATS, LAYOUTS, Clip, Method, Metric, Rule
 from quantkit.recipes.options import Calib
 
 if TYPE_CHECKING:
-    from quantkit.core.scheme import Scheme
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.recipes.goals import Goal
 
 
 @dataclass(frozen=True)
 class SchemeKeys:
-    """The scheme of each weight in a recipe's words; makes a `core.scheme.Scheme`."""
+    """The scheme of each weight in a recipe's words; makes a `Scheme`."""
 
     format: str = key(
         "Number format",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.units import format_percent
 from quantkit.engines.joined import is_expert
 from quantkit.errors import QuantkitError

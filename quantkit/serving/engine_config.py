@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.tensors import raw_bytes
 from quantkit.engines.joined import JOINED
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, Setting, Words

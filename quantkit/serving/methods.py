@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit import kernels
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError, LayoutError
 from quantkit.inference.products import KernelWeight, pack_for_kernel, prepare, prepare_experts
 from quantkit.serving.engine_config import EngineConfig

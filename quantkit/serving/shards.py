@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, concatenated
 from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.inference.products import (
     KernelWeight,

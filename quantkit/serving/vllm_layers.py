@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinea
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import BasevLLMParameter
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import QuantkitError, Setting, Words
 from quantkit.inference.products import FUNCTIONS, UNGATED
 from quantkit.serving.engine_config import EngineConfig, reordered

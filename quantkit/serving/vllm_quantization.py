@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.inference.products import places
 from quantkit.layouts import read_config
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS

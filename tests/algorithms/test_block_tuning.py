@@ -11,8 +11,7 @@ from torch import Tensor
 from quantkit.algorithms import rtn
 from quantkit.algorithms.block_tuning import FACTORS, SPARSE_BOUND, TunedWeight
 from quantkit.algorithms.numerics import Grid, encode
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.layouts.recast import recast
 from tests.algorithms.inputs import gauss
 

@@ -17,8 +17,7 @@ from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
 from quantkit.calibration.stages.solve import solve, solve_uncalibrated
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import NumericError, RecipeError
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping, written

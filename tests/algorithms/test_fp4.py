@@ -11,8 +11,7 @@ from torch import Tensor
 from quantkit.algorithms import coordinate_descent, gptq, rtn
 from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.options import Options
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
 from tests.algorithms.inputs import correlated, gauss, loss

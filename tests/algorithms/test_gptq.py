@@ -15,8 +15,7 @@ from quantkit.algorithms.numerics import Grid, encode
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import sweep
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError, NumericError
 from tests import synthetic
 from tests.algorithms.inputs import LABELS, broken_hessians, correlated, damped, gauss, hostile, loss, on_threads

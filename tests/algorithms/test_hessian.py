@@ -9,7 +9,7 @@ from quantkit.algorithms import gptq
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian, factorize, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import remaining_error
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import NumericError, RecipeError
 from tests.algorithms.inputs import correlated, damped, gauss, on_threads
 

@@ -14,7 +14,7 @@ from quantkit.algorithms.hessian import factorize, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import fixed_mask
 from quantkit.algorithms.scale_search import choose_scales, group_errors
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.sparsity import check, weight_mask
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from tests import synthetic

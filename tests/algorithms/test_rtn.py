@@ -12,8 +12,7 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.numerics import Grid, check_weight, encode, stored_scale
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.names import Clip, Metric
 from tests.algorithms.inputs import LABELS, correlated, gauss

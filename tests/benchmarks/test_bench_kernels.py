@@ -17,7 +17,7 @@ import torch
 from benchmarks import bench_kernels, timing
 from benchmarks.bench_kernels import MODELS, SCHEMES, Layer, layers, row_of
 from benchmarks.timing import Device
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError, RecipeError
 from quantkit.kernels import proof
 from quantkit.kernels.launcher import Launcher

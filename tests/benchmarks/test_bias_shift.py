@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.bias_shift import INTEGERS, NAME, write_sources
 from quantkit.core.formats import FORMATS
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import LAUNCHERS, loader
 from tests.kernels.conftest import kernel_cache as kernel_cache, nvrtc as nvrtc
 from tests.kernels.on_cpu import library

@@ -22,7 +22,7 @@ from benchmarks.random_model import (
     variants,
     working_bytes,
 )
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes

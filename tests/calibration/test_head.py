@@ -14,8 +14,7 @@ from quantkit.calibration.budget import ROWS, Sizes
 from quantkit.calibration.stages.solve import Solve, solve_uncalibrated
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.formats import FP6, INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.io.model_folder import INDEX
 from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts import LAYOUTS, quantkit_key

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.api import eval_ppl
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.convert import pack

@@ -16,7 +16,7 @@ from quantkit.checkpoint import writer as writer_module
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter, Item, groups
 from quantkit.core.formats import INT4
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io import files
 from quantkit.io.model_folder import INDEX, SMALL, companions

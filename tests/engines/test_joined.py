@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.engines.joined import fused_groups, with_joined_names
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.engines.readers import TRAITS, Folder, engine_kernel, opened_by, refusals
 from quantkit.engines.tables import ENGINES, PUBLISHED, UNTRIED, VLLM
 from quantkit.layouts import LAYOUTS

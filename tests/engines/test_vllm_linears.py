@@ -12,7 +12,7 @@ import pytest
 import quantkit
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.engines.joined import fused_groups
 from quantkit.engines.readers import Folder, opened_by, refusals
 from quantkit.models.families import EMBEDDINGS_IN_VLLM, HEADS_IN_VLLM

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.layouts import LAYOUTS
 
 HERE = Path(__file__).resolve().parent

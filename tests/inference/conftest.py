@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts.schemes import Schemes
 from tests.inference.samples import Folders
 from tests.kernels.fake_driver import fake_driver as fake_driver, fake_gpu as fake_gpu

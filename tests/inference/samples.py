@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.inference.fused_linear import FusedLinear, sibling_linears
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import quantkit
 from benchmarks.random_model import Variant, build, variants
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.inference.fused_linear import FusedLinear, fuse_linears, sibling_linears
 from quantkit.inference.packed_linear import PackedLinear, PackedWeight
 from quantkit.layouts import LAYOUTS

@@ -13,7 +13,7 @@ from torch import nn
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.inference.generate import generate

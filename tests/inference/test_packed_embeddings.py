@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.inference.swap_linears import repack_for_kernels

@@ -10,7 +10,7 @@ import torch
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
 from quantkit.kernels.proof import relative_error
 from quantkit.layouts import LAYOUTS

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError, LayoutError
 from quantkit.kernels import MATMULS
 from quantkit.layouts.recast import recast

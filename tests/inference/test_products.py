@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError
 from quantkit.inference.products import PRODUCTS, KernelWeight, multiply, prepare
 from quantkit.kernels import LAUNCHERS, proof

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from tests.inference.samples import KERNELS, OTHERS, Folders

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import proof
 from quantkit.kernels.grouped import GroupedKernel
 from quantkit.kernels.routing import Routing

@@ -14,7 +14,7 @@ from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.algorithms.coordinate_descent import descend_block, descend_fours
 from quantkit.algorithms.numerics import round_to_codes
 from quantkit.core.formats import FORMATS
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.sparsity import QUAD, best_two
 from quantkit.kernels import gptq as kernels
 from quantkit.kernels.gptq import Columns

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import LAUNCHERS
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.kernels import JUDGES
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import CASES, TAKEN, is_second_copy, packed

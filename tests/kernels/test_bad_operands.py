@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError, QuantkitError
 from quantkit.evaluation.verify import verify
 from quantkit.kernels import JUDGES, MATMULS, loader, missing, proof

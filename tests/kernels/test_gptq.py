@@ -13,7 +13,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import Pattern, round_block
 from quantkit.core.formats import FORMATS, Format
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels.gptq import SEARCHED, Columns, runs_on, search_errors
 from tests.kernels import gptq_steps
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, SOURCES, grouped, routing
 from quantkit.kernels.contract import TYPES as TYPE_NAMES

@@ -8,8 +8,7 @@ import itertools
 import pytest
 import torch
 
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, driver, portable, proof
 from quantkit.kernels.tiles import PortableTile

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from quantkit.cli.inspect import format_verification
 from quantkit.cli.show import as_json
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.evaluation.verify import Verification
 from quantkit.evaluation.weight_check import Row
 from quantkit.kernels import JUDGES, MATMULS, none_for, proof

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from quantkit.core.formats import FP6, Format
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.kernels import proof
 from quantkit.kernels.weights import VARIANTS
 from tests.kernels.hopper_cases import CASES

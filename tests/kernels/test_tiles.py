@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, SOURCES, grouped, tiles
 from quantkit.kernels.hopper import MAX_TOKENS, token_parts

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import write_folder
 from tests.serving.engines import INT4 as RTN

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import FP5, FP6
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS, quantkit_key, read_config
 from quantkit.layouts.schemes import Schemes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS, expressions, quantkit_key, read_config
 from quantkit.layouts.schemes import Schemes

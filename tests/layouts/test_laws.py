@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, arrangement
 from quantkit.layouts.arrangement import Arrangement

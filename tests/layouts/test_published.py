@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin
 from quantkit.layouts.arrangement import Arrangement

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule, candidates, check_padding, nearest, padded_shape, recast, target

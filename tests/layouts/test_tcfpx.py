@@ -12,8 +12,7 @@ from torch import Tensor
 from quantkit.algorithms import rtn
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS

@@ -14,8 +14,7 @@ from torch import Tensor
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes

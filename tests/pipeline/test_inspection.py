@@ -20,7 +20,7 @@ from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import CheckpointWriter, Item
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import load_json
 from quantkit.layouts import LAYOUTS, read_config

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import padded_shape, recast

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.planning.fit import Group, Space, groups_of, patterns, recipe_of, schemes_of

@@ -18,7 +18,7 @@ from quantkit.calibration import loop
 from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes

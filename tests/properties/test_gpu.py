@@ -13,8 +13,7 @@ from quantkit.algorithms.options import Options
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core import sparsity
 from quantkit.core.formats import FORMATS, FP5, FP6, INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.layouts import LAYOUTS
 from quantkit.models.weights import load_dense_model

@@ -15,8 +15,7 @@ from quantkit.calibration.stages.solve import solve, solve_uncalibrated
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import Item
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import NumericError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key

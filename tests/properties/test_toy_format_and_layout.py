@@ -13,7 +13,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.core.formats import FORMATS, Format, floating
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.arrangement import OnRows

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.pipeline import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.goals import Goal, changes, treat_alike

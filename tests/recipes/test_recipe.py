@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from quantkit.core.formats import FORMATS, INT4
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import RecipeError
 from quantkit.recipes.files import load, load_named_or_scheme, merge
 from quantkit.recipes.recipe import Recipe, from_mapping, matches, pruning_from_mapping

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError, QuantkitError
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS

@@ -25,8 +25,7 @@ from quantkit.algorithms.numerics import half_precision
 from quantkit.algorithms.options import Options
 from quantkit.calibration.stages.solve import solve, solve_uncalibrated
 from quantkit.core.formats import LARGEST_HALF, SMALLEST_SCALE
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError, NumericError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress

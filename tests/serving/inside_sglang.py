@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes

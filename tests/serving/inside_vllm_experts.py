@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.inference.products import PRODUCTS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from tests.serving.samples import packed, record

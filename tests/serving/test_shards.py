@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast

@@ -38,9 +38,8 @@ from quantkit.calibration.budget import ROWS, SOLVED_BYTES, SQUARES, Peaks, Size
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.checkpoint.writer import Item
 from quantkit.core import sparsity
-from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, concatenated
 from quantkit.core.ranks import ALONE, Ranks
-from quantkit.core.scheme import Scheme
 from quantkit.core.threads import divide
 from quantkit.errors import NumericError, Setting, Words, about, more_samples
 from quantkit.layouts.recast import recast

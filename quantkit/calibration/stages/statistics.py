@@ -17,9 +17,8 @@ from quantkit.calibration.budget import HESSIAN_BYTES, Peaks, Sizes
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task
 from quantkit.checkpoint.report import ROW_SUM
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.ranks import ranks
-from quantkit.core.scheme import Scheme
 from quantkit.engines.readers import sums_in_float16
 from quantkit.errors import about
 from quantkit.layouts.humming import Humming

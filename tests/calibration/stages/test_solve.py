@@ -12,8 +12,7 @@ from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.hessian import Hessian
 from quantkit.algorithms.options import Options
 from quantkit.calibration.stages.solve import solve, solve_uncalibrated
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import NumericError
 from quantkit.io.json_files import dump_json
 from quantkit.progress import Progress

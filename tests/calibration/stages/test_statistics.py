@@ -18,8 +18,7 @@ from quantkit.calibration.stages.statistics import LEAST, Hessians, collect, sum
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import ROW_SUM
 from quantkit.checkpoint.writer import Item
-from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.engines.readers import sums_in_float16
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
