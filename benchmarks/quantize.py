@@ -29,6 +29,7 @@ from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.process import joined, silence_others
 from quantkit.cli.show import table
+from quantkit.core.quantized_tensor import label
 from quantkit.core.ranks import ranks
 from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.models.devices import CUDA_DEVICE, device_of
@@ -37,7 +38,6 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.planning.needs import OTHERS, Memory
 from quantkit.planning.survey import plan
 from quantkit.progress import Progress
-from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import Recipe
 
 #: Phases before the first block, which its commit records. The last two grow with the bytes of the source.

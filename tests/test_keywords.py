@@ -31,7 +31,7 @@ TYPED = (
     "serving/",
 )
 #: Whose options are those of a command that Python does not have.
-NO_FUNCTION = ("cli/", "inference/generate.py", "text/prompts.py")
+NO_FUNCTION = ("cli/", "inference/generate.py", "text/tokenizer.py")
 
 
 def modules(but: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantkit.text.prompts import continuation, continued, ends_of
+from quantkit.text.tokenizer import continuation, continued, ends_of
 
 
 def records(path: Path, limit: int | None) -> list[dict[str, Any]]:

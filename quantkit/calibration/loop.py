@@ -39,7 +39,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import StoredTensors
 from quantkit.checkpoint.writer import Commit, Item, committed_files
 from quantkit.core.memory_limits import release_heap
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import Goal, QuantizedTensor, Scheme
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
@@ -47,7 +47,6 @@ from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress, Recorder
-from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens
 

@@ -26,10 +26,10 @@ from quantkit.calibration.stages.solve import solve_uncalibrated
 from quantkit.calibration.stages.tune import BATCH, CHECKS, HELD_OUT
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Commit
+from quantkit.core.quantized_tensor import Goal
 from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress, Recorder
-from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe
 
 #: Blocks of a probe. The second is measured: it is neither slow like the first, nor without a

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.calibration.activations import Activations, file_of
 from quantkit.calibration.budget import PASS_STATES, TOKENS_AT_ONCE, most_waiting
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import Goal, QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
@@ -28,7 +28,6 @@ from quantkit.models.devices import free_gpu_memory
 from quantkit.models.interception import State
 from quantkit.models.modules import put_tensor
 from quantkit.progress import Clock, Progress
-from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe
 
 T = TypeVar("T")

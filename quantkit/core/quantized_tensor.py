@@ -126,6 +126,20 @@ class Scheme:
         return Scheme(FORMATS[name], **options)
 
 
+#: The result for a linear: codes of a scheme, or a dense 2:4 weight.
+Goal = Scheme | Literal["2:4"]
+
+
+def label(goal: Goal) -> str:
+    """Return the short name of a goal: `int4:g128`, `2:4`."""
+    return goal.label if isinstance(goal, Scheme) else goal
+
+
+def is_sparse(goal: Goal) -> bool:
+    """Return True if a goal is 2:4, with codes or without."""
+    return not isinstance(goal, Scheme) or goal.sparsity is not None
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A quantized weight `[n, k]`: codes, scales and, in an asymmetric scheme, zero points.

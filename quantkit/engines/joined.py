@@ -16,7 +16,7 @@ from typing import Any
 
 from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.tensors import dtype_name
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout
@@ -174,3 +174,43 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
             ignore |= dict.fromkeys(asked_names(joined, members))
     ignore |= dict.fromkeys(name for module in schemes.ignore for name in aliases(module))
     return replace(schemes, overrides=(*named, *stated), ignore=tuple(ignore))
+
+
+def treat_alike(goals: Mapping[str, Goal | None]) -> dict[str, Goal | None]:
+    """Give all linears of a joined group its widest goal: dense (None) if one is, else the scheme
+    with most bits.
+
+    Among schemes with equal bits, more scales win, then zero points, then the first.
+    """
+    alike = dict(goals)
+    for members in fused_groups(goals).values():
+        alike |= dict.fromkeys(members, max((goals[member] for member in members), key=_width))
+    return alike
+
+
+def changes(before: Mapping[str, Goal | None], after: Mapping[str, Goal | None]) -> list[str]:
+    """Say in one line for each kind of change how many linears got another goal."""
+    found: dict[str, list[str]] = {}
+    for module, goal in after.items():
+        if (was := before[module]) != goal:
+            found.setdefault(f"{_name(goal)} instead of {_name(was)}", []).append(module)
+    return [
+        f"{len(modules)} linears are {change}, like the widest linear that engines join them with "
+        f"(first {modules[0]})"
+        for change, modules in found.items()
+    ]
+
+
+def _width(goal: Goal | None) -> tuple[float, ...]:
+    if not isinstance(goal, Scheme):
+        return (float("inf"),)
+    return (
+        goal.format.bits,
+        goal.sparsity is None,
+        1 / goal.group_size if goal.group_size else 0,
+        not goal.symmetric,
+    )
+
+
+def _name(goal: Goal | None) -> str:
+    return "dense" if goal is None else label(goal)

@@ -22,9 +22,8 @@ from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.names import install
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
-from quantkit.text.prompts import continued
 from quantkit.text.sources import load_evaluation_text
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import continued, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

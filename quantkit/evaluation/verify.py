@@ -26,7 +26,7 @@ from typing_extensions import Unpack
 
 from quantkit import kernels
 from quantkit.checkpoint import report
-from quantkit.checkpoint.provenance import damage
+from quantkit.checkpoint.origin import damage
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.tensors import dtype_name, raw_bytes
 from quantkit.errors import CheckpointError, Command, KernelError, Option, QuantkitError, Words

@@ -27,8 +27,15 @@ from quantkit.models.meta_model import config_of, positions_of, require_text
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions, WriteOptions
 from quantkit.text.conversations import has_chat_template
-from quantkit.text.prompts import continuation, continued, ends_of, message_tokens, prompt_tokens
-from quantkit.text.tokenizer import check_tokens, load_tokenizer
+from quantkit.text.tokenizer import (
+    check_tokens,
+    continuation,
+    continued,
+    ends_of,
+    load_tokenizer,
+    message_tokens,
+    prompt_tokens,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

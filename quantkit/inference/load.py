@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.checkpoint.origin import resolve
-from quantkit.checkpoint.provenance import checked
+from quantkit.checkpoint.origin import checked, resolve
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, Command, QuantkitError, Setting, Words, reason

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.origin import name_of, origin
-from quantkit.checkpoint.provenance import Recorded, recorded_hashes, require_unchanged
+from quantkit.checkpoint.origin import Recorded, name_of, origin, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading, load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter, Item

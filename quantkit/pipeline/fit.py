@@ -25,7 +25,7 @@ from quantkit.calibration.loop import new_run
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import load as load_report, peak_memory
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, is_sparse
 from quantkit.core.ranks import ranks
 from quantkit.core.units import format_bytes, format_range
 from quantkit.engines.readers import Folder, refusal
@@ -61,7 +61,6 @@ from quantkit.planning.output import bytes_of
 from quantkit.planning.plan import Plan
 from quantkit.planning.survey import Job
 from quantkit.progress import Clock, Progress
-from quantkit.recipes.goals import is_sparse
 from quantkit.recipes.identity import DATE, date_of
 from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.numerics import check_finite
-from quantkit.checkpoint.origin import name_of, origin
-from quantkit.checkpoint.provenance import source_hashes
+from quantkit.checkpoint.origin import name_of, origin, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import (
     REPORT,

@@ -21,15 +21,14 @@ import torch
 from quantkit.algorithms import rtn
 from quantkit.algorithms.rtn import relative_error
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import Scheme
-from quantkit.engines.joined import joined_name
+from quantkit.core.quantized_tensor import Goal, Scheme
+from quantkit.engines.joined import joined_name, treat_alike
 from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.layouts.schemes import key_of
 from quantkit.names import Clip
 from quantkit.planning.output import bytes_of
-from quantkit.recipes.goals import Goal, treat_alike
 from quantkit.recipes.options import AUTO, DENSE
 from quantkit.recipes.recipe import KEYED, Recipe, from_mapping, matches, written
 

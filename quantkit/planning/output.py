@@ -20,7 +20,7 @@ import torch
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.writer import planned_shards, texts_beside
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.engines import readers
 from quantkit.engines.joined import is_expert, joined_name, output_config
 from quantkit.engines.readers import Folder
@@ -32,7 +32,6 @@ from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding, is_head
 from quantkit.models.outline import largest_others, share_of
 from quantkit.models.outside import Outside
-from quantkit.recipes.goals import Goal, label
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.reporting import facts
 

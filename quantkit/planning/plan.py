@@ -16,7 +16,7 @@ import torch
 
 from quantkit.calibration.budget import rounding_bytes
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Goal, Scheme
 from quantkit.core.threads import AHEAD
 from quantkit.errors import QuantkitError, in_python
 from quantkit.layouts.base import Layout
@@ -29,7 +29,6 @@ from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streame
 from quantkit.planning.output import Output, Row, converted_schemes
 from quantkit.planning.serving import Serving
 from quantkit.planning.verdict import Misfit, Verdict
-from quantkit.recipes.goals import Goal
 from quantkit.recipes.recipe import Recipe, stored_shape
 from quantkit.reporting.summary import ShortRepr
 

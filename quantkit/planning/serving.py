@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, label
 from quantkit.engines.joined import is_expert, joined_name
 from quantkit.engines.readers import Folder, engine_kernel, has_own_linears, refusal
 from quantkit.engines.tables import GPUS, TARGETS, Engine
@@ -25,7 +25,6 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import target
 from quantkit.layouts.schemes import is_embedding
 from quantkit.planning.output import Row
-from quantkit.recipes.goals import label
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import heading
 from quantkit.checkpoint.writer import require_same
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.ranks import ranks
 from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_range
+from quantkit.engines.joined import changes
 from quantkit.engines.tables import TARGETS, UNTRIED
 from quantkit.errors import (
     CheckpointError,
@@ -57,7 +58,6 @@ from quantkit.planning.plan import Plan, plan_quantize
 from quantkit.planning.serving import find_gpu, serving
 from quantkit.planning.verdict import model_remarks
 from quantkit.progress import Progress
-from quantkit.recipes.goals import Goal, changes, label
 from quantkit.recipes.identity import date_of, difference, identity
 from quantkit.recipes.options import AUTO, DENSE, Calib, RunKeywords, RunOptions
 from quantkit.recipes.recipe import (

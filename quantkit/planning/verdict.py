@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
 from quantkit.core.sparsity import quads
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.engines import readers
@@ -39,7 +39,6 @@ from quantkit.models.outline import Outline
 from quantkit.models.outside import Outside, drafts_by_name
 from quantkit.names import KERNELS
 from quantkit.planning.output import Output
-from quantkit.recipes.goals import Goal, is_sparse, label
 from quantkit.recipes.recipe import Recipe, skip_pattern
 
 #: The remark for 2:4 without training (ALGORITHMS 9).

@@ -22,7 +22,8 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.pruning import check_fixed
 from quantkit.algorithms.scale_search import check_signed, takes_signed
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
+from quantkit.engines.joined import treat_alike
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.keys import Key, keys_of, read
 from quantkit.layouts import LAYOUTS, expressions
@@ -31,7 +32,6 @@ from quantkit.layouts.recast import fitting
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, key_of
 from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
-from quantkit.recipes.goals import Goal, is_sparse, label, treat_alike
 from quantkit.recipes.options import AUTO, DENSE, Calib
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.text.sources import name_of_text

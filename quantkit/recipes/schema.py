@@ -14,8 +14,7 @@ from quantkit.names import FORMATS, LAYOUTS, Clip, Method, Metric, Rule
 from quantkit.recipes.options import Calib
 
 if TYPE_CHECKING:
-    from quantkit.core.quantized_tensor import Scheme
-    from quantkit.recipes.goals import Goal
+    from quantkit.core.quantized_tensor import Goal, Scheme
 
 
 @dataclass(frozen=True)

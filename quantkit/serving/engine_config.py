@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.provenance import checked
+from quantkit.checkpoint.origin import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.tensors import raw_bytes

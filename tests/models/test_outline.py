@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import label
 from quantkit.errors import CheckpointError
 from quantkit.models.experts import CALLS
 from quantkit.models.families import EXPERT_CLASSES, FAMILIES, family_of
 from quantkit.models.outline import LanguageModel
 from quantkit.models.weights import load_dense_model
-from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import from_mapping, goal_of
 from tests.tiny_models import FAMILIES as TINY, write_model
 

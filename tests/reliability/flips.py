@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoint.provenance import checked, source_hashes
+from quantkit.checkpoint.origin import checked, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, SEAL, load as load_report
 from quantkit.errors import CheckpointError, QuantkitError

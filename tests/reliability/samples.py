@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.provenance import checked
+from quantkit.checkpoint.origin import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import VOLATILE, load
 from quantkit.errors import QuantkitError

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.byte_tokenizer import byte_tokenizer
 from quantkit.errors import RecipeError
-from quantkit.text.prompts import affixes, continuation, continued, prompt_tokens
+from quantkit.text.tokenizer import affixes, continuation, continued, prompt_tokens
 
 WORDS = ["<s>", "</s>", "<turn>", "▁the", "▁cat", "▁", "s", "▁.", "▁n", "'", "t", *(f"<0x{i:02X}>" for i in range(256))]
 

@@ -16,9 +16,8 @@ from quantkit.calibration import budget
 from quantkit.calibration.budget import Peaks, Sizes
 from quantkit.calibration.run import Run, Stream
 from quantkit.checkpoint.writer import Item
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import Goal, QuantizedTensor
 from quantkit.core.threads import divide
-from quantkit.recipes.goals import Goal
 
 
 @dataclass(frozen=True)

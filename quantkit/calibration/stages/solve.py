@@ -38,13 +38,12 @@ from quantkit.calibration.budget import ROWS, SOLVED_BYTES, SQUARES, Peaks, Size
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.checkpoint.writer import Item
 from quantkit.core import sparsity
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, concatenated
+from quantkit.core.quantized_tensor import Goal, QuantizedTensor, Scheme, concatenated, is_sparse
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.threads import divide
 from quantkit.errors import NumericError, Setting, Words, about, more_samples
 from quantkit.layouts.recast import recast
 from quantkit.progress import Progress, Recorder
-from quantkit.recipes.goals import Goal, is_sparse
 from quantkit.recipes.recipe import Recipe, stored_shape
 
 Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]

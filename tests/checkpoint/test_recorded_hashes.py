@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.provenance import SUMS, recorded_hashes, source_hashes
+from quantkit.checkpoint.origin import SUMS, recorded_hashes, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Goal, Scheme
+from quantkit.engines.joined import changes, treat_alike
 from quantkit.pipeline import quantize
 from quantkit.planning.survey import plan
-from quantkit.recipes.goals import Goal, changes, treat_alike
 from quantkit.recipes.recipe import from_mapping
 from tests.tiny_models import write_model
 
