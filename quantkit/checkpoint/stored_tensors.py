@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.tensors import FLOATS
+from quantkit.core.threads import grouped
 from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.json_files import shown
@@ -91,10 +92,9 @@ class StoredTensors:
         self._beside = tuple(beside)
         self._supplied: dict[str, Path] = {}
         headers = {shard: read_header(shard.path)[0] for shard in self._shards}
-        holders: dict[str, list[str]] = {}
-        for shard, header in headers.items():
-            for name in header:
-                holders.setdefault(name, []).append(shard.name)
+        holders = grouped(
+            (name, shard.name) for shard, header in headers.items() for name in header
+        )
         index = weight_map or {name: held[0] for name, held in holders.items()}
         chosen = _by_index(path, holders, index, [] if notices is None else notices)
         self.absent = [name for name in index if name not in holders]

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+K = TypeVar("K")
 T = TypeVar("T")
 R = TypeVar("R")
 #: The lock of each process: a fork has its own.
@@ -46,6 +47,14 @@ def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[
         total += needed
     if part:
         yield part
+
+
+def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """List the values of each key, both in order of first occurrence."""
+    found: dict[K, list[T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 @contextmanager

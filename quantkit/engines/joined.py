@@ -18,6 +18,7 @@ from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.tensors import dtype_name
+from quantkit.core.threads import grouped
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout
 from quantkit.layouts.expressions import literal
@@ -83,11 +84,8 @@ def fused_groups(modules: Iterable[str]) -> dict[str, list[str]]:
     """Group `modules` by the linear that engines join them into. Groups of a single module are left
     out.
     """
-    groups: dict[str, list[str]] = {}
-    for module in modules:
-        if (joined := joined_name(module)) is not None:
-            groups.setdefault(joined, []).append(module)
-    return {joined: members for joined, members in groups.items() if len(members) > 1}
+    groups = grouped((joined_name(module), module) for module in modules)
+    return {name: members for name, members in groups.items() if name and len(members) > 1}
 
 
 def asked_names(joined: str, members: list[str]) -> list[str]:
@@ -190,10 +188,11 @@ def treat_alike(goals: Mapping[str, Goal | None]) -> dict[str, Goal | None]:
 
 def changes(before: Mapping[str, Goal | None], after: Mapping[str, Goal | None]) -> list[str]:
     """Say in one line for each kind of change how many linears got another goal."""
-    found: dict[str, list[str]] = {}
-    for module, goal in after.items():
-        if (was := before[module]) != goal:
-            found.setdefault(f"{_name(goal)} instead of {_name(was)}", []).append(module)
+    found = grouped(
+        (f"{_name(goal)} instead of {_name(before[module])}", module)
+        for module, goal in after.items()
+        if before[module] != goal
+    )
     return [
         f"{len(modules)} linears are {change}, like the widest linear that engines join them with "
         f"(first {modules[0]})"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.threads import grouped
 from quantkit.engines.joined import fused_groups, is_expert
 from quantkit.engines.tables import (
     CHAT_PROMPT,
@@ -370,10 +371,9 @@ def refusals(folder: Folder) -> list[str]:
     """Describe each trait in a line: the programs that read the layout but refuse this folder, and
     the way out.
     """
-    found: dict[str, list[str]] = {}
-    for reader, reasons in readers_of(folder):
-        for trait in reasons:
-            found.setdefault(trait, []).append(reader.label)
+    found = grouped(
+        (trait, reader.label) for reader, reasons in readers_of(folder) for trait in reasons
+    )
     lines: list[str] = [
         Words(
             f"it is not known whether {_list(names)} can open {TRAITS[trait].words}:"

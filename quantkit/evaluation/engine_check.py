@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
+from quantkit.core.threads import grouped
 from quantkit.errors import KernelError, Option, RecipeError, Words
 from quantkit.evaluation.opened import require_package
 from quantkit.evaluation.options import VerifyOptions
@@ -83,9 +84,7 @@ class EngineProof:
     @property
     def note(self) -> str:
         """One line about the comparison, and about who served what."""
-        served: dict[str, list[str]] = {}
-        for kind, methods in self.layers.items():
-            served.setdefault(" or ".join(methods), []).append(kind)
+        served = grouped((" or ".join(methods), kind) for kind, methods in self.layers.items())
         by = "; ".join(f"{', '.join(kinds)} by {methods}" for methods, kinds in served.items())
         return (
             f"{self.engine} {self.version} in {self.dtype}: log-probabilities of {self.tokens} "

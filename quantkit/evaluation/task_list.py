@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from quantkit.core.threads import grouped
 from quantkit.errors import (
     CheckpointError,
     Option,
@@ -81,11 +82,11 @@ def _folders() -> dict[str, list[Path]]:
     """
     import lm_eval.tasks
 
-    found: dict[str, list[Path]] = {}
-    for path in sorted(Path(lm_eval.tasks.__file__).parent.rglob("*.yaml")):
-        for name in _NAME.findall(path.read_text(encoding="utf-8", errors="replace")):
-            found.setdefault(name, []).append(path.parent)
-    return found
+    return grouped(
+        (name, path.parent)
+        for path in sorted(Path(lm_eval.tasks.__file__).parent.rglob("*.yaml"))
+        for name in _NAME.findall(path.read_text(encoding="utf-8", errors="replace"))
+    )
 
 
 def _leaves(index: Any, name: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.rtn import relative_error
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import Goal, Scheme
+from quantkit.core.threads import grouped
 from quantkit.engines.joined import joined_name, treat_alike
 from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.layouts.base import Layout
@@ -226,9 +227,7 @@ def groups_of(
     pin. A scheme that does not hold all linears of a group is left out; RecipeError if none is
     left. `outside` has the schemes of embeddings and heads that are chosen.
     """
-    joined: dict[str, list[str]] = {}
-    for name in linears:
-        joined.setdefault(joined_name(name) or name, []).append(name)
+    joined = grouped((joined_name(name) or name, name) for name in linears)
     found = []
     for name, members in joined.items():
         pins = treat_alike(
@@ -336,9 +335,7 @@ def patterns(names: Iterable[str]) -> list[str]:
         else:
             end = re.sub(r"(?<=experts\\\.)\d+(?=\\\.)", r"\\d+", re.escape(match[3]))
             layers.setdefault((re.escape(match[1]), end), {})[int(match[2])] = None
-    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for (head, end), numbers in layers.items():
-        alike.setdefault((head, tuple(numbers)), []).append(end)
+    alike = grouped(((head, tuple(numbers)), end) for (head, end), numbers in layers.items())
     return [
         f"{head}\\.{_any(map(str, numbers))}\\.{_any(ends)}"
         for (head, numbers), ends in alike.items()

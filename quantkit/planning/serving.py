@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quantkit.core.quantized_tensor import Scheme, label
+from quantkit.core.threads import grouped
 from quantkit.engines.joined import is_expert, joined_name
 from quantkit.engines.readers import Folder, engine_kernel, has_own_linears, refusal
 from quantkit.engines.tables import GPUS, TARGETS, Engine
@@ -99,14 +100,11 @@ def serving(
     """Find the kernels that serve a planned output, with the facts `folder`, in one of
     `TARGETS`.
     """
-    groups: dict[tuple[Any, ...], list[list[Row]]] = {}
-    for name, rows in _joined(planned, TARGETS[program].joins).items():
-        labels = sorted({str(row.scheme) for row in rows})
-        shapes = tuple(dict.fromkeys(row.stored for row in rows))
-        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), *labels, shapes), []).append(
-            rows
-        )
     engine = TARGETS[program]
+    joined = grouped(
+        ((joined_name(row.module) if engine.joins else None) or row.module, row) for row in planned
+    )
+    groups = grouped((_likeness(name, rows), rows) for name, rows in joined.items())
     refused = refusal(folder, engine)
     kinds = [
         _kind(key[0], alike, folder, engine, capability, refused) for key, alike in groups.items()
@@ -114,12 +112,11 @@ def serving(
     return Serving(program, gpu, capability, tuple(kinds))
 
 
-def _joined(rows: Sequence[Row], join: bool) -> dict[str, list[Row]]:
-    """Group rows by the linear that an engine makes of them."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault((joined_name(row.module) if join else None) or row.module, []).append(row)
-    return found
+def _likeness(name: str, rows: Sequence[Row]) -> tuple[Any, ...]:
+    """Give the key that joined linears of one kind share: name, schemes and shapes."""
+    labels = sorted({str(row.scheme) for row in rows})
+    shapes = tuple(dict.fromkeys(row.stored for row in rows))
+    return (re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), *labels, shapes)
 
 
 def _kind(

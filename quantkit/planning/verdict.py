@@ -17,6 +17,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
 from quantkit.core.sparsity import quads
 from quantkit.core.tensors import FLOATS, dtype_name
+from quantkit.core.threads import grouped
 from quantkit.engines import readers
 from quantkit.errors import (
     CheckpointError,
@@ -145,9 +146,7 @@ def ways_out(
     `schemes` has the goal of every linear, misfit or not. `layout` is None if weights stay dense,
     `recipe` is None for a conversion, `source` is the layout of its source.
     """
-    rules: dict[str, list[Misfit]] = {}
-    for misfit in misfits:
-        rules.setdefault(misfit.rule, []).append(misfit)
+    rules = grouped((misfit.rule, misfit) for misfit in misfits)
     everything = len(misfits) == sum(scheme is not None for scheme in schemes.values())
     joint: list[str] = []
     if layout is not None:
@@ -185,9 +184,7 @@ def ways_out(
 
 def _by_shape(group: list[Misfit]) -> str:
     """Name the first weight of each shape and count the others."""
-    shapes: dict[tuple[int, int], list[str]] = {}
-    for misfit in group:
-        shapes.setdefault(misfit.shape, []).append(misfit.module)
+    shapes = grouped((misfit.shape, misfit.module) for misfit in group)
     return ", ".join(
         f"{modules[0]} is "
         f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
@@ -378,10 +375,9 @@ def model_remarks(
                 Setting("dense_dtype", "bfloat16"),
             )
         )
-    reasons: dict[str, list[str]] = {}
-    for name, reason in model.kept_dense.items():
-        if goals[name] is None:
-            reasons.setdefault(reason, []).append(name)
+    reasons = grouped(
+        (reason, name) for name, reason in model.kept_dense.items() if goals[name] is None
+    )
     found += [
         f"{names[0]}: left dense, {reason} ({len(names)} in all)"
         for reason, names in reasons.items()

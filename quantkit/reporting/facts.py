@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from quantkit.checkpoint.report import ROW_SUM, WORDS
+from quantkit.core.threads import grouped
 from quantkit.core.units import format_bytes
 from quantkit.engines.tables import BY_QUANTKIT, UNTRIED
 from quantkit.errors import FILE, Setting, Words, more_samples
@@ -253,10 +254,11 @@ def tuned_scales(report: Mapping[str, Any]) -> str:
 
 def _by_source(layers: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, str]]]:
     """List (ratio, name) of the linears for each held-out source, the worst first."""
-    found: dict[str, list[tuple[float, str]]] = {}
-    for layer in layers:
-        for source, ratio in layer.get("held_out", {}).items():
-            found.setdefault(source, []).append((ratio, str(layer.get("name"))))
+    found = grouped(
+        (source, (ratio, str(layer.get("name"))))
+        for layer in layers
+        for source, ratio in layer.get("held_out", {}).items()
+    )
     return {source: sorted(each, reverse=True) for source, each in found.items()}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
 
+from quantkit.core.threads import grouped
 from quantkit.core.units import format_bytes, format_seconds
 from quantkit.reporting import charts
 from quantkit.reporting.charts import Table, raw, render
@@ -168,10 +169,11 @@ def cells(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[list[str], li
     """Return the head and the rows of a table. Seeds share a row, and rows without values are left
     out.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if any(_has(row, each.key) for each in columns):
-            groups.setdefault((row["recipe"], row["calibration"]), []).append(row)
+    groups = grouped(
+        ((row["recipe"], row["calibration"]), row)
+        for row in rows
+        if any(_has(row, each.key) for each in columns)
+    )
     heads = [key for key in identity(rows) if any(_has(group[0], key) for group in groups.values())]
     body = [
         [

@@ -17,7 +17,7 @@ from quantkit.calibration.budget import Peaks, Sizes
 from quantkit.calibration.run import Run, Stream
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import Goal, QuantizedTensor
-from quantkit.core.threads import divide
+from quantkit.core.threads import divide, grouped
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,7 @@ def _seen_in(block: LoadedBlock, number: int, targets: Sequence[str]) -> list[Gr
 
     with model.watching_norms(block.index) as is_normalised, model.watching(targets, see):
         model.run(block.index, tokens, block.stream.activations.get(number))
-    shared: dict[tuple[int, ...], list[str]] = {}
-    for linear, seen in inputs.items():
-        shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
+    shared = grouped((tuple(id(x) for x in seen), linear) for linear, seen in inputs.items())
     return [
         Group(tuple(linears), len(inputs[linears[0]]) == 1, others.isdisjoint(linears))
         for linears in shared.values()
