@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,11 +92,12 @@ def choose_scales(
                 -1, groups
             )
 
-    together: GroupError | KernelErrors | None
+    together: GroupError | None
     if errors is None:
         together, slices = square_error, row_slices(weight, k)
-    elif (together := _kernel_errors(weight, errors)) is not None:
-        slices = row_slices(weight, _TEMPORARIES * groups * len(_ratios(scheme.format, clip)))
+    elif (together := _row_errors(weight, errors)) is not None:
+        entries = _TEMPORARIES * groups if _has_kernel(weight, k // groups) else 8 * k
+        slices = row_slices(weight, entries * len(_ratios(scheme.format, clip)))
     else:  # a product reads a whole block of H, which pays only for many rows
         slices = row_slices(weight, k // groups, least=512)
     side_by_side(weight.device, [partial(fit, rows) for rows in slices])
@@ -108,7 +109,7 @@ def fit_scales(
     scheme: Scheme,
     clip: Clip,
     stored: torch.dtype,
-    error: GroupError | KernelErrors,
+    error: GroupError,
     row: int = 0,
     groups: int = 1,
     signed: bool = False,
@@ -128,22 +129,19 @@ def fit_scales(
     if len(scales) == 1:
         best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
     else:
-        tried = (
-            scales.masked_fill(overflow, torch.nan) if isinstance(error, KernelErrors) else scales
-        )
-        errors = _errors(x, tried, zeros, fmt, error)
+        errors = _errors(x, scales.masked_fill(overflow, torch.nan), zeros, fmt, error)
         best = errors.masked_fill_(overflow, torch.inf).argmin(0, keepdim=True)
     chosen = scales.gather(0, best)[0].to(torch.float16)
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
 
 
 def _errors(
-    x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError | KernelErrors
+    x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError
 ) -> Tensor:
     """Return the error `[c, m]` of each candidate of `scales` and `zeros` `[c, m]` for the groups
     `x` `[m, g]`.
     """
-    if isinstance(error, KernelErrors):
+    if isinstance(error, RowErrors) and _has_kernel(x, x.shape[1]):
         return kernels.search_errors(x, scales, zeros, error.factors, fmt)
     errors = torch.empty_like(scales)
     # Each call takes many candidates, because on a GPU it starts several kernels.
@@ -162,9 +160,7 @@ def _deltas(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Ten
     return torch.addcmul(x, delta, scales.unsqueeze(-1), value=-1, out=delta)
 
 
-def _has_bounds(
-    x: Tensor, scheme: Scheme, clip: Clip, error: GroupError | KernelErrors, signed: bool
-) -> bool:
+def _has_bounds(x: Tensor, scheme: Scheme, clip: Clip, error: GroupError, signed: bool) -> bool:
     """Return True if `_least_square` finds the scales, sooner than by trying all candidates."""
     fmt = scheme.format
     is_tabled = not fmt.is_microscaled and (scheme.symmetric or fmt.bits <= ZERO_BITS)
@@ -318,27 +314,34 @@ class TriangularError:
         return torch.stack(parts).sum(0)
 
 
-class KernelErrors(NamedTuple):
-    """The factors `[groups, g, g]`, each an `R`, by which a kernel computes `||delta R||^2` of
-    groups of whole rows.
+@dataclass(frozen=True)
+class RowErrors:
+    """The errors `||delta R||^2` of groups of whole rows, by `factors` `[groups, g, g]`, each an
+    `R`.
     """
 
     factors: Tensor
 
+    def __call__(self, delta: Tensor) -> Tensor:
+        groups = delta.unflatten(0, (-1, len(self.factors))).transpose(0, 1)
+        products: Tensor = groups @ self.factors
+        return products.square_().sum(-1).T.flatten()
 
-def _kernel_errors(weight: Tensor, errors: list[GroupError]) -> KernelErrors | None:
-    """Return the errors of all groups of `weight` `[n, k]` together; None if no kernel computes
-    them.
+
+def _row_errors(weight: Tensor, errors: list[GroupError]) -> RowErrors | None:
+    """Return the errors of all groups of `weight` `[n, k]` together on a GPU, where one group after
+    the other would wait for its launches; None for wide groups.
     """
-    size = weight.shape[1] // len(errors)
-    if (
-        size not in kernels.SEARCHED
-        or working_dtype(weight) != torch.float32
-        or not kernels.runs_on(weight.device)
-    ):
+    if not weight.is_cuda or weight.shape[1] // len(errors) > max(kernels.SEARCHED):
         return None
     factors = [error.blocks[0][1] for error in errors if isinstance(error, TriangularError)]
-    return KernelErrors(torch.stack(factors)) if len(factors) == len(errors) else None
+    return RowErrors(torch.stack(factors)) if len(factors) == len(errors) else None
+
+
+def _has_kernel(weight: Tensor, size: int) -> bool:
+    """Return True if a kernel computes the `RowErrors` of groups of this size."""
+    is_float32 = working_dtype(weight) == torch.float32
+    return size in kernels.SEARCHED and is_float32 and kernels.runs_on(weight.device)
 
 
 def diagonal_error(weights: Tensor) -> GroupError:

@@ -148,6 +148,16 @@ def test_errors_of_a_wide_channel_by_batches_of_blocks_are_those_by_panels(monke
     torch.testing.assert_close(expected, torch.stack(whole).sum(0))
 
 
+def test_errors_of_all_groups_of_a_row_together_are_those_of_each_group() -> None:
+    h = correlated(64, 64)
+    errors = group_errors(h, 1.01 * h.diagonal(), 4, "block", torch.float64)
+    assert errors is not None
+    together = scale_search.RowErrors(torch.stack([error.blocks[0][1] for error in errors]))  # type: ignore[attr-defined]
+    delta = gauss(3 * 5, 64).double()
+    expected = torch.stack([error(part) for error, part in zip(errors, delta.split(16, 1), strict=True)], 1)
+    torch.testing.assert_close(together(delta.view(-1, 16)), expected.flatten())
+
+
 @pytest.mark.parametrize(
     ("options", "label"),
     [
