@@ -1,5 +1,5 @@
 """Refine a swept weight: move single codes by coordinate descent, then refit all scales of a row by
-least squares. Scales of eight bits move in the descent.
+least squares.
 
 With all other codes fixed, the loss of a row is a parabola in each of its weights; with all codes
 fixed, it is a quadratic form in the row's scales. Both also fit the noise of the calibration tokens
@@ -35,7 +35,6 @@ _STEP = 32  # columns corrected one by one before one product corrects the rest 
 _ROWS = 256  # rows whose normal equations are in memory together
 _ENTRIES = 2**23  # on a GPU more rows, up to so many entries of each matrix
 _RIDGE = 1e-8
-_NEXT = 0.72  # of the distance between two scales: rounded, it gives the next one up or down
 #: Pairs of columns this near to being the same do not replace a four, nor does a smaller relative
 #: fall of the loss; kernels/gptq_fours.cu has the same.
 _SINGULAR = _FALL = 1e-6
@@ -51,7 +50,7 @@ def refine(
     masks: bool = False,
 ) -> tuple[QuantizedTensor, dict[str, Tensor]]:
     """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit`
-    of its scales. The passes themselves refit scales of eight bits.
+    of its scales. Those of eight bits lie too far apart to be solved for, and stay.
 
     `h` `[k, k]` is the damped Hessian: the undamped one ruins texts unlike those that calibrate
     (ALGORITHMS 8). After all passes, and after the refit, every row takes the better of before and
@@ -62,17 +61,15 @@ def refine(
     """
     if not (descent or refit):
         return tensor, {}
-    by_groups = refit and tensor.scheme.format.is_microscaled
-    changes, before = {}, tensor
+    changes = {}
     loss = row_losses(weight, tensor, h)
-    if descent or by_groups:
+    if descent:
         with one_thread(h.device):
-            found = descend(weight, tensor, h, descent or 1, masks, by_groups)
+            found = descend(weight, tensor, h, descent, masks)
+        before = tensor.codes
         tensor, loss, _ = _better(weight, found, tensor, loss, h)
-        changes["descent_changed"] = (tensor.codes != before.codes).sum(-1)
-    if by_groups:
-        changes["refit_rows"] = (tensor.scales != before.scales).any(-1)
-    elif refit:
+        changes["descent_changed"] = (tensor.codes != before).sum(-1)
+    if refit and not tensor.scheme.format.is_microscaled:
         with one_thread(h.device):
             found = _refit(weight, tensor, h)
         tensor, loss, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
@@ -98,34 +95,27 @@ def rows_of(taken: Tensor, one: QuantizedTensor, other: QuantizedTensor) -> Quan
 
 
 def descend(
-    weight: Tensor,
-    tensor: QuantizedTensor,
-    h: Tensor,
-    passes: int = 1,
-    masks: bool = False,
-    scales: bool = False,
+    weight: Tensor, tensor: QuantizedTensor, h: Tensor, passes: int = 1, masks: bool = False
 ) -> QuantizedTensor:
     """Return the tensor `[n, k]` after some passes over its columns in natural order, fewer if a
-    pass changes no code; with `masks`, over its aligned fours, with `scales`, over its groups.
+    pass changes nothing; with `masks`, over its aligned fours.
     """
     dtype = working_dtype(weight)
     fmt = tensor.scheme.format
     v = tensor.values(dtype).flatten(1).T.contiguous()
     k, groups = len(v), tensor.scales.shape[1]
+    scales = tensor.scales.to(dtype).T.contiguous()
     zeros = None if tensor.zeros is None else tensor.zeros.to(dtype).T.contiguous()
     group_of = torch.arange(k, dtype=torch.int32, device=h.device) // (k // groups)
-    columns = Columns(tensor.scales.to(dtype).T.contiguous(), zeros, group_of)
-    move: Callable[..., None] = partial(descend_block, frozen=tensor.scheme.sparsity is not None)
-    if masks or scales:
-        move = descend_fours if masks else partial(_descend_groups, stored=weight.dtype)
+    columns, frozen = Columns(scales, zeros, group_of), tensor.scheme.sparsity is not None
+    move = descend_fours if masks else partial(descend_block, frozen=frozen)
     _descend(weight.to(dtype).T.contiguous(), v, h.to(dtype), columns, fmt, passes, move)
     codes = (
         fmt.encode(v)
         if zeros is None
         else v.add_(zeros.repeat_interleave(k // groups, 0)).to(torch.uint8)
     )
-    half = columns.scales.T.to(torch.float16).contiguous()
-    return QuantizedTensor(tensor.scheme, codes.T.contiguous(), half, tensor.zeros)
+    return QuantizedTensor(tensor.scheme, codes.T.contiguous(), tensor.scales, tensor.zeros)
 
 
 def descend_pruned(weight: Tensor, values: Tensor, h: Tensor, passes: int) -> Tensor:
@@ -148,8 +138,8 @@ def _descend(
     """Move the values `v` towards the weights `w`, both transposed `[k, n]`, so that a column of
     the weight is contiguous.
     """
+    scale = 1.0 if columns is None else columns.scales[columns.group_of.long()]
     for _ in range(passes):
-        scale = 1.0 if columns is None else columns.scales[columns.group_of.long()]
         before = v.clone()
         e = w - v * scale
         for a in range(0, len(v), _BLOCK):
@@ -243,53 +233,6 @@ def descend_fours(
         torch.mul(v[four] - found, scale, out=moves[four])
         v[four] = found
     e += moves
-
-
-def _descend_groups(
-    slope: Tensor,
-    e: Tensor,
-    v: Tensor,
-    h: Tensor,
-    columns: Columns,
-    fmt: Format,
-    stored: torch.dtype,
-) -> None:
-    """Move values `v` `[b, n]` and scales of eight bits of the groups of a block, and update their
-    errors `e` `[b, n]`.
-
-    Each group takes the best of its scale and the two next to it. For each of them its columns are
-    rounded again, one after the other, in all groups at once; then each group in its turn decides
-    with the moves of those before it. Arguments are those of `descend_block`, `stored` the dtype of
-    the weight. Scales of eight bits lie too far apart to be solved for together and then rounded.
-    """
-    size = fmt.group_size or len(v)
-    groups, ratio = columns.group_of[::size].long(), 1 + _NEXT / fmt.scale_steps
-    own = columns.scales.index_select(0, groups).unsqueeze(1)
-    tried = stored_scale(torch.cat([own, own * ratio, own / ratio], 1), stored, fmt)
-    tried = torch.where(tried * fmt.largest <= fmt.largest_weight, tried, own)
-    x = v.unflatten(0, (-1, size)) * own
-    spans = [slice(a, a + size) for a in range(0, len(h), size)]
-    blocks = torch.stack([h[some, some] for some in spans]).unsqueeze(1)
-    diagonal = blocks.diagonal(dim1=2, dim2=3).clamp(min=torch.finfo(h.dtype).tiny).unsqueeze(-1)
-    slopes = slope.unflatten(0, (-1, 1, size))
-    left = slopes.repeat(1, tried.shape[1], 1, 1)
-    values, moves = torch.empty_like(left), torch.empty_like(left)
-    for j in range(size):
-        target = x[:, j : j + 1] + left[:, :, j] / diagonal[:, :, j]
-        values[:, :, j] = fmt.nearest(target / tried)
-        moves[:, :, j] = values[:, :, j] * tried - x[:, j : j + 1]
-        left[:, :, j + 1 :] -= blocks[:, :, j + 1 :, j : j + 1] * moves[:, :, j : j + 1]
-    changes = (blocks @ moves).sub_(slopes, alpha=2).mul_(moves).sum(2)  # of the loss
-    moved = torch.zeros_like(e)
-    for group, some in enumerate(spans):
-        between = ((h[some, : some.start] @ moved[: some.start]) * moves[group]).sum(1)
-        least, best = changes[group].add(between, alpha=2).min(0, keepdim=True)
-        fell, place = least < 0, best.unsqueeze(0)
-        moved[some] = torch.where(fell, moves[group].take_along_dim(place, 0)[0], 0)
-        v[some] = torch.where(fell, values[group].take_along_dim(place, 0)[0], v[some])
-        own[group] = torch.where(fell, tried[group].gather(0, best), own[group])
-    columns.scales.index_copy_(0, groups, own[:, 0])
-    e -= moved
 
 
 def _rounded(x: Tensor, fmt: Format | None) -> Tensor:

@@ -61,7 +61,8 @@ class Options:
     refit: bool = key(
         "Solve for the scales once more when the codes are fixed",
         default=False,
-        usual="true for symmetric integers, nvfp4 and mxfp4, else false",
+        more="Scales of NVFP4 and MXFP4 stay.",
+        usual="true for symmetric integers, else false",
         when="`false` to save time.",
     )
     descent: Count = key(

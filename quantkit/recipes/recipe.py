@@ -360,8 +360,8 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         skip = Counter(asked.get("skip", RecipeKeys.skip)) - Counter(RecipeKeys.skip)
         asked["skip"] = [*skip.elements()]  # it stays if it is stated too
     schemes = [scheme, *(other for _, other in overrides)]
-    refined = _refined_by_default(method, schemes)
-    asked.setdefault("signed", method == "gptq" and any(map(takes_signed, schemes)))
+    refined = method == "gptq" and any(map(takes_signed, schemes))
+    asked.setdefault("signed", refined)
     asked["prune"] = _prune_rule(asked.get("prune"), method, schemes)
     fixed = {
         name: asked[name]
@@ -369,8 +369,9 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
         if asked[name] is not None
     }
     solver = asked.pop("gptq", {})
-    if refined and solver.setdefault("descent", DESCENT):
-        solver.setdefault("refit", True)
+    descends = method == "gptq" and any(s.format.is_microscaled for s in schemes)
+    if (refined or descends) and solver.setdefault("descent", DESCENT):
+        solver.setdefault("refit", refined)
     sparse = method == "gptq" and any(map(is_sparse, schemes))
     gptq = Options(**_with_usual_damp(solver, sparse), **fixed)
     found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **_read_shared(asked))
@@ -443,13 +444,6 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
     if method == "rtn":
         check_fixed(rule)
     return rule
-
-
-def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
-    """Return True if descent and a refit after it are the default: by GPTQ, if there are symmetric
-    integers, NVFP4 or MXFP4.
-    """
-    return method == "gptq" and any(takes_signed(s) or s.format.is_microscaled for s in schemes)
 
 
 def _pattern(pattern: str) -> str:

@@ -70,17 +70,14 @@ def test_solved_and_tuned_scales_are_stored_ones(label: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_a_refit_moves_scales_with_their_codes_and_raises_no_loss(label: str) -> None:
+def test_descent_raises_no_loss_and_a_refit_leaves_scales_that_are_stored_in_eight_bits(label: str) -> None:
     w, h = gauss(16, 128), correlated(128).float()
     w[3], w[5, :32] = 0, 0
-    rounded, _ = rtn.quantize(w, Scheme.parse(label))
-    tensor, _ = coordinate_descent.refine(w, rounded, h, descent=3)
-    found, changes = coordinate_descent.refine(w, tensor, h, refit=True)
-    assert stored(found)
+    tensor, _ = rtn.quantize(w, Scheme.parse(label))
+    found, changes = coordinate_descent.refine(w, tensor, h, descent=3, refit=True)
     assert (loss(w, found, h) <= loss(w, tensor, h) * (1 + 1e-6)).all()
-    assert changes["refit_rows"].sum() >= 8 and not changes["refit_rows"][3]
-    assert loss(w, found, h).sum() < 0.995 * loss(w, tensor, h).sum()
-    assert not torch.equal(found.scales, tensor.scales)
+    assert loss(w, found, h).sum() < 0.9 * loss(w, tensor, h).sum()
+    assert torch.equal(found.scales, tensor.scales) and changes.keys() == {"descent_changed"}
 
 
 @pytest.mark.parametrize(("label", "most"), [("nvfp4", 21), ("mxfp4", 7 * 2.0**13)])
