@@ -402,19 +402,21 @@ def cautions(folder: Folder) -> list[str]:
     return [line for line in found if line is not None]
 
 
-def refusal(folder: Folder, engine: Engine) -> str | None:
-    """Say why an engine does not open a folder, None if it does."""
+def refusal(folder: Folder, engine: Engine) -> tuple[str, str | None] | None:
+    """Say why an engine does not open a folder and the way out, None if it opens the folder.
+
+    The way out is None if nobody knows whether it does.
+    """
     reasons = [reasons for _, reasons in readers_of(folder, [engine])]
     if not reasons:
-        return f"it does not read the layout {folder.layout}"
+        way_out = Words("use another", Setting("layout"))
+        return f"it does not read the layout {folder.layout}", way_out
     if not all(reasons):
         return None
-    first = TRAITS[reasons[0][0]]
-    return (
-        f"it was not asked to open {first.words}"
-        if first.is_unknown
-        else f"it does not open a folder with {first.words}"
-    )
+    first = TRAITS[min(reasons, key=len)[0]]
+    if first.is_unknown:
+        return f"it was not asked to open {first.words}", None
+    return f"it does not open a folder with {first.words}", first.way_out
 
 
 def has_own_linears(folder: Folder, engine: Engine) -> bool:

@@ -50,13 +50,14 @@ class Kind:
 @dataclass(frozen=True)
 class Serving:
     """The kernels of a planned output in one program on a GPU of a compute capability,
-    named `gpu`.
+    named `gpu`; `refusal` is the error if the program does not open the output.
     """
 
     target: str
     gpu: str
     capability: tuple[int, int]
     kinds: tuple[Kind, ...]
+    refusal: RecipeError | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data."""
@@ -105,11 +106,10 @@ def serving(
         ((joined_name(row.module) if engine.joins else None) or row.module, row) for row in planned
     )
     groups = grouped((_likeness(name, rows), rows) for name, rows in joined.items())
-    refused = refusal(folder, engine)
-    kinds = [
-        _kind(key[0], alike, folder, engine, capability, refused) for key, alike in groups.items()
-    ]
-    return Serving(program, gpu, capability, tuple(kinds))
+    why, way_out = refusal(folder, engine) or (None, None)
+    kinds = [_kind(key[0], alike, folder, engine, capability, why) for key, alike in groups.items()]
+    error = RecipeError(why, way_out, subject=program) if why and way_out else None
+    return Serving(program, gpu, capability, tuple(kinds), error)
 
 
 def _likeness(name: str, rows: Sequence[Row]) -> tuple[Any, ...]:

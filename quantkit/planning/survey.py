@@ -129,7 +129,8 @@ def plan(
     If `quantize` would refuse the run, the plan has its error. The error is raised only if no plan
     can be made. Values of weights and hashes of files are not checked. `gpu_memory` are the bytes
     of a GPU that is not here. `target` and `gpu` name a program and a GPU; the plan then lists
-    their kernels. With `probe`, a part of a long run is measured to estimate its duration.
+    their kernels, or has the error that the program does not open the output. With `probe`, a part
+    of a long run is measured to estimate its duration.
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
@@ -143,6 +144,8 @@ def plan(
         job = job._replace(plan=made)
     try:
         job = require_runnable(job, None if out is None else Path(out), run, is_plan=True)
+        if made.serving is not None and made.serving.refusal is not None:
+            raise made.serving.refusal
     except QuantkitError as error:
         return replace(made, verdict=replace(made.verdict, refusal=error))
     made, facts, remarks = job.plan, job.text.facts, list(job.text.notices)

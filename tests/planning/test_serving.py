@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from quantkit.engines.tables import ENGINES, GPUS
-from tests.command_line import RTN, call
+from tests.command_line import RTN, call, refused
 from tests.tiny_models import write_model
 
 
-def kinds(model: Path, target: str, gpu: str, *options: object) -> dict[str, dict[str, Any]]:
+def kinds(model: Path, target: str, gpu: str, *options: object, code: int = 0) -> dict[str, dict[str, Any]]:
     """Return the kinds of linears of a plan by the last part of their names."""
     args = (*RTN, "--min-share", 0, "--target", target, "--gpu", gpu, *options)
-    found = json.loads(call("plan", model, *args, "--json").stdout)["serving"]
+    found = json.loads(call("plan", model, *args, "--json", code=code).stdout)["serving"]
     assert (found["target"], found["gpu"]) == (target, gpu)
     return {kind["name"].rpartition(".")[2]: kind for kind in found["kinds"]}
 
@@ -67,6 +67,24 @@ def test_packed_embeddings_have_no_kernel_and_a_head_has_that_of_its_shape(group
     assert "leave them dense: drop --embeddings" in said and "loads in       vLLM asked for quantkit[vllm]" in said
 
 
+@pytest.mark.parametrize(
+    ("family", "option", "what"),
+    [
+        ("gemma", "--embeddings", "packed embeddings"),  # tied: the plug-in refuses them too
+        ("glm4_moe", "--embeddings", "packed embeddings"),
+        ("opt", "--head", "a packed output head"),
+    ],
+)
+def test_a_plan_for_vllm_refuses_packed_ends_that_the_class_does_not_open(
+    family: str, option: str, what: str, tmp_path: Path
+) -> None:
+    model = write_model(family, tmp_path / "model", tie_word_embeddings=family == "gemma")
+    args = (*RTN, "--min-share", 0, "--group-size", 64, "--target", "vllm", "--gpu", "h100")
+    said = refused("plan", model, *args, option, "int8", code=2)
+    assert f"vllm: it does not open a folder with {what}, which vLLM 0.26.0 does not take in this family: leave" in said
+    assert f"drop {option}" in said
+
+
 def test_what_no_row_covers_is_not_known(grouped: Path) -> None:
     found = kinds(grouped, "sglang", "a100")
     assert (found["o_proj"]["kernel"], found["o_proj"]["why"], found["o_proj"]["source"]) == (None, "not known", None)
@@ -76,10 +94,11 @@ def test_what_no_row_covers_is_not_known(grouped: Path) -> None:
 
 
 def test_a_folder_that_a_program_does_not_open_has_no_kernel_there(grouped: Path) -> None:
-    asym = kinds(grouped, "vllm", "h100", "--layout", "gptq", "--asym")
+    asym = kinds(grouped, "vllm", "h100", "--layout", "gptq", "--asym", code=2)
     assert asym["o_proj"]["kernel"] is None and "zero points" in asym["o_proj"]["why"]
-    assert "does not read the layout marlin" in kinds(grouped, "sglang", "h100", "--layout", "marlin")["o_proj"]["why"]
-    split = kinds(grouped, "vllm", "h100", "--override", "k_proj=int4:g64")
+    other = kinds(grouped, "sglang", "h100", "--layout", "marlin", code=2)
+    assert "does not read the layout marlin" in other["o_proj"]["why"]
+    split = kinds(grouped, "vllm", "h100", "--override", "k_proj=int4:g64", code=2)
     assert "treated differently" in split["qkv_proj"]["why"]
 
 
@@ -99,9 +118,8 @@ def test_each_width_has_the_kernel_that_vllm_named(grouped: Path) -> None:
 def test_experts_are_one_kind(folders: dict[str, Path]) -> None:
     found = kinds(folders["mixtral"], "vllm", "h100", "--group-size", 64)
     assert found["experts"]["kernel"] == "Marlin for fused experts" and found["experts"]["shape"] == [128, 128]
-    assert (
-        "experts in a floating format" in kinds(folders["mixtral"], "vllm", "h100", "--format", "fp6")["experts"]["why"]
-    )
+    floating = kinds(folders["mixtral"], "vllm", "h100", "--format", "fp6", code=2)
+    assert "experts in a floating format" in floating["experts"]["why"]
 
 
 def test_quantkit_names_its_own_kernel(grouped: Path) -> None:
