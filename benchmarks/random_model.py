@@ -23,8 +23,8 @@ from torch import nn
 
 from benchmarks.bench_kernels import SCHEMES, random_record
 from quantkit.checkpoint.reader import CONFIG
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears

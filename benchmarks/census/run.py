@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from benchmarks.census import drafts, families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.commands import quantkit as command_line
-from quantkit.core.formats import FORMATS
+from quantkit.core.formats import FLOATS, FORMATS
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.tensors import FLOATS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
 from quantkit.models.block_runner import BlockRunner

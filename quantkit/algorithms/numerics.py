@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import Format
+from quantkit.core.formats import FLOATS, Format
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.tensors import FLOATS
 from quantkit.errors import NumericError, Setting, Words
 
 _FULL_RATE_FLOAT64 = {

@@ -14,8 +14,8 @@ from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import Pattern, column_blocks, round_block, targets
 from quantkit.core import sparsity
+from quantkit.core.formats import dtype_name
 from quantkit.core.sparsity import QUAD
-from quantkit.core.tensors import dtype_name
 from quantkit.core.threads import one_thread
 from quantkit.errors import Command, NumericError, RecipeError, Setting, Words
 from quantkit.names import Rule

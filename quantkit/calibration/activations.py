@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.budget import stays_on_gpu
-from quantkit.core.tensors import dtype_name
+from quantkit.core.formats import dtype_name
 from quantkit.io import files
 from quantkit.models.interception import State
 

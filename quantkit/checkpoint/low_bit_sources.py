@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.low_bit_weights import LowBitWeight, grid, unpack_e2m1, unpack_words
 from quantkit.checkpoint.stored_tensors import Derived, StoredTensors
-from quantkit.core.tensors import dtype_name
+from quantkit.core.formats import dtype_name
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
 from quantkit.layouts.compressed_tensors import (

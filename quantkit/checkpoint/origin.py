@@ -24,7 +24,7 @@ from quantkit.algorithms.numerics import check_finite, is_finite
 from quantkit.checkpoint.gguf_source import ENDING, PART, add_tokenizer, open_gguf
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import CARD_KEYS, REPORT, load as load_report
-from quantkit.core.tensors import FLOATS
+from quantkit.core.formats import FLOATS
 from quantkit.errors import CheckpointError, Option, Words, about, reason
 from quantkit.io import files, hub, model_folder
 from quantkit.io.json_files import AGAIN, dump_json

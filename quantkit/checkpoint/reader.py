@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quantkit.checkpoint import gguf_source, low_bit_sources
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredTensors, file_in
+from quantkit.core.formats import FLOATS, dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, Command, LayoutError, Words, about
 from quantkit.io import files, json_files, model_folder
 from quantkit.io.json_files import AGAIN, shown

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.core.tensors import FLOATS
+from quantkit.core.formats import FLOATS
 from quantkit.core.threads import grouped
 from quantkit.errors import CheckpointError
 from quantkit.io import files

@@ -52,88 +52,63 @@ CALIBRATION = (
 PATH = click.Path(path_type=Path)
 
 
-class Bytes(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes, like 8GB or 512MiB."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).upper())
-        units = UNITS | BINARY_UNITS
-        if found is None or found[2] not in units:
-            self.fail(f"{value!r} is no number of bytes: write it like 8GB or 512MiB", param, ctx)
-        return int(float(found[1]) * units[found[2]])
+def number_of_bytes(value: Any) -> int:
+    """Read a number of bytes, like 8GB or 512MiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).upper())
+    units = UNITS | BINARY_UNITS
+    if found is None or found[2] not in units:
+        raise click.BadParameter(f"{value!r} is no number of bytes: write it like 8GB or 512MiB")
+    return int(float(found[1]) * units[found[2]])
 
 
-class GroupSize(click.ParamType):  # type: ignore[type-arg]
-    """Columns per scale, or `channel`."""
-
-    name = "columns"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | str:
-        if value != "channel" and not str(value).isdigit():
-            self.fail(f"{value!r} is no group size: use 128, 64, 32 or channel", param, ctx)
-        return value if value == "channel" else int(value)
+def group_size(value: Any) -> int | str:
+    """Read the columns of a scale, or `channel`."""
+    if value != "channel" and not str(value).isdigit():
+        raise click.BadParameter(f"{value!r} is no group size: use 128, 64, 32 or channel")
+    return "channel" if value == "channel" else int(value)
 
 
-class Override(click.ParamType):  # type: ignore[type-arg]
-    """A regular expression and the scheme of the linears that it matches."""
-
-    name = "regex=scheme"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, str]:
-        pattern, equals, scheme = str(value).rpartition("=")
-        if not (pattern and equals and scheme):
-            self.fail(f"{value!r} is no override: write it like '.*down_proj=int4:g64'", param, ctx)
-        return pattern, scheme
+def override(value: Any) -> tuple[str, str]:
+    """Read a regular expression, and the scheme of the linears that it matches."""
+    pattern, equals, scheme = str(value).rpartition("=")
+    if not (pattern and equals and scheme):
+        raise click.BadParameter(f"{value!r} is no override: write it like '.*down_proj=int4:g64'")
+    return pattern, scheme
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers with commas between them."""
-
-    name = "n,n"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        try:
-            return value if isinstance(value, tuple) else tuple(map(int, str(value).split(",")))
-        except ValueError:
-            self.fail(f"{value!r} is no list of numbers: write it like 0,1,2", param, ctx)
+def numbers(value: Any) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    try:
+        return value if isinstance(value, tuple) else tuple(map(int, str(value).split(",")))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of numbers: write it like 0,1,2") from None
 
 
-class JsonObject(click.ParamType):  # type: ignore[type-arg]
-    """Arguments by name, like the `example`: a JSON object, or one as KEY=VALUE, whose value is
-    JSON or else a text.
+def json_object(value: Any, example: str) -> dict[str, Any]:
+    """Read arguments by name, like the `example`: a JSON object, or one as KEY=VALUE, whose value
+    is JSON or else a text.
     """
+    key, equals, text = str(value).partition("=")
+    if str(value).lstrip().startswith("{") or not key.isidentifier() or not equals:
+        with suppress(ValueError):
+            if isinstance(found := json.loads(value), dict):
+                return found
+        raise click.BadParameter(f"{value!r} is no JSON object: write it like {example}")
+    words = {"True": True, "False": False, "None": None}  # a template would take False for true
+    try:
+        return {key: words[text] if text in words else json.loads(text)}
+    except ValueError:
+        return {key: text}
 
-    name = "json"
 
-    def __init__(self, example: str) -> None:
-        self._example = example
+def engine_args(value: Any) -> dict[str, Any]:
+    """Read arguments of an engine."""
+    return json_object(value, "quantization=quantkit")
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> dict[str, Any]:
-        key, equals, text = str(value).partition("=")
-        if str(value).lstrip().startswith("{") or not key.isidentifier() or not equals:
-            with suppress(ValueError):
-                if isinstance(found := json.loads(value), dict):
-                    return found
-            self.fail(f"{value!r} is no JSON object: write it like {self._example}", param, ctx)
-        words = {
-            "True": True,
-            "False": False,
-            "None": None,
-        }  # a template would take the text False for true
-        try:
-            return {key: words[text] if text in words else json.loads(text)}
-        except ValueError:
-            return {key: text}
+
+def template_args(value: Any) -> dict[str, Any]:
+    """Read arguments of a chat template."""
+    return json_object(value, "enable_thinking=false")
 
 
 def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -297,21 +272,22 @@ def flag(name: str, help: str, *variable: str, **more: Any) -> Callable[[Functio
 
 #: Placeholder of a value in help -> its type and completion.
 VALUES: dict[str, dict[str, Any]] = {
-    "BYTES": {"type": Bytes()},
+    "BYTES": {"type": number_of_bytes},
     "CHECKPOINT": {"shell_complete": folders},
     "DIR": {"shell_complete": folders},
     "FILE": {"shell_complete": files},
-    "JSON": {"type": JsonObject("quantization=quantkit")},
-    "N,N": {"type": Numbers()},
+    "JSON": {"type": engine_args},
+    "N,N": {"type": numbers},
     "NAME|FILE": {"shell_complete": texts},
     "RECIPE,RECIPE": {"shell_complete": files},
     "SOURCE,NAME=SOURCE": {"shell_complete": texts},
 }
 #: Further arguments of click for a key of a recipe, by keyword.
 _MORE: dict[str, dict[str, Any]] = {
-    "group_size": {"type": GroupSize()},
+    "group_size": {"type": group_size, "metavar": "COLUMNS"},
     "override": {
-        "type": Override(),
+        "type": override,
+        "metavar": "REGEX=SCHEME",
         "multiple": True,
         "help": "A scheme for some: '.*down_proj=int4:g64'; repeatable.",
         "also": ["--pin"],
@@ -330,7 +306,7 @@ _MORE: dict[str, dict[str, Any]] = {
         ),
     },
     "template_args": {
-        "type": JsonObject("enable_thinking=false"),
+        "type": template_args,
         "multiple": True,
         "callback": lambda context, option, values: dict(ChainMap(*reversed(values))) or None,
         "metavar": "JSON|KEY=VALUE",

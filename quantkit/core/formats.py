@@ -1,4 +1,5 @@
-"""Number formats as tables: at eight bits or fewer, a format is the list of its codes' values.
+"""Number formats as tables: at eight bits or fewer, a format is the list of its codes' values. And
+dtypes of dense weights, and views of a tensor's memory.
 
 Rounding, scale search, GPTQ and verification call only `encode`, `decode` and `nearest`, so a new
 format is one entry in `FORMATS`. Integer codes are offset binary (INT4: value + 8), FPx codes are
@@ -211,3 +212,24 @@ def _power_of_two(x: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _table(fmt: Format, device: torch.device) -> Tensor:
     return torch.tensor(fmt.values, dtype=torch.float32, device=device)
+
+
+#: Dtypes of a dense weight that can be read and quantized.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as configs and messages do: `float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU if it is elsewhere, and view its elements as flat uint8 bytes."""
+    tensor = tensor if tensor.is_cpu and not tensor.requires_grad else tensor.detach().cpu()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Make a tensor contiguous and aligned, so that it can be viewed as `dtype`."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % dtype.itemsize else tensor

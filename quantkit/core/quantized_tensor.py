@@ -19,8 +19,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from quantkit.core import sparsity
-from quantkit.core.formats import FORMATS, Format
-from quantkit.core.tensors import raw_bytes
+from quantkit.core.formats import FORMATS, Format, raw_bytes
 from quantkit.errors import LayoutError, RecipeError, Setting, Words
 
 Sparsity = Literal["2:4"] | None

@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from quantkit.core.tensors import aligned
+from quantkit.core.formats import aligned
 from quantkit.errors import LayoutError, Setting, Words
 
 QUAD = 4

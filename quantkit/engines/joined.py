@@ -16,8 +16,8 @@ from typing import Any
 
 from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import Goal, Scheme, label
-from quantkit.core.tensors import dtype_name
 from quantkit.core.threads import grouped
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout

@@ -1,16 +1,28 @@
-"""Compare recipes: the rows that are asked for, the command of each, and the tables."""
+"""Compare recipes: each recipe quantizes a model, is judged, and makes a row of the tables.
+
+A row is a journal of its own, with all of its measurements, and states the command that quantizes
+alike. So a stopped run continues, several processes share the rows of a folder, and rows of several
+machines can be merged as files.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.checkpoint.origin import name_of
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import load as load_report
 from quantkit.errors import (
     CheckpointError,
     Command,
@@ -20,15 +32,28 @@ from quantkit.errors import (
     Words,
     about,
 )
-from quantkit.evaluation.compare_rows import ROWS, Entry, Rows, labelled
-from quantkit.evaluation.options import CompareOptions, listed
+from quantkit.evaluation.divergence import token_values
+from quantkit.evaluation.opened import Finished, open_checkpoint
+from quantkit.evaluation.options import CompareOptions, TaskOptions, listed
+from quantkit.evaluation.perplexity import Windows, cut, exponential, mean_loss, window_losses
+from quantkit.evaluation.tasks import Exam, means
 from quantkit.io import files
+from quantkit.io.files import hash_of, hash_of_file
+from quantkit.io.staging import check_staging, claimed
 from quantkit.layouts import LAYOUTS
-from quantkit.progress import Progress
+from quantkit.models.devices import device_of
+from quantkit.models.weights import load_dense_model
+from quantkit.pipeline.quantize import quantize
+from quantkit.planning.survey import plan
+from quantkit.progress import Progress, Recorder
 from quantkit.recipes.files import load_named_or_scheme, merge
-from quantkit.recipes.recipe import Recipe, from_mapping
-from quantkit.reporting.recipe_table import UNQUANTIZED, Row, as_csv, as_markdown, page
+from quantkit.recipes.options import LoadOptions
+from quantkit.recipes.recipe import Recipe, from_mapping, without_paths
+from quantkit.reporting.layer_errors import bits, weights
+from quantkit.reporting.recipe_table import UNQUANTIZED, UNSTORED, Row, as_csv, as_markdown, page
 from quantkit.reporting.summary import ShortRepr
+from quantkit.text.sources import kind_of, load_evaluation_text, name_of_text
+from quantkit.version import __version__
 
 
 @dataclass(frozen=True, repr=False)
@@ -201,3 +226,290 @@ def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield from _pairs(value, f"{before}{key}.")
         else:
             yield f"{before}{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+#: The folders of journals, and of models and locks, which a finished row removes.
+ROWS, WORK = "rows", "work"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row to make: a recipe with its calibration text and seed; of the unquantized model none of
+    them.
+    """
+
+    name: str
+    recipe: Recipe | None = None
+    calib: str | None = None
+    seed: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The row in words."""
+        parts = [
+            self.name,
+            *([self.calib] if self.calib else []),
+            *([f"seed {self.seed}"] if self.calib else []),
+        ]
+        return ", ".join(parts)
+
+
+class Rows:
+    """The rows of a folder, how they are made, and what judges them: texts, and tasks.
+
+    QuantkitError for an unreadable text, and for a model that cannot be judged.
+    """
+
+    def __init__(
+        self, model: str | Path, out: Path, asked: CompareOptions, progress: Progress
+    ) -> None:
+        self._model, self._out, self._progress = model, out, progress
+        texts = labelled(listed(asked.text), "text").items()
+        self._texts = {name: load_evaluation_text(source, "text")[0] for name, source in texts}
+        self._protocol: Any = {"window": asked.window, "tokens": asked.tokens}
+        shared = {key: getattr(asked, key) for key in ("data", "shots", "limit", "batch_size")}
+        names = tuple(listed(asked.tasks))
+        self._tasks = Exam(TaskOptions(tasks=names, **shared)) if names else None
+        #: Measurement -> its name in a journal, which changes with everything that the result
+        #: depends on.
+        self._names = {
+            ("text", label): f"text {_digest([hash_of(text.encode()), self._protocol])}"
+            for label, text in self._texts.items()
+        }
+        run = {key: getattr(asked, key) for key in ("device", "revision", "trust_remote_code")}
+        self._run: Any = {**run, "min_share": 0.0}  # a row is judged, and tells what stays dense
+        self._opened = open_checkpoint(model, LoadOptions(**run), dequantize=True)
+        self._opened.require_decoder_only()
+        if self._tasks is not None:
+            self._tasks.require(self._opened)
+            # The size of batches changes answers only by rounding.
+            lasting = {k: v for k, v in self._tasks.about.items() if k != "batch_size"}
+            for name, task in self._tasks.asked.items():
+                self._names["task", name] = f"task {name} {_digest([task, lasting])}"
+        self._digests = {
+            name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())
+        }
+        self._reference = cache(partial(self._dense, self._opened.src))
+        self._windows = cache(self._cut)
+        self._noted: set[str] = set()
+
+    def lacks(self, entry: Entry) -> bool:
+        """Say whether a row is not finished."""
+        journal = self._journal(entry)
+        return not all(name in journal for name in ("made", *self._names.values()))
+
+    def require(self, entries: Sequence[Entry]) -> None:
+        """Plan each recipe with each text, to raise the errors of all rows before any work."""
+        planned = {
+            (entry.name, entry.calib): (entry, entry.recipe)
+            for entry in entries
+            if entry.recipe is not None
+        }
+        for entry, recipe in self._progress.bar([*planned.values()], "plan", len(planned)):
+            with about(entry.title):
+                found = plan(self._model, recipe, **self._run)
+                if found.refusal is not None:
+                    raise found.refusal
+
+    def make(self, entry: Entry) -> bool:
+        """Complete a row by quantizing and judging. False if another process works on it."""
+        work = self._work(entry)
+        files.make_folder(work, parents=True)
+        with claimed(work) as is_ours:
+            if not is_ours:
+                return False
+            journal, folder = self._journal(entry), work / "model"
+            if not self.lacks(entry):  # a neighbour was quicker
+                return True
+            load, reference = self._reference, None
+            if entry.recipe is None:
+                journal.get("made", self._unquantized)
+            else:
+                for which in self._texts:
+                    self._windows(which)  # a text that is too short is refused before the work
+                journal.get("made", partial(self._made, entry, folder))
+                load, reference = cache(partial(self._load, entry, folder)), self._reference()
+            for (kind, which), name in self._names.items():
+                if self._tasks is not None and kind == "task":
+                    ask = partial(self._tasks.answer, which, load, self._opened, self._progress)
+                else:
+                    ask = partial(self._figures, which, load, reference)
+                journal.get(name, ask)
+            files.remove(folder)
+            return True
+
+    def clear(self, entries: Sequence[Entry]) -> None:
+        """Remove the locks and models of finished rows, but not of rows that other
+        processes make.
+        """
+        for entry in entries:
+            files.remove(self._work(entry))
+        files.remove_empty(self._out / WORK)
+
+    def row(self, entry: Entry, unquantized: Entry) -> Row | None:
+        """Return a row as columns, tasks in pairs with the unquantized model's if it has answered;
+        None if it is not finished.
+        """
+        if self.lacks(entry):
+            return None
+        journal = self._journal(entry)
+        values = {key: journal.value(name) for key, name in self._names.items()}
+        known: Row = {"recipe": entry.name, **journal.value("made")}
+        known |= {"calibration": entry.calib or "", "seed": entry.seed if entry.calib else ""}
+        for label in self._texts:
+            known |= {f"text:{label}:{key}": each for key, each in values["text", label].items()}
+        if self._tasks is not None:
+            answers = {which: each for (kind, which), each in values.items() if kind == "task"}
+            known |= self._scores(
+                self._tasks, answers, None if entry == unquantized else unquantized
+            )
+        return known
+
+    def _scores(self, tasks: Exam, answers: Mapping[str, Any], unquantized: Entry | None) -> Row:
+        others = None
+        if unquantized is not None:
+            base, names = self._journal(unquantized), {w: self._names["task", w] for w in answers}
+            if all(name in base for name in names.values()):
+                others = {which: base.value(name) for which, name in names.items()}
+        scores = tasks.scores(answers, others)
+        firsts, mean = {each.task: asdict(each) for each in reversed(scores)}, means(scores)
+        keys = ("stderr", "difference", "difference_low", "difference_high")
+        found = {f"task:{w}:{key}": firsts[w][key] for w in answers for key in ("value", *keys)}
+        return found | {"tasks:value": mean["mean"], **{f"tasks:{key}": mean[key] for key in keys}}
+
+    def _figures(self, which: str, model: Callable[[], Any], reference: Any) -> Row:
+        """Return perplexity and divergence on a text; of the reference itself the perplexity."""
+        windows = self._windows(which)
+        if reference is None:
+            return {"ppl": exponential(mean_loss(window_losses(model(), windows, self._progress)))}
+        found = token_values(reference, model(), windows, self._progress)
+        return {"ppl": exponential(mean_loss(found.losses)), **found.figures()}
+
+    def _journal(self, entry: Entry) -> Finished:
+        run = self._identity(entry)
+        return Finished(self._out / ROWS / f"{self._slug(entry, run)}.jsonl", run)
+
+    def _identity(self, entry: Entry) -> dict[str, Any]:
+        recipe = entry.recipe
+        sources = recipe.calibration.sources if recipe and recipe.calibrated else ()
+        return {
+            "quantkit": __version__,
+            "model": self._digests,
+            "recipe": None if recipe is None else without_paths(recipe).to_mapping(),
+            "calibration": [
+                hash_of_file(Path(source))
+                if kind_of(source) in ("plain text", "records")
+                else source
+                for source in sources
+            ],
+        }
+
+    def _work(self, entry: Entry) -> Path:
+        return self._out / WORK / self._slug(entry, self._identity(entry))
+
+    def _slug(self, entry: Entry, run: Mapping[str, Any]) -> str:
+        words = re.sub(r"[^\w.]+", "-", entry.title).strip("-")[:60]
+        return f"{words}-{_digest(run)}"
+
+    def _cut(self, which: str) -> Windows:
+        text = self._texts[which]
+        return cut([self._reference()], self._opened.tokenizer, text, **self._protocol)
+
+    def _dense(self, src: Checkpoint) -> Any:
+        """Load a model, decoded to float32 like every other, so that rows differ only in codes."""
+        return load_dense_model(src, device=self._run["device"])
+
+    def _load(self, entry: Entry, folder: Path) -> Any:
+        self._quantized(entry, folder)
+        return self._dense(Checkpoint(folder, self._run["trust_remote_code"]))
+
+    def _unquantized(self) -> Row:
+        src = self._opened.src
+        width = 8.0 * src.dtype_of_model.itemsize
+        if src.low_bit is not None:
+            width = 8 * src.source_bytes / sum(prod(src.shape(name)) for name in src.names())
+        facts = {
+            "precision": src.low_bit or f"{width:.0f} bits",
+            "grouping": "",
+            "method": "",
+            "stored": "dense",
+            "bits": width,
+        }
+        return {**facts, "bytes": src.source_bytes, "seconds": 0.0, **self._machine()}
+
+    def _made(self, entry: Entry, folder: Path) -> Row:
+        report, recipe = self._quantized(entry, folder), entry.recipe
+        assert recipe is not None
+        schemes = {layer["scheme"] for layer in report["layers"] if "scheme" in layer} or {
+            report["scheme"]
+        }
+        form, _, grouping = ("mixed" if len(schemes) > 1 else schemes.pop()).partition(":")
+        totals, stored = report["totals"], report["layout"]
+        if recipe.layout is None:
+            width, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
+        else:
+            width = totals["bits_per_weight"]
+            size = round((width or 0.0) * totals["quantized_weights"] / 8) + totals["dense_bytes"]
+        facts = {
+            "precision": form,
+            "grouping": grouping,
+            "method": f"{recipe.method}+tune" if recipe.tune else recipe.method,
+            "stored": stored,
+            "bits": width,
+            "calibration_tokens": report["calibration"].get("tokens"),
+        }
+        return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
+
+    def _quantized(self, entry: Entry, folder: Path) -> dict[str, Any]:
+        """Return the report of a row's folder, which is made if it is not there."""
+        assert entry.recipe is not None
+        if not folder.exists():
+            begun, warned = check_staging(folder, resume=True) is not None, Recorder(self._progress)
+            quantize(self._model, folder, entry.recipe, resume=begun, progress=warned, **self._run)
+            for line in warned.take():
+                self._progress.warn(f"{entry.title}: {line}")
+        report = load_report(folder)
+        for line in report["notices"]:  # most are those of other rows too
+            if line not in self._noted:
+                self._progress.note(f"{entry.title}: {line}")
+                self._noted.add(line)
+        return report
+
+    def _machine(self) -> Row:
+        place = device_of(self._run["device"])
+        return {
+            "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU",
+            "quantkit": __version__,
+        }
+
+
+def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, int]:
+    """Count the bits of a weight and the bytes of all, as if codes, float16 scales and zero points
+    were packed.
+    """
+    layers = report["layers"]
+    size = sum((bits(layer) or 0.0) * weights(layer) for layer in layers)
+    packed = {f"{layer['name']}.weight" for layer in layers}
+    dense = sum(src.nbytes(name) for name in src.names() if name not in packed)
+    return size / sum(map(weights, layers)), int(size) // 8 + dense
+
+
+def labelled(sources: Sequence[str], option: str) -> dict[str, str]:
+    """Return the names of texts, given as SOURCE or NAME=SOURCE. RecipeError if two
+    have one name.
+    """
+    found: dict[str, str] = {}
+    for each in sources:
+        name, equals, source = each.partition("=")
+        if not equals or not re.fullmatch(r"[\w.+-]+", name):
+            name, source = Path(name_of_text(each)).stem, each
+        if name in found:
+            raise RecipeError(
+                f"two texts are called {name}", "name them, like NAME=FILE", subject=Option(option)
+            )
+        found[name] = source
+    return found
+
+
+def _digest(facts: Any) -> str:
+    return hash_of(json.dumps(facts, sort_keys=True).encode()).rpartition(":")[2][:12]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.tensors import dtype_name
+from quantkit.core.formats import dtype_name
 from quantkit.core.threads import grouped
 from quantkit.errors import KernelError, Option, RecipeError, Words
 from quantkit.evaluation.opened import require_package

@@ -28,7 +28,7 @@ from quantkit import kernels
 from quantkit.checkpoint import report
 from quantkit.checkpoint.origin import damage
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
-from quantkit.core.tensors import dtype_name, raw_bytes
+from quantkit.core.formats import dtype_name, raw_bytes
 from quantkit.errors import CheckpointError, Command, KernelError, Option, QuantkitError, Words
 from quantkit.evaluation.engine_check import EngineProof, prove_engine, require_engine
 from quantkit.evaluation.options import VerifyOptions

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, Option, QuantkitError, Words
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS

@@ -23,8 +23,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from quantkit import kernels
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (
     decoded_product,

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit import kernels
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError
 from quantkit.kernels import LAUNCHERS, loader
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_addresses, check_sizes

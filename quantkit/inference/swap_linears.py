@@ -21,8 +21,8 @@ from torch import nn
 
 from quantkit import kernels
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
 from quantkit.engines.joined import quantization_config
 from quantkit.errors import (

@@ -27,7 +27,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from quantkit.core.tensors import raw_bytes
+from quantkit.core.formats import raw_bytes
 from quantkit.errors import CheckpointError, Option, Words
 
 #: The way out when a disk was full.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.tensors import raw_bytes
+from quantkit.core.formats import raw_bytes
 from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.files import PIECE, begin_tensor, guarded, hash_of_file, open_regular

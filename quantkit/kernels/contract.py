@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.core.tensors import dtype_name
+from quantkit.core.formats import dtype_name
 from quantkit.errors import KernelError
 
 #: dtype of activations and outputs -> its name in the CUDA sources.

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check

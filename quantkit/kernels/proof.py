@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.tensors import dtype_name
 from quantkit.kernels import JUDGES, MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.progress import Clock

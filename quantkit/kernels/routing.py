@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.core.tensors import dtype_name
+from quantkit.core.formats import dtype_name
 from quantkit.errors import KernelError
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check_operand, not_on_a_gpu

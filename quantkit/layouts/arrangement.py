@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.core.formats import aligned
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
 
 #: Codes that a CPU packs or unpacks at a time, so that intermediate tensors stay in its cache.

@@ -16,9 +16,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import INT4, Format
+from quantkit.core.formats import INT4, Format, dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import (
     CheckpointError,
     Command,

@@ -19,9 +19,8 @@ import torch
 from msgspec import UNSET, UnsetType
 from torch import Tensor
 
-from quantkit.core.formats import FORMATS, Format
+from quantkit.core.formats import FORMATS, Format, aligned
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import (
     OnRows,

@@ -20,9 +20,8 @@ from msgspec import UNSET
 from torch import Tensor
 
 from quantkit.core import sparsity
-from quantkit.core.formats import INT4
+from quantkit.core.formats import INT4, aligned
 from quantkit.core.quantized_tensor import Scheme, Sparsity
-from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows, blocks
 from quantkit.layouts.base import Layout, SideFile, Stored, matrix

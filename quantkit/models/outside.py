@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.tensors import FLOATS
+from quantkit.core.formats import FLOATS
 from quantkit.errors import CheckpointError
 from quantkit.models.experts import UnfusedExperts
 from quantkit.models.families import (

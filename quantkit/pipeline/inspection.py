@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.tensors import dtype_name
+from quantkit.core.formats import dtype_name
 from quantkit.engines.readers import Folder, opened_by
 from quantkit.errors import CheckpointError, Words
 from quantkit.inference.load import Forms, NotTried, refusal_by_transformers

@@ -29,9 +29,9 @@ from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import heading
 from quantkit.checkpoint.writer import require_same
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.ranks import ranks
-from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_range
 from quantkit.engines.joined import changes
 from quantkit.engines.tables import TARGETS, UNTRIED

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import FLOATS, dtype_name
 from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
 from quantkit.core.sparsity import quads
-from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.core.threads import grouped
 from quantkit.engines import readers
 from quantkit.errors import (

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.origin import checked
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import raw_bytes
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.tensors import raw_bytes
 from quantkit.engines.joined import JOINED
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, Setting, Words
 from quantkit.kernels.contract import ACTIVATIONS

@@ -14,8 +14,7 @@ from quantkit import names
 from quantkit.api import build_recipe
 from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import OTHERS, SECTIONS, Command, did_you_mean
-from quantkit.core.formats import FORMATS
-from quantkit.core.tensors import dtype_name
+from quantkit.core.formats import FORMATS, dtype_name
 from quantkit.errors import RecipeError
 from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS

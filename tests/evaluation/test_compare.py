@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit import compare
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluation import compare_rows
+from quantkit.evaluation import compare as comparing
 from quantkit.io.staging import claimed
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
@@ -131,7 +131,7 @@ def test_finished_rows_are_not_made_again_and_new_texts_need_only_judging(
 ) -> None:
     shutil.copytree(whole.path, tmp_path / "table")
     made: list[str] = []
-    monkeypatch.setattr(compare_rows, "load_dense_model", lambda *_, **__: made.append("model"))
+    monkeypatch.setattr(comparing, "load_dense_model", lambda *_, **__: made.append("model"))
     assert compare(small_llama, tmp_path / "table", **{**asked, "seeds": [0, 1, 0]}).rows == whole.rows
     assert not made and not (tmp_path / "table" / "work").exists()
     monkeypatch.undo()
@@ -144,7 +144,7 @@ def test_finished_rows_are_not_made_again_and_new_texts_need_only_judging(
 def test_a_killed_run_continues_to_the_same_rows(
     whole: Any, small_llama: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, times = compare_rows.token_values, []
+    own, times = comparing.token_values, []
 
     def interrupted(*args: Any, **options: Any) -> Any:
         times.append(1)
@@ -152,7 +152,7 @@ def test_a_killed_run_continues_to_the_same_rows(
             raise KeyboardInterrupt
         return own(*args, **options)
 
-    monkeypatch.setattr(compare_rows, "token_values", interrupted)
+    monkeypatch.setattr(comparing, "token_values", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare(small_llama, tmp_path / "table", **asked)
     before = read_csv(tmp_path / "table" / "compare.csv")
@@ -184,14 +184,14 @@ def test_a_row_of_a_neighbour_is_left_to_it(small_llama: Path, asked: dict[str, 
 def test_a_row_that_fails_is_told_and_the_others_are_made(
     small_llama: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = compare_rows.quantize
+    own = comparing.quantize
 
     def failing(model: Any, out: Any, recipe: Any, **options: Any) -> Any:
         if recipe.scheme.format.is_float:
             raise quantkit.QuantkitError("the scales overflow")
         return own(model, out, recipe, **options)
 
-    monkeypatch.setattr(compare_rows, "quantize", failing)
+    monkeypatch.setattr(comparing, "quantize", failing)
     line = ("--recipes", "fp6:channel:rtn,int4:g64:rtn", "--text", asked["text"], "--window", 32, "--device", "cpu")
     said = call("compare", small_llama, "-o", tmp_path / "table", *line, code=1)
     assert "fp6:channel:rtn: the scales overflow" in said.stderr and "1 rows failed" in said.stderr
@@ -231,7 +231,7 @@ def test_tasks_are_paired_with_the_unquantized_model_and_asked_once_whatever_the
     assert "task:piqa:difference" not in {key for key, value in found.rows[0].items() if value is not None}
     head, body = cells(found.rows, sections(found.rows)[QUALITY])
     assert dict(zip(head, body[1], strict=True))["tasks"] == f"{100 * alone.value:.2f}"
-    monkeypatch.setattr(compare_rows, "load_dense_model", lambda *_, **__: pytest.fail("asked again"))
+    monkeypatch.setattr(comparing, "load_dense_model", lambda *_, **__: pytest.fail("asked again"))
     again = compare(small_llama, tmp_path / "table", **{**asked, "recipes": "int4:g64:rtn"}, **options, batch_size=3)
     assert again.rows == found.rows
     assert all('"batch_size": 8' in path.read_text() for path in (tmp_path / "table" / "rows").iterdir())
@@ -274,8 +274,8 @@ def test_the_page_marks_each_row_where_its_figures_are(whole: Any) -> None:
 def test_bad_input_is_told_before_any_work(
     changes: str, code: int, says: str, small_llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare_rows, "load_dense_model", lambda *_, **__: pytest.fail("read"))
-    monkeypatch.setattr(compare_rows, "quantize", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr(comparing, "load_dense_model", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(comparing, "quantize", lambda *_, **__: pytest.fail("begun"))
     names = {"judge": texts / "judge.txt", "calib": texts / "calib.txt", "empty": tmp_path}
     usual = {"--recipes": "int4:g64:gptq", "--text": str(texts / "judge.txt"), "--calib": str(texts / "calib.txt")}
     words = changes.format(**names).split()

@@ -18,7 +18,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes
-from quantkit.pipeline import repack
+from quantkit.pipeline import convert
 from tests.command_line import call, refused
 from tests.folders import tensors
 from tests.layouts.samples import record, write_folder
@@ -312,11 +312,11 @@ def test_a_weight_that_passes_some_rows_at_a_time_is_the_same(
     """224 rows are 128 and 96."""
     write_folder(odd, tmp_path / "a", source, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
     call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "b", "-q")
-    monkeypatch.setattr(repack, "CODES", 1)
+    monkeypatch.setattr(convert, "CODES", 1)
     with monkeypatch.context() as patch:
         patch.delattr(Checkpoint, "record")  # which takes all rows
         call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "c", "-q")
-    monkeypatch.setattr(repack.Repacker, "by_rows", lambda *args: None)
+    monkeypatch.setattr(convert.Repacker, "by_rows", lambda *args: None)
     call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "d", "-q")
     assert tensors(tmp_path / "b") == tensors(tmp_path / "c") == tensors(tmp_path / "d")
     texts = [json.loads((tmp_path / name / REPORT).read_text())["layers"] for name in "bcd"]
@@ -331,7 +331,7 @@ def test_what_is_wrong_behind_the_first_rows_is_told_as_of_all(
     found = load_file(shard)
     found["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[200, 3] = 1  # 2**-9, no value of FP6
     save_file(found, shard, metadata={"format": "pt"})
-    monkeypatch.setattr(repack, "CODES", 1)
+    monkeypatch.setattr(convert, "CODES", 1)
     error = refused("pack", tmp_path / "a", "--layout", "humming", out=tmp_path / "b")
     assert "mlp.up_proj" in error and "holds 0.001953125 at [200, 3], which is no fp6 value" in error
 
