@@ -32,7 +32,6 @@ from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import files, json_files
 from quantkit.io.gguf_header import GgufHeader, read_gguf_header
-from quantkit.io.json_files import dump_json, shown
 from quantkit.names import install
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def _read_headers(path: Path, stored: list[StoredFile]) -> tuple[GgufHeader, dic
     count = headers[0].metadata.get("split.count", 1) or 1
     if count != len(stored):
         raise CheckpointError(
-            f"is one of {shown(count)} files of a model",
+            f"is one of {json_files.shown(count)} files of a model",
             "name them NAME-00001-of-00003.gguf and so on, or merge them by llama-gguf-split",
             subject=path,
         )
@@ -223,7 +222,7 @@ def _describe(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     tensors = {
         name: Derived(each.shape, dtype, (), compute) for name, each in header.tensors.items()
     }
-    files.write_atomic(folder / "config.json", dump_json({"model_type": architecture}))
+    files.write_atomic(folder / "config.json", json_files.dump_json({"model_type": architecture}))
     return _source(stored, header, tensors)
 
 
@@ -249,7 +248,9 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     architecture = stated["general.architecture"]
     if (kind := stated.get("general.type", "model")) != "model":
         raise CheckpointError(
-            f"is GGUF of the type {shown(kind)}, no model", "give the model's file", subject=path
+            f"is GGUF of the type {json_files.shown(kind)}, no model",
+            "give the model's file",
+            subject=path,
         )
     sizes = {
         key.replace("_count", "s").replace("_length", "_size"): value
@@ -258,14 +259,16 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     json_files.check_sizes(sizes, path, len(header.tensors), nbytes)
     if architecture not in FAMILIES:
         raise CheckpointError(
-            f"transformers cannot read its architecture {shown(architecture)}",
+            f"transformers cannot read its architecture {json_files.shown(architecture)}",
             ORIGINAL,
             subject=path,
         )
     _require_dequantizable(path, header)
     unreadable = gguf_tokenizer.check_keys(stated, path)
     notices = gguf_tokenizer.drop_impossible(stated)
-    with _refused(path, f"transformers cannot read its architecture {shown(architecture)}"):
+    with _refused(
+        path, f"transformers cannot read its architecture {json_files.shown(architecture)}"
+    ):
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.initialization import no_init_weights
@@ -293,7 +296,8 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     for key in ("_name_or_path", "_model_name_or_path", "quantization_config"):
         described.pop(key, None)
     files.write_atomic(
-        folder / "config.json", dump_json(dict(sorted(described.items())), special_floats=True)
+        folder / "config.json",
+        json_files.dump_json(dict(sorted(described.items())), special_floats=True),
     )
     generation = GenerationConfig.from_model_config(config)
     known = generation.eos_token_id

@@ -22,8 +22,6 @@ from quantkit.core.formats import FLOATS, dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, Command, LayoutError, Words, about
 from quantkit.io import files, json_files, model_folder
-from quantkit.io.json_files import AGAIN, shown
-from quantkit.io.model_folder import inside
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.base import DAMAGED, Layout, Unpacking, static_groups
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
@@ -320,7 +318,7 @@ class Checkpoint(StoredTensors):
             layout, schemes = read_config(stated, self.path / where)
         except CheckpointError:
             if not self._dequantize(stated):
-                self.require_quantized(shown(stated.get("quant_method")), where)
+                self.require_quantized(json_files.shown(stated.get("quant_method")), where)
                 raise
             return
         foreign = layout.NAME == COMPRESSED_TENSORS and "quantkit" not in stated
@@ -391,7 +389,7 @@ class Checkpoint(StoredTensors):
             )
         for name, (method, key) in model_folder.SIDE_FILES.items():
             if stated is None and name in listing:
-                found = json_files.load_json(inside(self.path, name))
+                found = json_files.load_json(model_folder.inside(self.path, name))
                 if key is None or key in found:
                     self.require_quantized(method, name)
                     return {"quant_method": method, **found}, name
@@ -414,7 +412,8 @@ class Checkpoint(StoredTensors):
             if stored is None or n > stored[0] or k > stored[1]:
                 what = "no packed module" if stored is None else f"stored as {list(stored)}"
                 raise CheckpointError(
-                    f"{shown(module)} is 'padded' from {[n, k]} in {CONFIG} and is {what}",
+                    f"{json_files.shown(module)} is 'padded' from {[n, k]} in {CONFIG} and "
+                    f"is {what}",
                     "mend the entry",
                     subject=self.path,
                 )
@@ -427,7 +426,7 @@ class Checkpoint(StoredTensors):
     def _packed(self, module: str) -> tuple[Layout, Scheme, dict[str, str]]:
         if module not in self._modules or self.layout is None or self.schemes is None:
             raise CheckpointError(
-                f"{shown(module)} is no packed module: quantkit inspect lists them",
+                f"{json_files.shown(module)} is no packed module: quantkit inspect lists them",
                 subject=self.path,
             )
         return self.layout, self.schemes.of(module), self._modules[module]
@@ -479,7 +478,9 @@ def _find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[s
         ]
         if module not in packed and stray:
             raise CheckpointError(
-                f"{stray[0]} is there, {module}.{layout.MARKER} is missing", AGAIN, subject=src.path
+                f"{stray[0]} is there, {module}.{layout.MARKER} is missing",
+                json_files.AGAIN,
+                subject=src.path,
             )
         if module in packed and "weight" not in parts and f"{module}.weight" in stored:
             raise CheckpointError(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.options import command, declared
 from quantkit.cli.process import UNVERIFIED, emit, leave
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 MOST_ROWS = 40
 
 
-@command("verify", "quantkit verify ./model-marlin --against ./model-int4")
+@options.command("verify", "quantkit verify ./model-marlin --against ./model-int4")
 @options.folder
 @click.option(
     "--against",
     type=options.PATH,
     help="Quantized checkpoint whose codes, scales, zeros and dense tensors must be the same.",
 )
-@declared({"asked": VerifyOptions})
+@options.declared({"asked": VerifyOptions})
 def verify(
     checkpoint: Path,
     against: Path | None,
@@ -61,10 +60,10 @@ def verify(
         leave(UNVERIFIED, _failed(checkpoint, found.failures))
 
 
-@command("inspect", "quantkit inspect ./model-marlin", computes=False)
+@options.command("inspect", "quantkit inspect ./model-marlin", computes=False)
 @options.checkpoint
 @options.flag("--check", "Compare the hash of every file with the recorded one, and end.")
-@declared({"load": LoadOptions}, without=("device", "check"), section="")
+@options.declared({"load": LoadOptions}, without=("device", "check"), section="")
 def inspect(
     checkpoint: str, check: bool, load: LoadOptions, as_json: bool, progress: Progress
 ) -> None:
@@ -101,7 +100,7 @@ def _failed(folder: Path, failures: Sequence[str]) -> str:
     return f"Error: {folder} is not what it should be: {count}, see above"
 
 
-@command("report", "quantkit report ./model-int4 --html ./model-int4.html", computes=False)
+@options.command("report", "quantkit report ./model-int4 --html ./model-int4.html", computes=False)
 @click.argument("folder", type=options.PATH)
 @click.option("--html", type=options.PATH, help="Draw it into this .html file.")
 def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -> None:

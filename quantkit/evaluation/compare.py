@@ -38,7 +38,6 @@ from quantkit.evaluation.options import CompareOptions, TaskOptions, listed
 from quantkit.evaluation.perplexity import Windows, cut, exponential, mean_loss, window_losses
 from quantkit.evaluation.tasks import Exam, means
 from quantkit.io import files
-from quantkit.io.files import hash_of, hash_of_file
 from quantkit.io.staging import check_staging, claimed
 from quantkit.layouts import LAYOUTS
 from quantkit.models.devices import device_of
@@ -273,7 +272,7 @@ class Rows:
         #: Measurement -> its name in a journal, which changes with everything that the result
         #: depends on.
         self._names = {
-            ("text", label): f"text {_digest([hash_of(text.encode()), self._protocol])}"
+            ("text", label): f"text {_digest([files.hash_of(text.encode()), self._protocol])}"
             for label, text in self._texts.items()
         }
         run = {key: getattr(asked, key) for key in ("device", "revision", "trust_remote_code")}
@@ -287,7 +286,8 @@ class Rows:
             for name, task in self._tasks.asked.items():
                 self._names["task", name] = f"task {name} {_digest([task, lasting])}"
         self._digests = {
-            name: hash_of_file(path) for name, path in sorted(self._opened.src.sources().items())
+            name: files.hash_of_file(path)
+            for name, path in sorted(self._opened.src.sources().items())
         }
         self._reference = cache(partial(self._dense, self._opened.src))
         self._windows = cache(self._cut)
@@ -397,7 +397,7 @@ class Rows:
             "model": self._digests,
             "recipe": None if recipe is None else without_paths(recipe).to_mapping(),
             "calibration": [
-                hash_of_file(Path(source))
+                files.hash_of_file(Path(source))
                 if kind_of(source) in ("plain text", "records")
                 else source
                 for source in sources
@@ -512,4 +512,4 @@ def labelled(sources: Sequence[str], option: str) -> dict[str, str]:
 
 
 def _digest(facts: Any) -> str:
-    return hash_of(json.dumps(facts, sort_keys=True).encode()).rpartition(":")[2][:12]
+    return files.hash_of(json.dumps(facts, sort_keys=True).encode()).rpartition(":")[2][:12]

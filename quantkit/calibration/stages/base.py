@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration import budget
-from quantkit.calibration.budget import Peaks, Sizes
 from quantkit.calibration.run import Run, Stream
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import Goal, QuantizedTensor
@@ -88,9 +87,9 @@ class Stage:
     A stage may hold state for later stages of the same run.
     """
 
-    def bytes(self, sizes: Sizes) -> Peaks:
+    def bytes(self, sizes: budget.Sizes) -> budget.Peaks:
         """Bound the memory that the stage takes in a run of such sizes."""
-        return Peaks()
+        return budget.Peaks()
 
     def check(self, sequences: Sequence[Tensor]) -> None:
         """Raise RecipeError for calibration sequences that the stage cannot work with."""

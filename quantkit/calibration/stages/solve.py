@@ -7,12 +7,11 @@ allows it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from math import prod
+from math import isfinite, nan, prod
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -31,10 +30,7 @@ from quantkit.algorithms.hessian import (
 )
 from quantkit.algorithms.numerics import check_weight
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.pruning import fixed_mask
-from quantkit.algorithms.rtn import relative_error, total, widened, zeroed
 from quantkit.calibration import budget
-from quantkit.calibration.budget import ROWS, SOLVED_BYTES, SQUARES, Peaks, Sizes
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.checkpoint.writer import Item
 from quantkit.core import sparsity
@@ -58,7 +54,7 @@ class Solve(Stage):
     quantized outputs.
     """
 
-    def bytes(self, sizes: Sizes) -> Peaks:
+    def bytes(self, sizes: budget.Sizes) -> budget.Peaks:
         """Count Hessians with their factors, and rows, in the step of the solver that takes most.
 
         As an upper bound, all linears of one parent share a Hessian.
@@ -71,11 +67,11 @@ class Solve(Stage):
         steps = list[tuple[int, int]]()
         for (_, k), rows in shared.items():
             most = budget.rows_at_once(k, sizes.device)
-            waiting = max(0, rows - most) * k * (sizes.width + SOLVED_BYTES)
+            waiting = max(0, rows - most) * k * (sizes.width + budget.SOLVED_BYTES)
             found = gptq.step_bytes(k, min(rows, most), groups, sizes.factors, sizes.device)
             steps += [(squares, copies + waiting) for squares, copies in found]
         squares, copies = max(steps, key=sum, default=(0, 0))
-        return Peaks(at={SQUARES: squares, ROWS: copies})
+        return budget.Peaks(at={budget.SQUARES: squares, budget.ROWS: copies})
 
     def enter(self, block: LoadedBlock) -> None:
         """Solve the linears that a text-only pass never calls."""
@@ -188,7 +184,7 @@ def solve(
             factor = _factor(names, wide_h, recipe, sparse, progress) if recipe.factored else None
             systems[sparse, width] = wide_h, factor
         started = time.perf_counter()
-        wide = {name: widened(weight, width) for name, weight in chosen.items()}
+        wide = {name: rtn.widened(weight, width) for name, weight in chosen.items()}
         by_row: dict[str, ByLinear] = {"weight": wide}
         if floors.keys() >= chosen.keys():
             by_row["floor"] = floors
@@ -228,8 +224,8 @@ def _channel_peak(h: Tensor) -> dict[str, float]:
     """
     energy = h.diagonal()
     live = energy[energy > 0]
-    peak = float((live.max() / live.median()).sqrt()) if len(live) else math.nan
-    return {"channel_peak": peak} if math.isfinite(peak) else {}
+    peak = float((live.max() / live.median()).sqrt()) if len(live) else nan
+    return {"channel_peak": peak} if isfinite(peak) else {}
 
 
 def _widened_hessian(h: Tensor, width: int, options: Options) -> Tensor:
@@ -287,9 +283,9 @@ def _gptq(
             part.tensor,
             {
                 "method": part.facts.get("fallback", "gptq"),
-                "loss": total(part.loss),
-                "rtn_loss": total(part.rtn_loss),
-                "norm": total(part.norm),
+                "loss": rtn.total(part.loss),
+                "rtn_loss": rtn.total(part.rtn_loss),
+                "norm": rtn.total(part.norm),
                 **part.facts,
             },
         )
@@ -315,8 +311,8 @@ def _prune(
         with about(name):
             facts = {"method": recipe.gptq.prune, **used, **_counts_of_pruned(value)}
         facts |= {
-            "loss": total(row_losses(weight.float() - value.float(), None, h)),
-            "norm": total(row_losses(weight, None, h)),
+            "loss": rtn.total(row_losses(weight.float() - value.float(), None, h)),
+            "norm": rtn.total(row_losses(weight, None, h)),
             "dead_columns": int((h.diagonal() == 0).sum()),
         }
         found.append((value.clone(), facts))  # a slice would hold the whole tall weight in memory
@@ -345,7 +341,7 @@ def _rtn(
         parts = _as_one({"weight": {name: weight}}, rows, ranks)
         tensor = concatenated([part for part, _ in parts])
         facts = {**parts[0][1], **rtn.scale_facts(tensor)}
-        loss, norm = (total(row_losses(weight, value, h)) for value in (tensor, None))
+        loss, norm = (rtn.total(row_losses(weight, value, h)) for value in (tensor, None))
         found.append(
             (tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts})
         )
@@ -391,16 +387,16 @@ def solve_uncalibrated(
     started = time.perf_counter()
     with about(linear):
         if isinstance(goal, Scheme):
-            wide = widened(weight, _solved_width(goal, weight.shape[1], recipe))
+            wide = rtn.widened(weight, _solved_width(goal, weight.shape[1], recipe))
             signed = recipe.solving(goal).signed
             tensor, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
             facts |= {"method": "rtn", "tokens": 0}
             item, why = _stored_item(linear, weight, tensor, facts, recipe), "reason"
         else:
             check_weight(weight)
-            value = weight.masked_fill(~fixed_mask(weight, "magnitude", None), 0)
+            value = weight.masked_fill(~pruning.fixed_mask(weight, "magnitude", None), 0)
             facts = {"method": "magnitude", **_counts_of_pruned(value)}
-            facts |= {"relative_error": relative_error(weight, value), "tokens": 0}
+            facts |= {"relative_error": rtn.relative_error(weight, value), "tokens": 0}
             item, why = Item(f"{linear}.weight", value, facts), "by_magnitude"
     reasons = {} if reason is None else {why: reason}
     seconds = time.perf_counter() - started
@@ -424,9 +420,9 @@ def _stored_item(
     """Give a solved linear its stored shape, padded if the recipe asks for it, and the facts that
     depend on it.
     """
-    facts["relative_error"] = relative_error(weight, value)
+    facts["relative_error"] = rtn.relative_error(weight, value)
     if isinstance(value, QuantizedTensor):
-        facts |= zeroed(weight, value)
+        facts |= rtn.zeroed(weight, value)
         stored = stored_shape(recipe, value.scheme, *weight.shape)
         if stored != weight.shape:
             if "zeros" in facts:

@@ -20,7 +20,6 @@ from torch import Tensor
 from quantkit.algorithms import rtn
 from quantkit.algorithms.block_tuning import TUNING_BYTES, TunedWeight, is_moved_in_place
 from quantkit.algorithms.hessian import Hessian
-from quantkit.algorithms.rtn import relative_error, zeroed
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import (
     PASS_BYTES,
@@ -171,11 +170,11 @@ def tuned_facts(
     """
     found = {**facts, **{k: n for k, n in rtn.scale_facts(tuned).items() if k in facts}}
     found.pop("zeroed", None)
-    found |= zeroed(source, tuned)
+    found |= rtn.zeroed(source, tuned)
     if changed:
         found.pop("held_out", None)
         found = {"untuned_loss" if key == "loss" else key: fact for key, fact in found.items()}
-    return {**found, "relative_error": relative_error(source, tuned)}
+    return {**found, "relative_error": rtn.relative_error(source, tuned)}
 
 
 def require_held_out(key: str, count: int, instead: Words) -> None:
