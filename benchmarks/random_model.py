@@ -29,9 +29,9 @@ from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.layouts import LAYOUTS, expressions, read_config
+from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.recast import broken_rule
-from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.schemes import Schemes, compiled
 from quantkit.models.devices import CUDA_DEVICE
 from quantkit.models.meta_model import skeleton
 from quantkit.names import KERNELS
@@ -210,7 +210,7 @@ def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Seque
     left = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in ignored]
     try:
         for pattern in (*left, *skip):
-            expressions.compiled(pattern)
+            compiled(pattern)
     except ValueError as error:
         raise RecipeError(f"{pattern!r} is no regular expression ({error})", "mend --skip") from error
     head = built.get_output_embeddings()

@@ -37,8 +37,7 @@ from quantkit.layouts.compressed_tensors import (
     Weights,
     in_order_of_targets,
 )
-from quantkit.layouts.expressions import Patterns
-from quantkit.layouts.schemes import ORIGINAL, Schemes, read
+from quantkit.layouts.schemes import ORIGINAL, Patterns, Schemes, read
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.

@@ -21,8 +21,7 @@ from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import grouped
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout
-from quantkit.layouts.expressions import literal
-from quantkit.layouts.schemes import ANY_HEAD, Schemes, is_head
+from quantkit.layouts.schemes import ANY_HEAD, Schemes, is_head, literal
 from quantkit.version import __version__
 
 #: The name of the joined linear, and its members. The first row with a member counts. A row may

@@ -20,11 +20,10 @@ from quantkit.keys import Positive
 from quantkit.layouts.awq import Awq, Quick
 from quantkit.layouts.base import Layout
 from quantkit.layouts.compressed_tensors import CompressedTensors
-from quantkit.layouts.expressions import check_amount, pattern
 from quantkit.layouts.gptq import Gptq, GptqV2
 from quantkit.layouts.humming import Humming
 from quantkit.layouts.marlin import Marlin, Marlin24, Marlin24CompressedTensors
-from quantkit.layouts.schemes import ORIGINAL, Schemes, read
+from quantkit.layouts.schemes import ORIGINAL, Schemes, check_amount, pattern, read
 from quantkit.layouts.tcfpx import TcFpx
 
 LAYOUTS: dict[str, Layout] = {

@@ -23,9 +23,8 @@ from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows
 from quantkit.layouts.base import Layout, SideFile, Stored, matrix
-from quantkit.layouts.expressions import literal
 from quantkit.layouts.gptq import zero_points
-from quantkit.layouts.schemes import GroupSize, Schemes
+from quantkit.layouts.schemes import GroupSize, Schemes, literal
 
 #: Codes `[n, k]` and zero points `[n, g]`: the even outputs of eight lie in the low half of a word.
 WORDS = Arrangement("N h:4 o:2", "K", "K N o h")

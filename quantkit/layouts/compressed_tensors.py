@@ -33,9 +33,18 @@ from quantkit.layouts.arrangement import (
     unpack_zeros,
 )
 from quantkit.layouts.base import DAMAGED, Layout, Stored, match, matrix
-from quantkit.layouts.expressions import LONGEST, anchored, check_amount, literal, pattern
 from quantkit.layouts.gptq import check_static
-from quantkit.layouts.schemes import EMBEDDINGS, ORIGINAL, Schemes, is_embedding
+from quantkit.layouts.schemes import (
+    EMBEDDINGS,
+    LONGEST,
+    ORIGINAL,
+    Schemes,
+    anchored,
+    check_amount,
+    is_embedding,
+    literal,
+    pattern,
+)
 
 T = TypeVar("T")
 

@@ -26,11 +26,11 @@ from quantkit.layouts.arrangement import (
     unpack_zeros,
 )
 from quantkit.layouts.base import Layout, Stored, codes_in_words, matrix
-from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import (
     ORIGINAL,
     Dynamic,
     Schemes,
+    literal,
     read,
     read_dynamic,
     write_dynamic,

@@ -26,10 +26,10 @@ from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
 from quantkit.engines.joined import treat_alike
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.keys import Key, keys_of, read
-from quantkit.layouts import LAYOUTS, expressions
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import fitting
-from quantkit.layouts.schemes import EMBEDDINGS, HEADS, key_of
+from quantkit.layouts.schemes import EMBEDDINGS, HEADS, compiled, key_of, matches as matches_whole
 from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
 from quantkit.recipes.options import AUTO, DENSE, Calib
@@ -247,7 +247,7 @@ def matches(pattern: str, module: str) -> bool:
 
     CheckpointError if that takes too long.
     """
-    return expressions.matches(rf"(?:.*\.)?(?:{pattern})", module)
+    return matches_whole(rf"(?:.*\.)?(?:{pattern})", module)
 
 
 def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[str]) -> list[str]:
@@ -448,9 +448,7 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 def _pattern(pattern: str) -> str:
     try:
-        expressions.compiled(
-            pattern
-        )  # compiled by itself, so that positions in a message are the user's
+        compiled(pattern)  # by itself, so that positions in a message are the user's
         matches(pattern, "")
     except ValueError as error:
         raise RecipeError(

@@ -26,8 +26,7 @@ from quantkit.errors import CheckpointError, LayoutError, QuantkitError, Setting
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.expressions import literal, matches
-from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding
+from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding, literal, matches
 from quantkit.names import KERNELS
 
 #: The name of the method: `--quantization quantkit`.

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, RecipeError
-from quantkit.layouts import LAYOUTS, expressions, quantkit_key, read_config
+from quantkit.layouts import LAYOUTS, quantkit_key, read_config, schemes as expressions
 from quantkit.layouts.schemes import Schemes
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused

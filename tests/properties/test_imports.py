@@ -40,7 +40,7 @@ IMPORTERS = {
     "tqdm": {"progress"},
     "blake3": {"io.files"},
     "xxhash": {"core"},
-    "regex": {"layouts.expressions"},
+    "regex": {"layouts.schemes"},
     "vllm": {
         "evaluation.engine_child",
         "serving.vllm_quantization",
