@@ -44,10 +44,10 @@ from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears
 from quantkit.kernels import MATMULS, preferred
-from quantkit.models.devices import free_gpu_memory
 from quantkit.models.meta_model import skeleton
 from quantkit.models.modules import find_blocks
 from quantkit.models.outline import dense_matrices
+from quantkit.models.weights import free_gpu_memory
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:

@@ -445,8 +445,8 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
     import torch
 
     from benchmarks import bench_generate, random_model
-    from quantkit.models.devices import free_gpu_memory
     from quantkit.models.meta_model import skeleton
+    from quantkit.models.weights import free_gpu_memory
     from quantkit.progress import Progress
 
     where = torch.device("cuda", torch.cuda.current_device())

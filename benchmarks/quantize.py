@@ -32,8 +32,8 @@ from quantkit.cli.show import table
 from quantkit.core.quantized_tensor import label
 from quantkit.core.ranks import ranks
 from quantkit.io.staging import JOURNAL, read_journal
-from quantkit.models.devices import CUDA_DEVICE, device_of
 from quantkit.models.meta_model import skeleton
+from quantkit.models.weights import CUDA_DEVICE, device_of
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.needs import OTHERS, Memory
 from quantkit.planning.survey import plan

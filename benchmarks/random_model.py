@@ -32,8 +32,8 @@ from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes, compiled
-from quantkit.models.devices import CUDA_DEVICE
 from quantkit.models.meta_model import skeleton
+from quantkit.models.weights import CUDA_DEVICE
 from quantkit.names import KERNELS
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import matches

@@ -24,7 +24,7 @@ from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import sweep
 from quantkit.cli.show import table
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.models.devices import device_of
+from quantkit.models.weights import device_of
 from quantkit.recipes.recipe import from_mapping, written
 
 #: Weights of Llama 3 8B.

@@ -30,8 +30,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.layouts import LAYOUTS
-from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
+from quantkit.models.weights import device_of
 from quantkit.pipeline import quantize as pipeline
 from quantkit.planning import survey as surveys
 from quantkit.planning.fit import Group, Space, expected_increase, groups_of, schemes_of

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
     import torch
 
-    from quantkit.models.devices import is_fast_in_bfloat16
+    from quantkit.models.weights import is_fast_in_bfloat16
     from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
 
     # A shell that runs the tests in the background ignores it, and so would each process that they start.

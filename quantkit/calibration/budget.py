@@ -21,8 +21,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, is_sparse
 from quantkit.core.ranks import ROWS as UNIT, ranks
 from quantkit.errors import RecipeError, Setting, Words
-from quantkit.models.devices import compute_dtype
 from quantkit.models.families import BLOCK
+from quantkit.models.weights import compute_dtype
 from quantkit.recipes.recipe import Recipe
 
 #: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to

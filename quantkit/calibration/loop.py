@@ -45,7 +45,7 @@ from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
 from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.devices import device_of
+from quantkit.models.weights import device_of
 from quantkit.progress import Clock, Progress, Recorder
 from quantkit.recipes.recipe import Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens

@@ -24,9 +24,9 @@ from quantkit.core.quantized_tensor import Goal, QuantizedTensor
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.devices import free_gpu_memory
 from quantkit.models.interception import State
 from quantkit.models.modules import put_tensor
+from quantkit.models.weights import free_gpu_memory
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.recipe import Recipe
 

@@ -33,8 +33,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.devices import free_bytes
-from quantkit.models.weights import load_dense_model, replaced
+from quantkit.models.weights import free_bytes, load_dense_model, replaced
 from quantkit.progress import Progress
 
 #: The largest step of a factor, and the warm-up steps.

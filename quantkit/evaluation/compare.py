@@ -40,8 +40,7 @@ from quantkit.evaluation.tasks import Exam, means
 from quantkit.io import files
 from quantkit.io.staging import check_staging, claimed
 from quantkit.layouts import LAYOUTS
-from quantkit.models.devices import device_of
-from quantkit.models.weights import load_dense_model
+from quantkit.models.weights import device_of, load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.progress import Progress, Recorder

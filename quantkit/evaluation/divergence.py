@@ -32,7 +32,7 @@ from quantkit.evaluation.perplexity import (
 )
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.models.devices import device_of
+from quantkit.models.weights import device_of
 from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions, RunOptions

@@ -32,9 +32,8 @@ from quantkit.errors import KernelError, Option, RecipeError, Words
 from quantkit.evaluation.opened import require_package
 from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.perplexity import token_losses
-from quantkit.models.devices import device_of
 from quantkit.models.meta_model import config_of, require_decoder_only
-from quantkit.models.weights import load_dense_model
+from quantkit.models.weights import device_of, load_dense_model
 from quantkit.names import SERVERS
 from quantkit.progress import Clock, Progress
 from quantkit.text.sources import PACKAGED, load_documents

@@ -37,7 +37,7 @@ from quantkit.io import files, json_files, model_folder
 from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.kernels import proof
 from quantkit.keys import built
-from quantkit.models.devices import device_of
+from quantkit.models.weights import device_of
 from quantkit.names import VERIFICATION
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.keywords import VerifyKeywords

@@ -21,7 +21,6 @@ from quantkit.errors import CheckpointError, Command, QuantkitError, Setting, Wo
 from quantkit.inference.swap_linears import require_kernels, require_memory
 from quantkit.keys import built
 from quantkit.layouts.compressed_tensors import METHOD
-from quantkit.models.devices import compute_dtype, device_of, free_bytes
 from quantkit.models.meta_model import (
     RESTRICTIONS,
     SPECIAL,
@@ -34,7 +33,7 @@ from quantkit.models.meta_model import (
 from quantkit.models.modules import computed
 from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
-from quantkit.models.weights import load_dense_model
+from quantkit.models.weights import compute_dtype, device_of, free_bytes, load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
 

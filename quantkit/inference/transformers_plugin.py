@@ -23,8 +23,8 @@ from quantkit.core.memory_limits import unused_memory
 from quantkit.errors import CheckpointError
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.layouts import LAYOUTS, read_config
-from quantkit.models.devices import free_bytes
 from quantkit.models.outline import Outline
+from quantkit.models.weights import free_bytes
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that
 #: `quantkit.load` made.

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
-from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
 from quantkit.models.interception import (
     USE_RTN,
@@ -43,7 +42,7 @@ from quantkit.models.interception import (
 from quantkit.models.meta_model import require_decoder_only
 from quantkit.models.modules import Norm, fused, is_norm, lists_beside, rms_norms
 from quantkit.models.outline import LanguageModel
-from quantkit.models.weights import BlockWeights
+from quantkit.models.weights import BlockWeights, compute_dtype, device_of, is_fast_in_bfloat16
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

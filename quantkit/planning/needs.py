@@ -48,9 +48,8 @@ from quantkit.core.ranks import ranks
 from quantkit.core.threads import MOST_BYTES, MOST_UNITS
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError, Option, QuantkitError, Setting, Words
-from quantkit.models.devices import CUDA_DEVICE, program_bytes
 from quantkit.models.families import TOWER
-from quantkit.models.weights import PINNED
+from quantkit.models.weights import CUDA_DEVICE, PINNED, program_bytes
 from quantkit.planning.output import Files
 from quantkit.recipes.recipe import Recipe
 

@@ -16,7 +16,7 @@ from quantkit.errors import Command, Option, Setting, Words
 from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.kernels import gptq
 from quantkit.keys import Key, keys_of, shown
-from quantkit.models.devices import is_fast_in_bfloat16
+from quantkit.models.weights import is_fast_in_bfloat16
 from quantkit.recipes.schema import RecipeKeys
 
 #: The number of threads, which decides the bytes of calibrated runs on a CPU.

@@ -222,7 +222,7 @@ def test_a_model_that_the_memory_does_not_hold_is_refused_before_it_is_read(
     is_packed: bool, folder: Folders, small_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder("marlin", "int4:g128") if is_packed else small_llama
-    monkeypatch.setattr("quantkit.models.devices.unused_memory", lambda swap: 100_000)
+    monkeypatch.setattr("quantkit.models.weights.unused_memory", lambda swap: 100_000)
     for load in (quantkit.load, lambda path, device: generate(path, "a", device=device)):
         with pytest.raises(CheckpointError, match=r"take .* on cpu, which has 100\.0 kB free, .* too little"):
             load(path, device="cpu")

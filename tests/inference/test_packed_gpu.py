@@ -23,8 +23,7 @@ from quantkit.inference.generate import generate
 from quantkit.kernels.proof import relative_error
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from quantkit.models.devices import free_gpu_memory
-from quantkit.models.weights import load_dense_model
+from quantkit.models.weights import free_gpu_memory, load_dense_model
 from tests.inference.samples import attention, bits, gauss, layers, logits, packed as packed_linear, stored, values
 from tests.layouts.samples import write_folder
 from tests.serving.samples import PACKED

@@ -47,7 +47,7 @@ from quantkit.calibration.stages.gradients import Gradients
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError, Setting, Words
-from quantkit.models.devices import is_fast_in_bfloat16
+from quantkit.models.weights import is_fast_in_bfloat16
 
 #: One of this many sequences is held out.
 HELD_OUT = 8
