@@ -133,10 +133,9 @@ class Key:
     def known(self) -> Collection[str]:
         """The choices, including any that a program has registered."""
         module, _, variable = self.table.partition(":")
-        known: Collection[str] = (
-            getattr(import_module(module), variable) if module else self.choices
+        return cast(
+            "Collection[str]", getattr(import_module(module), variable) if module else self.choices
         )
-        return known
 
     @property
     def number(self) -> type[int] | type[float] | None:

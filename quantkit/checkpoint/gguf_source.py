@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -350,8 +350,7 @@ class _Named(NamedTuple):
         return self.module.config
 
     def state_dict(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.module.state_dict()
-        return found
+        return cast("dict[str, Tensor]", self.module.state_dict())
 
     def named_children(self) -> list[tuple[str, _Named]]:
         return list(self.children.items())
@@ -498,8 +497,7 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
             **scaling,
             "original_max_position_embeddings": 8192,
         }
-        found: Tensor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
-        return found
+        return ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
 
     expected = frequencies(1.0) / frequencies(float(factors.max()))
     if expected.shape != factors.shape or not torch.allclose(expected, factors, rtol=1e-4):

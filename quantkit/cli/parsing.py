@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -71,8 +71,7 @@ class Commands(Mapping[str, click.Command]):
 
     def __getitem__(self, name: str) -> click.Command:
         module, _, variable = self._places[name].partition(":")
-        found: click.Command = getattr(import_module(module), variable)
-        return found
+        return cast("click.Command", getattr(import_module(module), variable))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

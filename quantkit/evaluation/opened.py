@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
@@ -132,5 +132,4 @@ class Finished:
                     self._begun = True
                 append_journal(self._path, {"name": name, "value": value})
             self._known[name] = value
-        found: _T = self._known[name]
-        return found
+        return cast("_T", self._known[name])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -362,5 +362,4 @@ def _in_this_process() -> AbstractContextManager[None]:
         return nullcontext()
     from compressed_tensors.offload import as_single_threaded
 
-    alone: AbstractContextManager[None] = as_single_threaded()
-    return alone
+    return cast("AbstractContextManager[None]", as_single_threaded())

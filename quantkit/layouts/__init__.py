@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -90,18 +90,20 @@ def quantkit_key(
     overrides: dict[str, str] = {}
     for name, scheme in schemes.overrides:
         overrides.setdefault(name, scheme.label)
-    found: dict[str, Any] = msgspec.to_builtins(
-        OwnConfig(
-            version=version,
-            layout=layout_name,
-            scheme=schemes.default.label,
-            overrides=overrides,
-            ignore=list(schemes.ignore),
-            recipe_sha256=recipe_sha256,
-            padded=dict(schemes.padded) or UNSET,
-        )
+    return cast(
+        "dict[str, Any]",
+        msgspec.to_builtins(
+            OwnConfig(
+                version=version,
+                layout=layout_name,
+                scheme=schemes.default.label,
+                overrides=overrides,
+                ignore=list(schemes.ignore),
+                recipe_sha256=recipe_sha256,
+                padded=dict(schemes.padded) or UNSET,
+            )
+        ),
     )
-    return found
 
 
 def _method(config: Mapping[str, Any]) -> str:

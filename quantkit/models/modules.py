@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -359,8 +359,7 @@ def computed(module: nn.Module, state: str) -> Tensor | None:
 def get_tensor(module: nn.Module, name: str) -> Tensor:
     """Return the parameter or buffer called `name`."""
     path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(path), leaf)
-    return found
+    return cast("Tensor", getattr(module.get_submodule(path), leaf))
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a model: its device and its dtype there, and the weights of one block, of the modules
+"""A model in memory: its device and its dtype there, and the weights of one block, of the modules
 outside the blocks while they are needed, or of the whole model.
 """
 

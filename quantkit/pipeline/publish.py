@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -376,8 +376,7 @@ class Result(ShortRepr, Mapping[str, Any]):
         """The stored bits per quantized weight, scales and zero points included; None for a pruned
         model.
         """
-        bits: float | None = self.report["totals"]["bits_per_weight"]
-        return bits
+        return cast("float | None", self.report["totals"]["bits_per_weight"])
 
     @property
     def bytes(self) -> int:
@@ -387,8 +386,7 @@ class Result(ShortRepr, Mapping[str, Any]):
     @property
     def share(self) -> float | None:
         """The share of the decoder's weights that were changed; None if no blocks were found."""
-        share: float | None = self.report["totals"]["share"]
-        return share
+        return cast("float | None", self.report["totals"]["share"])
 
     @property
     def seconds(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -67,8 +67,7 @@ def identity(report: Mapping[str, Any]) -> dict[str, Any]:
 def date_of(partial: Path) -> str | None:
     """Return the date that chat templates write in an interrupted run; None if they write none."""
     lines = read_journal(partial / JOURNAL)
-    found: str | None = lines[0].get(DATE) if lines else None
-    return found
+    return cast("str | None", lines[0].get(DATE) if lines else None)
 
 
 def difference(

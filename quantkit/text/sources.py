@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from quantkit.errors import (
     FILE,
@@ -221,8 +221,7 @@ def load_documents(
 
 def held_out_documents() -> dict[str, str]:
     """Return packaged text that never calibrates, by kind."""
-    found: dict[str, str] = json.loads(HELD_OUT_FILE.read_text("utf-8"))
-    return found
+    return cast("dict[str, str]", json.loads(HELD_OUT_FILE.read_text("utf-8")))
 
 
 def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -213,8 +213,7 @@ def continued(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     changed.backend_tokenizer.post_processor = TemplateProcessing(
         single=[*names, "$A"], special_tokens=[*zip(names, front, strict=True)]
     )
-    found: PreTrainedTokenizerBase = changed
-    return found
+    return cast("PreTrainedTokenizerBase", changed)
 
 
 def prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
