@@ -253,6 +253,8 @@ def survey(
         if opened and not isinstance(refused, LayoutError):  # else its ways out are known to help
             more = [Setting("pad", True)] if padded else []
             refused.ways_out = (Words("use", Setting("layout", opened[0].plan.layout), *more),)
+        elif not opened and isinstance(refused, CheckpointError) and _is_microscaled(recipe):
+            refused.ways_out = (Words("use", Setting("format", "int4")),)
         return _with_verdict(job, refusal=refused)
     taken = opened[0]
     reader = [*_asked(taken), *taken.plan.output.readers][0]
@@ -278,6 +280,11 @@ def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
     except QuantkitError as error:
         return error
     return None
+
+
+def _is_microscaled(recipe: Recipe) -> bool:
+    """Return True if only one layout holds the format of a recipe."""
+    return isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
 
 
 def _asked(job: Job) -> list[str]:

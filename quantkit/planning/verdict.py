@@ -50,6 +50,13 @@ ONE_SHOT = Words(
     Setting("skip"),
     "them first",
 )
+#: The remark for MXFP4 (docs/results.md).
+COARSE = Words(
+    "MXFP4 lost more than integers of as many bits in all models that were measured: unless an "
+    "engine asks for it, use",
+    Setting("format", "int4"),
+    Setting("group_size", 64),
+)
 FILLED = "to fill it up with zeros"
 #: The most ways out that a message names.
 MOST_OPTIONS = 2
@@ -354,6 +361,9 @@ def model_remarks(
     """List linears that stay dense by default, and recipe settings without effect on this model."""
     sparse = any(goal is not None and is_sparse(goal) for goal in goals.values())
     src, found = model.src, [*([ONE_SHOT] if sparse else []), *model.notices]
+    formats = {goal.format.name for goal in goals.values() if isinstance(goal, Scheme)}
+    if "mxfp4" in formats and src.low_bit is None:
+        found.append(COARSE)
     written = {name: src.form_written(name)[0] for name in src.names()}
     single = [name for name, dtype in written.items() if dtype == torch.float32]
     if recipe.dense_dtype is not None and src.written_dtype != torch.float32 and single:

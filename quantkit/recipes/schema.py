@@ -30,7 +30,8 @@ class SchemeKeys:
         table="quantkit.core.formats:FORMATS",
         more="FP6 has the form E3M2 and FP5 E3M1, if the name does not say otherwise. NVFP4 and "
         "MXFP4 are for weights only.",
-        when="More bits lose less, INT4 is usual.",
+        when="More bits lose less, INT4 is usual. At its bits in groups of 32, NVFP4 loses as much "
+        "or less ([results](results.md#fp4)).",
     )
     group_size: Positive | Literal["channel"] | None = key(
         "Weights of a row that share a scale, or channel for the whole row",

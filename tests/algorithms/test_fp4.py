@@ -48,6 +48,9 @@ def test_a_rounded_scale_is_the_one_of_its_rule(label: str) -> None:
     assert stored(tensor) and stored(rtn.quantize(w, tensor.scheme, clip="search")[0])
     again, _ = rtn.quantize(tensor.dequantize(), tensor.scheme)
     assert torch.equal(again.dequantize(), tensor.dequantize())
+    searched, _ = rtn.quantize(w, tensor.scheme, clip="search")
+    again, _ = rtn.quantize(searched.dequantize(), tensor.scheme, clip="search")
+    assert torch.equal(again.dequantize(), searched.dequantize())
 
 
 @pytest.mark.parametrize("label", LABELS)

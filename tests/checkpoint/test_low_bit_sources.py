@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from quantkit.algorithms import rtn
 from quantkit.api import compare
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
 from quantkit.inference.load import load
+from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
@@ -189,6 +192,15 @@ def test_every_mxfp4_code_and_extreme_exponents_are_exact(gpt_oss: tuple[Path, P
     low = rewritten(gpt_oss[0], tmp_path / "m", tensors, {"quant_method": "mxfp4"})
     expected = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
     assert torch.equal(Checkpoint(low).get(name), expected)
+
+
+def test_experts_of_gpt_oss_rounded_to_mxfp4_keep_their_codes_and_scales(gpt_oss: tuple[Path, Path]) -> None:
+    src, stored, layout = Checkpoint(gpt_oss[0]), weights_in(gpt_oss[0]), LAYOUTS["compressed-tensors"]
+    for name in (name for name in src.names() if name.endswith(("gate_up_proj", "down_proj"))):
+        for expert, dense in enumerate(src.get(name)):
+            packed = layout.pack(rtn.quantize(dense.T.contiguous(), Scheme.parse("mxfp4"))[0])
+            assert torch.equal(packed["weight_packed"], stored[f"{name}_blocks"][expert].flatten(1))
+            assert torch.equal(packed["weight_scale"], stored[f"{name}_scales"][expert])
 
 
 def test_gptq_of_a_low_bit_folder_gives_the_bytes_of_the_dense_one(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import quantkit
 from benchmarks.census import families
@@ -66,3 +67,11 @@ def test_no_way_out_names_the_layout_that_was_refused(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
     found = quantkit.plan(write_model("gpt_oss", tmp_path / "model"), **RTN)
     assert found.layout == "humming" and not any('use layout="compressed' in line for line in found.notices)
+    assert str(quantkit.plan(tmp_path / "model", **RTN, format="mxfp4").refusal).endswith(': use format="int4"')
+
+
+def test_mxfp4_is_advised_against_where_integers_of_its_bits_lose_less(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", torch.bfloat16)
+    notices = {label: quantkit.plan(model, method="rtn", format=label).notices for label in ("mxfp4", "nvfp4")}
+    advised = [any("group_size=64" in line for line in lines) for lines in notices.values()]
+    assert advised == [True, False]
