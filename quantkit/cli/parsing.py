@@ -164,6 +164,8 @@ class Command(click.Command):
                 alone = isinstance(params.get(meant.name), click.Argument)
                 name = params[meant.name].make_metavar(ctx) if alone else ""
                 near = f" Give {name} by itself." if alone else f" Use {way}."
+            elif ctx.info_name == "prune" and same_elsewhere(error.option_name, ("prune",)):
+                near = " Leave it out: this command always keeps two of each four weights."
             for key in self.keys:
                 if error.option_name == Option(key.keyword).spelled():
                     near = f" Use --set {key.name}=VALUE."

@@ -45,6 +45,7 @@ from quantkit.io import files
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule, recast
+from quantkit.models.meta_model import generation_config_of
 from quantkit.models.outside import Outside
 from quantkit.pipeline.publish import finish, write
 from quantkit.planning.output import Row
@@ -125,6 +126,7 @@ def pack(
         )
         planned.require()
         if outline is not None:  # else this would show when the folder is finished
+            generation_config_of(src)
             output, written = planned.output, LAYOUTS[layout]
             shapes = {row.module: row.shape if row.padded else None for row in output.quantized}
             config = output_config(src, written, output.schemes, shapes, None)

@@ -51,7 +51,7 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.layouts.schemes import is_head
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.meta_model import float32_states
+from quantkit.models.meta_model import float32_states, generation_config_of
 from quantkit.planning.needs import disk_peak
 from quantkit.planning.output import schemes_of
 from quantkit.planning.plan import Plan, plan_quantize
@@ -486,6 +486,7 @@ def require_runnable(
         )
     if job.src.home == job.src.path:  # a GGUF file has no tokenizer.json
         require_readable_tokenizer(job.src.path)
+        generation_config_of(job.src)
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
     if made.verdict.refusal is not None:

@@ -9,6 +9,7 @@ import json
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -40,6 +41,9 @@ PACKAGES = {
     "*.tiktoken": "tiktoken",
     "tekken.json": "mistral_common",
 }
+
+#: Endings of the files of processors.
+OF_PROCESSORS = ("processor_config.json", model_folder.PROCESSOR_TEMPLATE)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -85,23 +89,30 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def require_readable_tokenizer(folder: Path) -> None:
-    """Raise CheckpointError for a tokenizer.json, or another file of a tokenizer, that no program
-    can parse.
+    """Raise CheckpointError for a file of a tokenizer or processor, or a chat template, that no
+    program can parse.
     """
     from tokenizers import Tokenizer
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    for path in sorted(folder.glob("*token*.json")):
+    for name in model_folder.opened(folder):
+        path, templates, rule, way = folder / name, [], "no file of a tokenizer or processor", AGAIN
         try:
-            if path.name == "tokenizer.json":
+            if name == "tokenizer.json":
                 Tokenizer.from_buffer(path.read_bytes())
-            else:
+            elif name.endswith(".jinja"):
+                templates = [path.read_text(encoding="utf-8")]
+            elif fnmatch(name, "*token*.json") or name.endswith(OF_PROCESSORS):
                 found = json.loads(path.read_text(encoding="utf-8"))
-                if path.name == "tokenizer_config.json":
-                    found.items()  # which a list lacks
-        except Exception as error:  # the package raises Exception itself
-            raise CheckpointError(
-                f"no file of a tokenizer ({reason(error)})", AGAIN, subject=path
-            ) from error
+                if name in ("tokenizer_config.json", *OF_PROCESSORS):
+                    stated = found.get("chat_template") or []
+                    several = [each["template"] for each in stated if isinstance(each, dict)]
+                    templates = [stated] if isinstance(stated, str) else several
+            rule, way = "its chat template does not parse", "mend it"
+            for template in templates:
+                render_jinja_template([], chat_template=template)
+        except Exception as error:  # the packages raise whatever they like
+            raise CheckpointError(f"{rule} ({reason(error)})", way, subject=path) from error
 
 
 def token_ids(

@@ -40,6 +40,37 @@ def test_rounding_publishes_no_tokenizer_that_nobody_can_read(
     assert not (tmp_path / "out").exists()
 
 
+OPEN = "{% for m in messages %}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rule"),
+    [
+        ("chat_template.jinja", OPEN, "its chat template does not parse"),
+        ("tokenizer_config.json", json.dumps({"chat_template": OPEN}), "its chat template does not parse"),
+        ("chat_template.json", json.dumps({"chat_template": OPEN}), "its chat template does not parse"),
+        ("preprocessor_config.json", "{", "no file of a tokenizer or processor"),
+        ("generation_config.json", "{", "not the JSON it should be"),
+        ("generation_config.json", '{"cache_implementation": "none such"}', "cannot be read"),
+    ],
+)
+def test_what_readers_open_by_name_and_cannot_parse_is_neither_planned_nor_published_nor_packed(
+    tmp_path: Path, name: str, text: str, rule: str
+) -> None:
+    folder, packed = write_model("llama", tmp_path / "m"), tmp_path / "packed"
+    quantkit.quantize(folder, packed, method="rtn", group_size=64, clip="none", layout="gptq")
+    for path in (folder, packed):
+        (path / name).write_text(text)
+    assert rule in str(quantkit.plan(folder, method="rtn", group_size=64).refusal)
+    for write in (
+        lambda: quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64),
+        lambda: quantkit.pack(packed, tmp_path / "out", "compressed-tensors"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{name}: {rule}"):
+            write()
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "package"),
     [("tokenizer.model", "sentencepiece"), ("tekken.json", "mistral_common")],
