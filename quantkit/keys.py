@@ -58,9 +58,7 @@ FOREIGN: Mapping[str, tuple[Option, ...]] = {
     "fewshot numfewshot nshot": (Option("shots", 5),),
     "n npredict ntokens tokens": (Option("max_new_tokens", 64),),
     "to target format": (Setting("layout", Words("LAYOUT")), Option("pair")),
-    "prune sparsity ratio sparsityratio sparsitytype maskstructure": (
-        Setting("prune", "2:4"),
-    ),
+    "prune sparsity ratio sparsityratio sparsitytype maskstructure": (Setting("prune", "2:4"),),
     "qgroupsize wgroup": (Setting("group_size", 128),),
     "zeropoint zeropoints asymmetric": (Setting("asym", True),),
     "symmetric": (Setting("asym", False),),

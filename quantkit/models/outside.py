@@ -184,7 +184,7 @@ def _is_unread_expert(state: str, counts: Mapping[str, int]) -> bool:
 def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str]) -> list[str]:
     stated = src.config.get("architectures")
     named = str(stated[0]) if isinstance(stated, list) and stated else ""
-    if HEAD_CLASSES.search(named):
+    if HEAD_CLASSES.search(named) or named == type(module.base_model).__name__:
         return [f"config.json names {named}, use the model that writes text"]
     flag = 'set "tie_word_embeddings": true in config.json if the embeddings are the head'
     mend = flag if list(missing) == [head_state(module)] else "mend config.json"

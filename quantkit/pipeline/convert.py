@@ -44,13 +44,14 @@ from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io import files
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.recast import broken_rule, recast
+from quantkit.layouts.base import Layout
+from quantkit.layouts.recast import broken_rule, fitting, recast
 from quantkit.models.meta_model import generation_config_of
 from quantkit.models.outside import Outside
 from quantkit.pipeline.publish import finish, write
 from quantkit.planning.output import Row
 from quantkit.planning.plan import Plan, plan_pack
-from quantkit.planning.verdict import require_complete_source
+from quantkit.planning.verdict import FILLED, require_complete_source
 from quantkit.progress import Clock, Progress
 from quantkit.text.tokenizer import require_readable_tokenizer
 
@@ -361,7 +362,7 @@ class Repacker:
         digest = _checked_digest(name, q, before.get("digest"))
         notices += _rows_lost(name, q)
         with about(name):
-            value, facts = _as_planned(self._src, q, before, row, self._requantize)
+            value, facts = _as_planned(self._src, q, before, row, self._layout, self._requantize)
             digest = digest if value is q else value.digest()
             return Item(
                 name, Packed(value.scheme, value.shape, self._layout.pack(value), digest), facts
@@ -441,7 +442,12 @@ def _trusted_labels(src: Checkpoint) -> list[str]:
 
 
 def _as_planned(
-    src: Checkpoint, q: QuantizedTensor, before: Mapping[str, Any], row: Row, requantize: bool
+    src: Checkpoint,
+    q: QuantizedTensor,
+    before: Mapping[str, Any],
+    row: Row,
+    layout: Layout,
+    requantize: bool,
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
     """Recast or round a weight to the planned scheme and shape; return it with its facts. `before`
     has its report's.
@@ -458,7 +464,7 @@ def _as_planned(
         value = recast(q, scheme, shape)
     except LayoutError as error:
         if not requantize:
-            raise LayoutError(error.rule, *_ways_out(src, q.scheme, true)) from error
+            raise LayoutError(error.rule, *_ways_out(src, layout, q.scheme, true)) from error
         value, lost = _rounded(q, true, scheme, shape, src.dtype_of_model)
         facts = {
             key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")
@@ -466,7 +472,7 @@ def _as_planned(
     return value, facts | ({} if shape == true else {"true_shape": list(true)})
 
 
-def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
+def _ways_out(src: Checkpoint, layout: Layout, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
     names = [
         x.NAME
         for x in LAYOUTS.values()
@@ -476,7 +482,10 @@ def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> list[s
         Words("use", Setting("layout", name), f", which holds {scheme.label} as it is")
         for name in names[:1]
     ]
-    return [*kept, Words("add", Option("requantize", True), "to round again (lossy)")]
+    pads = [Words("add", Option("pad", True), FILLED)] * bool(
+        fitting(layout, scheme, *shape, pad=True)
+    )
+    return [*pads, *kept, Words("add", Option("requantize", True), "to round again (lossy)")]
 
 
 def _rounded(

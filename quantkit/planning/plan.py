@@ -20,7 +20,14 @@ from quantkit.core.quantized_tensor import Goal, Scheme
 from quantkit.core.threads import AHEAD
 from quantkit.errors import QuantkitError, in_python
 from quantkit.layouts.base import Layout
-from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
+from quantkit.layouts.recast import (
+    Target,
+    broken_rule,
+    candidates,
+    fitting,
+    nearest,
+    target,
+)
 from quantkit.models.families import BLOCK
 from quantkit.models.outline import decoder_weights
 from quantkit.models.outside import Outside
@@ -272,8 +279,12 @@ def _destination(
     asked += [(target, true, True)] if pad else []
     asked += [(nearest, true, False)] if requantize else []
     asked += [(nearest, true, True)] if requantize and pad else []
-    found = (find(layout, scheme, *shape, pad=padding) for find, shape, padding in asked)
-    return next((result for result in found if result is not None), None)
+    results = (find(layout, scheme, *shape, pad=padding) for find, shape, padding in asked)
+    found = next((result for result in results if result is not None), None)
+    if pad and found is not None and found[0].symmetric != scheme.symmetric:
+        shape = fitting(layout, scheme, *true, pad=True)  # holds any zero point
+        return found if shape is None else (scheme, shape)
+    return found
 
 
 def _change(scheme: Scheme, now: Scheme) -> str:

@@ -180,3 +180,17 @@ def test_padding_is_offered_only_where_it_helps(odd: Path, tmp_path: Path) -> No
     recipe.write_text("{skip: [], layout: marlin, method: rtn}")
     error = refused("quantize", tied, "--recipe", recipe, out=tmp_path / "out")
     assert "tied to the embeddings" in error and "add --set pad=true" not in error
+
+
+def test_zero_points_of_odd_rows_are_padded_and_not_only_offered_to_be_rounded_again(tmp_path: Path) -> None:
+    """The data do not allow to restate them as symmetric: a padded weight holds any zero point."""
+    odd_rows = write_model("llama", tmp_path / "model", head_dim=72, num_key_value_heads=1)
+    call("quantize", odd_rows, *RTN, "--asym", "--group-size", "channel", "-o", tmp_path / "asym")
+    asked = ("pack", tmp_path / "asym", "--layout", "humming")
+    error = refused(*asked, out=tmp_path / "no")
+    assert "cannot be re-centred to 8" in error and "add --pad to fill it up with zeros" in error
+    call(*asked, "--pad", "-o", tmp_path / "padded")
+    before, after = Checkpoint(tmp_path / "asym"), Checkpoint(tmp_path / "padded")
+    name = "model.layers.0.self_attn.k_proj"
+    assert after.true_size(name) == (72, 128) and after.scheme(name) == before.scheme(name)
+    assert all(torch.equal(before.dense(f"{each}.weight"), after.dense(f"{each}.weight")) for each in before.modules())
