@@ -39,7 +39,11 @@ _PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 #: Parts that wrappers of a model add to the names of its tensors: anywhere, and before all names.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_(fsdp|checkpoint)_wrapped_module|_forward_module)\.")
-_OUTER = re.compile(r"^((module|base_model\.model)\.)+")
+# A class that holds a causal LM as `model` makes `model.model` and `model.lm_head` of its parts.
+_OUTER = re.compile(
+    r"^((module|base_model\.model)\.)+"
+    r"|^model\.(?=lm_head\.|model\.(layers|embed_tokens|norm)\.)|^(?=lm_head\.)"
+)
 
 
 class Checkpoint(StoredTensors):
@@ -488,7 +492,9 @@ def _find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[s
             )
         if module in packed and module in schemes.ignore:
             raise CheckpointError(
-                f"{module} is packed, and config.json says that it is not", subject=src.path
+                f"{module} is packed, and config.json says that it is not",
+                f"take it out of the entry there if its tensors are right, or {AGAIN}",
+                subject=src.path,
             )
     _require_one_layout(src, layout, packed)
     return packed

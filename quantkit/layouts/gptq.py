@@ -21,7 +21,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows
-from quantkit.layouts.base import Layout, SideFile, Stored, matrix, static_groups
+from quantkit.layouts.base import DAMAGED, Layout, SideFile, Stored, matrix, static_groups
 from quantkit.layouts.schemes import (
     ORIGINAL,
     Dynamic,
@@ -187,7 +187,9 @@ class Gptq(Layout):
         if scheme.symmetric:
             if not any(bool((stored == zero).all()) for zero in (7, 8)):
                 raise LayoutError(
-                    "the config says symmetric, but qzeros are neither all 7 (v1) nor all 8 (v2)"
+                    "the config says symmetric, but qzeros are neither all 7 (v1) nor all 8 (v2)",
+                    'set "sym": false there if the weights have zero points',
+                    DAMAGED,
                 )
             return None
         if self.OFFSET and bool((stored == 15).any()):

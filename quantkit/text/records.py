@@ -298,9 +298,13 @@ def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation 
 
 def _without_key(what: str, row: Any, where: str, way: str = _COLUMN) -> BrokenRecord:
     way = way if isinstance(row, dict) else f"write it as {RECORD}"
-    for key, value in row.items() if isinstance(row, dict) else ():
+    for key, value in reversed(row.items()) if isinstance(row, dict) else ():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            way = f"if the records are those of {key}, write that list to a file of its own"
+            way = (
+                Words("use", Setting("text_column", key))
+                if {"role", "from"} & value[0].keys()
+                else f"if the records are those of {key}, write that list to a file of its own"
+            )
     return BrokenRecord(f"has no {what}: {_keys(row)}", where, way)
 
 

@@ -285,7 +285,8 @@ def _files_of(source: str, split: str | None, kind: Kind) -> tuple[list[Path], l
     """
     if kind == "plain text":
         return [Path(source)], []
-    if kind != "hub" or not Path(source).is_dir():
+    saved = any((Path(source) / name).exists() for name in SAVED)
+    if kind != "hub" or saved or not Path(source).is_dir():
         return [], []
     import datasets
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from fnmatch import fnmatch
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -42,8 +42,9 @@ PACKAGES = {
     "tekken.json": "mistral_common",
 }
 
-#: Endings of the files of processors.
-OF_PROCESSORS = ("processor_config.json", model_folder.PROCESSOR_TEMPLATE)
+#: Files of tokenizers and processors that are parsed before work, and those that state templates.
+PARSED = re.compile(r"token.*\.json$|processor_config\.json$|^chat_template\.json$|\.jinja$")
+STATES_TEMPLATES = re.compile("config|chat_template")
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -95,21 +96,19 @@ def require_readable_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for name in model_folder.opened(folder):
-        path, templates, rule, way = folder / name, [], "no file of a tokenizer or processor", AGAIN
+    for name in filter(PARSED.search, model_folder.opened(folder)):
+        path, rule, way = folder / name, "no file of a tokenizer or processor", AGAIN
         try:
+            text = path.read_text(encoding="utf-8")
+            found: Any = text if name.endswith(".jinja") else None
             if name == "tokenizer.json":
-                Tokenizer.from_buffer(path.read_bytes())
-            elif name.endswith(".jinja"):
-                templates = [path.read_text(encoding="utf-8")]
-            elif fnmatch(name, "*token*.json") or name.endswith(OF_PROCESSORS):
-                found = json.loads(path.read_text(encoding="utf-8"))
-                if name in ("tokenizer_config.json", *OF_PROCESSORS):
-                    stated = found.get("chat_template") or []
-                    several = [each["template"] for each in stated if isinstance(each, dict)]
-                    templates = [stated] if isinstance(stated, str) else several
+                Tokenizer.from_str(text)
+            elif name.endswith(".json"):
+                found = json.loads(text)
+                found = found.get("chat_template") if STATES_TEMPLATES.search(name) else None
             rule, way = "its chat template does not parse", "mend it"
-            for template in templates:
+            for each in [found] if isinstance(found, str) else found or ():
+                template = each["template"] if isinstance(each, dict) else each
                 render_jinja_template([], chat_template=template)
         except Exception as error:  # the packages raise whatever they like
             raise CheckpointError(f"{rule} ({reason(error)})", way, subject=path) from error

@@ -187,6 +187,24 @@ def test_names_inside_another_model_and_unmerged_adapters_are_named_as_the_cause
         LanguageModel(peft, torch.float32).require_complete()
 
 
+@pytest.mark.parametrize("head", ["model.lm_head", "lm_head"])
+def test_names_that_begin_twice_with_the_decoder_are_written_as_engines_read_them(tmp_path: Path, head: str) -> None:
+    src = rewritten(tmp_path / "m", lambda name: f"model.{name}".replace("model.lm_head", head), {})
+    LanguageModel(src, torch.float32).require_complete()
+    assert src.wrapped is not None and {"lm_head.weight", "model.norm.weight"} < set(src.names())
+
+
+def test_a_model_without_a_head_is_named_by_its_class(tmp_path: Path) -> None:
+    folder = families.write("llama", tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    with pytest.raises(CheckpointError, match=r"config\.json names LlamaModel, use the model that writes text"):
+        LanguageModel(Checkpoint(folder), torch.float32).require_complete()
+
+
 def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tmp_path: Path) -> None:
     biases = {"model.layers.0.mlp.up_proj.bias": torch.zeros(256), "model.layers.1.mlp.up_proj.bias": torch.zeros(256)}
     src = rewritten(tmp_path / "zero", str, biases)

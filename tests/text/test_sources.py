@@ -156,6 +156,7 @@ def test_folders_of_save_to_disk_are_read(tmp_path: Path) -> None:
     for name in ("single", "splits"):
         found = load_documents(str(tmp_path / name))
         assert (found.texts, found.rule) == (["one", "two"], "one document a row of the split train")
+        assert not found.unread  # state.json and dataset_info.json are no data
     assert load_documents(str(tmp_path / "splits"), split="test").conversations
     for name in ("single", "splits"):
         with pytest.raises(CheckpointError, match=f"{name}: has no split dev, but"):
@@ -200,6 +201,8 @@ def test_line_ends_of_windows_change_neither_documents_nor_perplexity(tmp_path: 
             b'{"id": 1, "body": "y"}\n',
             "line 1: has no text, messages .*: found the keys id, body: use --set calibration.text_c",
         ),
+        ("a.json", b'[{"conversation": [{"role": "user"}]}]', "use --set calibration.text_column=conversation"),
+        ("a.json", b'[{"chosen": [{"from": "gpt"}], "rejected": [{"from": "gpt"}]}]', "text_column=chosen"),
         ("a.json", b'{"data": [{"text": "x"}]}', "keys data: if the records are those of data, write that list to a"),
         *(
             (name, b"\n<!DOCTYPE html>\n<html>", "is a page of HTML")
