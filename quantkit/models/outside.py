@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 #: `id2label` of a model without labels of its own, as transformers wrote it until version 5.
 DEFAULT_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
 #: Names of PEFT's tensors and of the weights that they change.
-_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save|lora_\w+)\.")
+_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save|lora_\w+|ia3_l)(\.|$)")
 #: The most further names in an error.
 SHOWN = 3
+_MERGED = "save what model.merge_and_unload() returns"
 _WITHOUT = "save the model without them, by transformers' from_pretrained and save_pretrained"
 
 
@@ -156,7 +157,7 @@ def require_complete(
             ways = ["save the inner model, without its wrapper"]
         if adapter := next(filter(_ADAPTER.search, outside), None):
             rule = f"{adapter} belongs to an adapter of PEFT that is not merged into the weights"
-            ways = ["save what model.merge_and_unload() returns"]
+            ways = [_MERGED]
         raise CheckpointError(rule, *ways, subject=src.home)
     if stray := undeclared(states, src, outside):
         rule = (
@@ -194,6 +195,8 @@ def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str
 
 def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:
     """List the ways out for undeclared tensors, by their names."""
+    if any(map(_ADAPTER.search, stray)):
+        return [_MERGED]
     depth, deepest = _depth(module), max(map(_layer, stray))
     past, ways = depth <= deepest, []
     if past or any(map(DRAFT_PARTS.search, stray)):

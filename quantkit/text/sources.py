@@ -285,8 +285,11 @@ def _files_of(source: str, split: str | None, kind: Kind) -> tuple[list[Path], l
     """
     if kind == "plain text":
         return [Path(source)], []
-    saved = any((Path(source) / name).exists() for name in SAVED)
-    if kind != "hub" or saved or not Path(source).is_dir():
+    if (
+        kind != "hub"
+        or not Path(source).is_dir()
+        or any(Path(source, name).exists() for name in SAVED)
+    ):
         return [], []
     import datasets
 

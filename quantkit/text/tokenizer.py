@@ -108,8 +108,9 @@ def require_readable_tokenizer(folder: Path) -> None:
                 found = found.get("chat_template") if STATES_TEMPLATES.search(name) else None
             rule, way = "its chat template does not parse", "mend it"
             for each in [found] if isinstance(found, str) else found or ():
-                template = each["template"] if isinstance(each, dict) else each
-                render_jinja_template([], chat_template=template)
+                render_jinja_template(
+                    [], chat_template=each["template"] if isinstance(each, dict) else each
+                )
         except Exception as error:  # the packages raise whatever they like
             raise CheckpointError(f"{rule} ({reason(error)})", way, subject=path) from error
 

@@ -187,6 +187,13 @@ def test_names_inside_another_model_and_unmerged_adapters_are_named_as_the_cause
         LanguageModel(peft, torch.float32).require_complete()
 
 
+@pytest.mark.parametrize("part", ["q_proj.lora_A.weight", "q_proj.lora_magnitude_vector", "ia3_l"])
+def test_an_adapter_beside_whole_weights_is_merged_and_not_thrown_away(tmp_path: Path, part: str) -> None:
+    src = rewritten(tmp_path / "m", str, {f"model.layers.0.self_attn.{part}": torch.ones(8, 128)})
+    with pytest.raises(CheckpointError, match=r"is not part of the model.*: save what model\.merge_and_unload"):
+        LanguageModel(src, torch.float32).require_complete()
+
+
 @pytest.mark.parametrize("head", ["model.lm_head", "lm_head"])
 def test_names_that_begin_twice_with_the_decoder_are_written_as_engines_read_them(tmp_path: Path, head: str) -> None:
     src = rewritten(tmp_path / "m", lambda name: f"model.{name}".replace("model.lm_head", head), {})
