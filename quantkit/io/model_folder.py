@@ -373,9 +373,9 @@ def way_to_weights(listing: Iterable[str], model: str = "OLD") -> str:
     `listing` has the names of a folder, or the paths of the hub's repository `model`.
     """
     names = list(listing)
-    pickles = [n for n in names if n.endswith(PICKLES) and "/" not in n]
+    pickles = [n for n in names if n.endswith(".bin") and "/" not in n]  # of transformers
     ggufs = [n for n in names if n.endswith(".gguf")]
-    others = [n for n in names if n.endswith(FOREIGN_WEIGHTS)]
+    others = [n for n in names if n.endswith((*FOREIGN_WEIGHTS, *PICKLES))]
     if any(n.startswith("adapter_model.") for n in names):
         return ", only those of an adapter: merge it into its base model first"
     if any(n.startswith("consolidated") for n in names):

@@ -105,8 +105,9 @@ def test_what_a_tokenizer_needs_is_downloaded_and_code_only_if_it_is_trusted(ser
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"model.ckpt": b"PK"}, "only model.ckpt, a kind that can run code when read: convert it where you trust it"),
-        ({"model.ckpt": b"PK"}, "from_pretrained('org/x')"),
+        ({"model.bin": b"PK"}, "only model.bin, a kind that can run code when read: convert it where you trust it"),
+        ({"model.ckpt": b"PK"}, "only model.ckpt: give a model as transformers saves it"),
+        ({"model.bin": b"PK"}, "from_pretrained('org/x')"),
         ({"Q4/m.gguf": b"G", "Q8/m.gguf": b"G"}, "only GGUF files: give one, as org/x:Q4/m.gguf"),
         ({"onnx/model.onnx": b"O"}, "only onnx/model.onnx: give a model as transformers saves it"),
         ({"consolidated.safetensors": b"w"}, "convert them with transformers first"),
