@@ -139,8 +139,8 @@ def read_conversation(
 
 
 def messages_in(value: Any) -> Any:
-    """Parse messages from JSON text or from columns of a table. Other values are returned
-    unchanged.
+    """Parse messages from JSON text or from columns of a table, without empty ones. Other values
+    are returned unchanged.
     """
     value = _parsed(value)
     columns = list(value.values()) if isinstance(value, dict) else []
@@ -149,7 +149,7 @@ def messages_in(value: Any) -> Any:
         and len({len(column) for column in columns}) == 1
     ):
         value = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
-    return [_parsed(message) for message in value] if isinstance(value, list) else value
+    return [each for each in map(_parsed, value) if each] if isinstance(value, list) else value
 
 
 def has_chat_template(tokenizer: Any) -> bool:

@@ -175,7 +175,8 @@ def test_plain_text_for_a_model_that_chats_gets_a_notice(tmp_path: Path, tokeniz
 def test_what_is_not_in_the_text_is_in_a_notice(tmp_path: Path, chatty: Any) -> None:
     parts = [{"type": "text", "text": "Hi?"}, {"type": "image"}]
     talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x", "reasoning_content": "hm"}]
-    records = [{"messages": talk, "tools": [{"type": "function"}], "id": 7}, {"messages": None}, {"messages": []}]
+    record = {"messages": [None, *talk, {}], "tools": [{"type": "function"}], "id": 7}
+    records = [record, {"messages": None}, {"messages": [{}, None]}]
     source = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records)))
     options = {"samples": 1, "max_length": 64, "seed": 0}
     found = draw_calibration(source, chatty, **options, template_args={"enable_thinking": False})
