@@ -493,7 +493,7 @@ def _find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[s
         if module in packed and module in schemes.ignore:
             raise CheckpointError(
                 f"{module} is packed, and config.json says that it is not",
-                f"take it out of the entry there if its tensors are right, or {AGAIN}",
+                f"take it out of the entry there if its tensors are right, or {json_files.AGAIN}",
                 subject=src.path,
             )
     _require_one_layout(src, layout, packed)
