@@ -78,6 +78,16 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or bool((tensor.view(bits) & torch.iinfo(bits).max).max() < infinity)
 
 
+def extent(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest nonzero and the largest magnitude along the last dimension of a finite
+    tensor; -0 and 0 if all are zero. Integers of the magnitudes' bits have their order.
+    """
+    bits, most = tensor.view(_BITS[tensor.itemsize]), torch.iinfo(_BITS[tensor.itemsize]).max
+    sizes = bits & most
+    least = (sizes - 1).bitwise_and_(most).amin(-1).add_(1)  # zeros become the largest number
+    return least.view(tensor.dtype), sizes.amax(-1).view(tensor.dtype)
+
+
 def check_finite(tensor: Tensor) -> None:
     """Raise NumericError, with count and first index, if a float tensor of any shape holds NaN or
     infinity.

@@ -17,6 +17,7 @@ from quantkit.algorithms.numerics import (
     check_weight,
     divide,
     encode,
+    extent,
     half_precision,
     refuse_overflow,
     row_slices,
@@ -156,12 +157,11 @@ def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
     columns = tensor.codes.shape[1]  # padded, so that the last group is whole
     count = 0
     for rows in row_slices(weight, columns):
-        parts = widened(weight[rows], columns).abs().unflatten(1, (tensor.scales.shape[1], -1))
-        small = (parts < parts.amax(-1, keepdim=True).to(working_dtype(weight)) * FAR_SMALLER) & (
-            parts > 0
-        )
-        if bool(small.any()):
-            small &= 8 * small.sum(-1, keepdim=True) >= (parts > 0).sum(-1, keepdim=True)
+        parts = widened(weight[rows], columns).unflatten(1, (tensor.scales.shape[1], -1))
+        least, largest = (x.to(working_dtype(weight)).unsqueeze(-1) for x in extent(parts))
+        if bool((least < largest * FAR_SMALLER).any()):  # few weights have such groups
+            small = (parts.abs() < largest * FAR_SMALLER) & (parts != 0)
+            small &= 8 * small.sum(-1, keepdim=True) >= (parts != 0).sum(-1, keepdim=True)
             count += int((small.flatten(1) & (tensor.rows(rows).dequantize() == 0)).sum())
     return {"zeroed": count} if count else {}
 
