@@ -36,7 +36,7 @@ LAYOUTS = (
     "marlin24",
     "marlin24-ct",
 )
-#: Layout with a kernel -> the family of `kernels.weights` that launches it.
+#: Layout with a kernel -> the family of `kernels.launcher` that launches it.
 KERNELS = {
     "marlin": "marlin",
     "marlin24": "marlin24",

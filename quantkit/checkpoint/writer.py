@@ -140,11 +140,6 @@ class CheckpointWriter:
         return committed_files(self.done)
 
     @property
-    def bytes_written(self) -> int:
-        """The bytes of all committed tensors."""
-        return sum(line["bytes"] for line in self.done)
-
-    @property
     def packed_bytes(self) -> int:
         """The bytes of the committed tensors that packed weights consist of."""
         return sum(line["packed_bytes"] for line in self.done)
@@ -292,7 +287,8 @@ class CheckpointWriter:
     def _texts_beside(self, config: dict[str, Any]) -> dict[str, bytes]:
         names = {name: read_header(self.partial / name)[0] for name in self.hashes()}
         weight_map = {name: file for file, header in names.items() for name in header}
-        return texts_beside(weight_map, self.bytes_written, self.layout, config)
+        size = sum(line["bytes"] for line in self.done)
+        return texts_beside(weight_map, size, self.layout, config)
 
     def _write(self, texts: dict[str, bytes]) -> None:
         for name, text in texts.items():

@@ -1,8 +1,8 @@
 """Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the
 folder kernels/.
 
-`weights` declares the packed weights that the kernels of each layout take, `tiles` their tiles.
-Begin with `launcher`; docs/kernels.md explains the kernels themselves.
+Begin with `launcher`, which has the kernels of each layout and the packed weights that they take.
+`tiles` has their tiles; docs/kernels.md explains the kernels themselves.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from quantkit.errors import KernelError
 from quantkit.kernels import gptq, loader, routing
-from quantkit.kernels.launcher import Launcher
+from quantkit.kernels.launcher import FAMILIES, Launcher
 from quantkit.kernels.loader import toolchain as toolchain
-from quantkit.kernels.weights import FAMILIES
 from quantkit.names import KERNELS
 
 LAUNCHERS: dict[str, Launcher] = {layout: FAMILIES[family] for layout, family in KERNELS.items()}

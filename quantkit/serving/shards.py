@@ -86,7 +86,8 @@ class JoinedWeight:
             sizes = [
                 str(size)
                 for size in range(1, 9)
-                if not self.columns[0] % size and self._splits_over(size)
+                if not self.columns[0] % size
+                and (size == 1 or _is_whole(self.scheme, self.columns[0] // size))
             ]
             group = self.scheme.group_size or 4  # 2:4 sparsity
             raise LayoutError(
@@ -178,9 +179,6 @@ class JoinedWeight:
             found.append(recast(own, self.scheme, (part.rows, len(columns))))
             start += part.total
         return found
-
-    def _splits_over(self, ranks: int) -> bool:
-        return ranks == 1 or _is_whole(self.scheme, self.columns[0] // ranks)
 
 
 class StackedWeight:

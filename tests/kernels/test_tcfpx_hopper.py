@@ -11,7 +11,7 @@ import torch
 from quantkit.core.formats import FP6, Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.kernels import proof
-from quantkit.kernels.weights import VARIANTS
+from quantkit.kernels.launcher import VARIANTS
 from tests.kernels.hopper_cases import CASES
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight

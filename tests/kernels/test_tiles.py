@@ -16,9 +16,9 @@ from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, SOURCES, grouped, tiles
 from quantkit.kernels.hopper import MAX_TOKENS, token_parts
+from quantkit.kernels.launcher import FAMILIES
 from quantkit.kernels.portable import PortableKernel
 from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, PortableTile, ceil, choose_tile
-from quantkit.kernels.weights import FAMILIES
 from tests.kernels import sweeps
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.hopper_cases import ALL, CASES, FIRST
