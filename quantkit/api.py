@@ -31,7 +31,7 @@ from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
-from quantkit.progress import Listener, Progress, reporter
+from quantkit.progress import QUIET, Listener, Progress, reporter
 from quantkit.recipes.files import load_named, merge
 from quantkit.recipes.keywords import (
     CompareKeywords,
@@ -198,7 +198,7 @@ def produce(
     report = fit.quantize(model, out, recipe, fitted, measure, **run)
     if "evaluation" not in report:
         rule = f"{out} was finished by the interrupted run and is not evaluated: use"
-        (run.get("progress") or Progress(quiet=True)).warn(Words(rule, Command("eval ppl")))
+        (run.get("progress") or QUIET).warn(Words(rule, Command("eval ppl")))
     return report
 
 

@@ -145,6 +145,10 @@ class Progress:
         _say(f"Warning: {text}")
 
 
+#: Prints warnings alone.
+QUIET = Progress(quiet=True)
+
+
 class Recorder(Progress):
     """Progress that prints nothing and records its warnings, for another rank to print."""
 

@@ -46,7 +46,7 @@ from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words
 from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import device_of
-from quantkit.progress import Clock, Progress, Recorder
+from quantkit.progress import QUIET, Clock, Progress, Recorder
 from quantkit.recipes.recipe import Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens
 
@@ -207,7 +207,7 @@ def new_run(
         here,
         work,
         act_budget,
-        progress or Progress(quiet=True),
+        progress or QUIET,
         Clock(model.device),
         goals,
         every,

@@ -24,7 +24,7 @@ from quantkit.cli.options import command
 from quantkit.cli.process import emit
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
 
 MODEL = Path(__file__).parents[1] / "demo_model"
 
@@ -67,7 +67,7 @@ def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
     emit(show.as_json(found) if as_json else format_demo(found, progress))
 
 
-def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
+def run(out: Path | None = None, progress: Progress = QUIET) -> dict[str, Any]:
     """Do the main job on the packaged model; return the `rows` of the comparison and the `protocol`
     of perplexities.
 
@@ -77,7 +77,6 @@ def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, 
     """
     from quantkit.io.staging import publish, staging
 
-    progress = progress or Progress(quiet=True)
     os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's client reads it at its first import
     if out is None:
         with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:

@@ -34,7 +34,7 @@ from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.weights import device_of
 from quantkit.names import MOST_TOKENS
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import LoadOptions, RunOptions
 from quantkit.text.tokenizer import token_ids
 
@@ -161,7 +161,7 @@ def measurement(
     _require_memory(opened.src, run.device)
 
     def measure(made: Checkpoint) -> dict[str, Any]:
-        progress = run.progress or Progress(quiet=True)
+        progress = run.progress or QUIET
         try:
             with about(Option("eval")):
                 reference = open_checkpoint(model, load, dequantize=True).load(progress)
@@ -212,7 +212,7 @@ def kld(
     text: str,
     *,
     data: str = "",
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
     **protocol: Any,
 ) -> Divergence:
     """Compare the next-token distributions of a model with a reference's at every position of every
@@ -232,7 +232,7 @@ def token_values(
     reference: PreTrainedModel,
     model: PreTrainedModel,
     pieces: Windows,
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
 ) -> TokenValues:
     """Run the reference and the model on every window.
 

@@ -19,7 +19,7 @@ from quantkit.errors import CheckpointError, NumericError, Option, RecipeError, 
 from quantkit.evaluation.opened import open_checkpoint
 from quantkit.evaluation.options import TextOptions
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import LoadOptions
 from quantkit.text.tokenizer import affixes, check_tokens, token_ids
 
@@ -68,11 +68,9 @@ class Windows:
             "text_tokens": self.text_tokens,
         }
 
-    def each(self, progress: Progress | None, label: str) -> Iterator[tuple[int, Tensor]]:
+    def each(self, progress: Progress, label: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the number and the tokens `[window]` of each window."""
-        yield from enumerate(
-            (progress or Progress(quiet=True)).bar(self.parts, label, len(self.parts))
-        )
+        yield from enumerate(progress.bar(self.parts, label, len(self.parts)))
 
     def logits(self, model: PreTrainedModel, number: int) -> Tensor:
         """Compute the logits `[window, v]` after each token of a window. With BOS, the first logits
@@ -151,7 +149,7 @@ def perplexity(
     text: str,
     *,
     data: str = "",
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
     **protocol: Any,
 ) -> Perplexity:
     """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses
@@ -170,7 +168,7 @@ def perplexity(
 
 
 def window_losses(
-    model: PreTrainedModel, pieces: Windows, progress: Progress | None = None
+    model: PreTrainedModel, pieces: Windows, progress: Progress = QUIET
 ) -> list[Tensor]:
     """Compute the loss of each prediction of each window, float32 `[t]` in nats, on the CPU."""
     return [

@@ -39,7 +39,7 @@ from quantkit.kernels import proof
 from quantkit.keys import built
 from quantkit.models.weights import device_of
 from quantkit.names import VERIFICATION
-from quantkit.progress import Clock, Progress
+from quantkit.progress import QUIET, Clock, Progress
 from quantkit.recipes.keywords import VerifyKeywords
 from quantkit.reporting.summary import ShortRepr
 
@@ -169,7 +169,7 @@ def write(verification: Verification, folder: Path) -> Path:
 def verify(
     folder: Path,
     against: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
     **options: Unpack[VerifyKeywords],
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a
@@ -178,7 +178,6 @@ def verify(
     An engine that does not run is a failure. Everything else is as for `quantkit.verify`.
     """
     (asked,) = built(options, VerifyOptions)
-    folder, progress = Path(folder), progress or Progress(quiet=True)
     require_engine(folder, asked)
     found, engine = _check_bits(folder, against, asked, progress), asked.engine
     if engine is None:

@@ -24,7 +24,7 @@ from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.keys import built
 from quantkit.models.meta_model import config_of, positions_of, require_text
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import LoadOptions, WriteOptions
 from quantkit.text.conversations import has_chat_template
 from quantkit.text.tokenizer import (
@@ -114,7 +114,7 @@ def generate(
     tokenizer = tokenizer if config.is_encoder_decoder else continued(tokenizer)
     ids = (message_tokens if asked.chat else prompt_tokens)(tokenizer, prompt)
     if not asked.chat and has_chat_template(tokenizer):
-        (progress or Progress(quiet=True)).note(
+        (progress or QUIET).note(
             Words("the model has a chat template: add", Option("chat", True), "for an answer")
         )
     model = load_for_evaluation(src, progress=progress, **vars(load))

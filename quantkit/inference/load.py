@@ -34,7 +34,7 @@ from quantkit.models.modules import computed
 from quantkit.models.outline import Outline
 from quantkit.models.outside import undeclared
 from quantkit.models.weights import compute_dtype, device_of, free_bytes, load_dense_model
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def load_for_evaluation(
     src = _with_its_scales(src)
     with checked(src, asked.check):
         if src.layout is None:
-            (progress or Progress(quiet=True)).note(*src.notices)
+            (progress or QUIET).note(*src.notices)
             _require_memory(src, device_of(asked.device), torch.float32)
             model = load_dense_model(src, device=asked.device)
         else:
@@ -150,9 +150,9 @@ def load_for_evaluation(
                 warnings.simplefilter("ignore", RuntimeWarning)
                 model = _load(src, asked.device, None, None)
             quantizer: Any = model.hf_quantizer
-            (progress or Progress(quiet=True)).note(*quantizer.notices)
+            (progress or QUIET).note(*quantizer.notices)
             if quantizer.decoded_once is not None:
-                (progress or Progress(quiet=True)).detail(quantizer.decoded_once)
+                (progress or QUIET).detail(quantizer.decoded_once)
     texts, names = model.generation_config, (*SPECIAL, *RESTRICTIONS)
     model.generation_config = type(texts)(**{name: getattr(texts, name, None) for name in names})
     return model

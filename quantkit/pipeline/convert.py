@@ -52,7 +52,7 @@ from quantkit.pipeline.publish import finish, write
 from quantkit.planning.output import Row
 from quantkit.planning.plan import Plan, plan_pack
 from quantkit.planning.verdict import FILLED, require_complete_source
-from quantkit.progress import Clock, Progress
+from quantkit.progress import QUIET, Clock, Progress
 from quantkit.text.tokenizer import require_readable_tokenizer
 
 #: Bytes of weights, read and packed, in memory at a time; a larger weight is processed by itself.
@@ -88,7 +88,7 @@ def pack(
     max_shard_size: int = SHARD_BYTES,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
 ) -> dict[str, Any]:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`;
     return its report.
@@ -100,7 +100,6 @@ def pack(
     """
     for name in filter(None, (layout, expect)):
         require_known("layout", name, LAYOUTS)
-    progress = progress or Progress(quiet=True)
     clock = Clock(torch.device("cpu"))
     with clock.phase("prepare"):
         src = Checkpoint(Path(checkpoint), trust_remote_code)

@@ -60,7 +60,7 @@ from quantkit.planning.needs import calibrated_memory
 from quantkit.planning.output import bytes_of
 from quantkit.planning.plan import Plan
 from quantkit.planning.survey import Job
-from quantkit.progress import Clock, Progress
+from quantkit.progress import QUIET, Clock, Progress
 from quantkit.recipes.identity import DATE, date_of
 from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunKeywords, RunOptions
 from quantkit.recipes.recipe import Recipe
@@ -279,9 +279,9 @@ def quantize(
     before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
     date = date_of(before) if before is not None and run.resume else None
     job = surveys.require_runnable(job, None, run, more=more, date=date)
-    notice = (run.progress or Progress(quiet=True)).note
+    notice = (run.progress or QUIET).note
     notice(*search.notices)
-    if not (run.progress or Progress(quiet=True)).quiet and not run.resume:
+    if not (run.progress or QUIET).quiet and not run.resume:
         duration, why = surveys.estimate_duration(job, run, notice)
         found = [] if duration is None else [format_range(*_of_search(duration))]
         notice(*why, *(f"{each} for the whole search, by a probe of one block" for each in found))
@@ -352,7 +352,7 @@ def _decide(
     name of the best one.
     """
     job, options, free = search.job, search.run, search.free
-    progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
+    progress, clock = options.progress or QUIET, Clock(job.model.device)
     begin = partial(
         new_run, job.recipe, work=work, progress=progress, act_budget=options.act_budget
     )

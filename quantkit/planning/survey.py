@@ -57,7 +57,7 @@ from quantkit.planning.output import schemes_of
 from quantkit.planning.plan import Plan, plan_quantize
 from quantkit.planning.serving import find_gpu, serving
 from quantkit.planning.verdict import model_remarks
-from quantkit.progress import Progress
+from quantkit.progress import QUIET
 from quantkit.recipes.identity import date_of, difference, identity
 from quantkit.recipes.options import AUTO, DENSE, Calib, RunKeywords, RunOptions
 from quantkit.recipes.recipe import (
@@ -175,7 +175,7 @@ def estimate_duration(
             job.recipe,
             job.goals,
             sequences,
-            progress=run.progress or Progress(quiet=True),
+            progress=run.progress or QUIET,
             evaluated=evaluated,
         )
     except QuantkitError as error:
