@@ -26,8 +26,7 @@ from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
 if TYPE_CHECKING:
     from quantkit.planning.output import Output
-    from quantkit.planning.plan import Plan
-    from quantkit.planning.serving import Kind, Serving
+    from quantkit.planning.plan import Kind, Plan, Serving
     from quantkit.recipes.recipe import Recipe
 
 

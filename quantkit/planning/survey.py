@@ -54,8 +54,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import float32_states, generation_config_of
 from quantkit.planning.needs import disk_peak
 from quantkit.planning.output import schemes_of
-from quantkit.planning.plan import Plan, plan_quantize
-from quantkit.planning.serving import find_gpu, serving
+from quantkit.planning.plan import Plan, find_gpu, plan_quantize, serving
 from quantkit.planning.verdict import model_remarks
 from quantkit.progress import QUIET
 from quantkit.recipes.identity import date_of, difference, identity
