@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
@@ -46,7 +45,7 @@ LAYOUTS: dict[str, Layout] = {
 FORMAT_KEYS = ("quant_method", "format", "checkpoint_format", "is_marlin_format", "b_dtype")
 
 
-class OwnConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OwnConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     """The `quantkit` key of a `quantization_config`, which states all schemes exactly.
 
     `recipe_sha256` is None for a checkpoint that no recipe of quantkit made. `padded` has the true
@@ -92,7 +91,7 @@ def quantkit_key(
         overrides.setdefault(name, scheme.label)
     return cast(
         "dict[str, Any]",
-        msgspec.to_builtins(
+        to_builtins(
             OwnConfig(
                 version=version,
                 layout=layout_name,

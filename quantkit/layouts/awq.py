@@ -13,9 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import msgspec
 import torch
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import INT4
@@ -36,7 +35,7 @@ SCALES = Arrangement("G", "N t:2 c:8 h:2 a:4", "G t h N a c")
 ZERO_WORDS = Arrangement("G", "N i:8", "G N i")
 
 
-class AwqConfig(msgspec.Struct, kw_only=True):
+class AwqConfig(Struct, kw_only=True):
     """The config of AWQ (docs/layouts.md 2), and of QUICK."""
 
     bits: Literal[4]

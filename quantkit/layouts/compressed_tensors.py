@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-import msgspec
 import torch
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format, aligned
@@ -62,7 +61,7 @@ INTEGER, FLOAT = "pack-quantized", "float-quantized"
 BYTES = {torch.float8_e8m0fnu: torch.uint8}
 
 
-class Weights(msgspec.Struct, kw_only=True):
+class Weights(Struct, kw_only=True):
     """The quantization of weights in a config group."""
 
     num_bits: int = 8
@@ -74,10 +73,10 @@ class Weights(msgspec.Struct, kw_only=True):
     actorder: Any = None
     block_structure: Any = None
     observer: Any = "minmax"
-    observer_kwargs: Any = msgspec.field(default_factory=dict)
+    observer_kwargs: Any = field(default_factory=dict)
 
 
-class Group(msgspec.Struct, kw_only=True):
+class Group(Struct, kw_only=True):
     """A config group: names or patterns of modules, and their schemes."""
 
     targets: list[str] | None = None
@@ -92,7 +91,7 @@ class Group(msgspec.Struct, kw_only=True):
         return self.input_activations is not None or self.output_activations is not None
 
 
-class CompressedTensorsConfig(msgspec.Struct, kw_only=True):
+class CompressedTensorsConfig(Struct, kw_only=True):
     """The config of compressed-tensors (docs/layouts.md 9)."""
 
     format: str | None = None

@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import msgspec
 import torch
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import INT4
@@ -36,7 +35,7 @@ CODES = Arrangement("N", "K i:8", "K N i")
 ZEROS = Arrangement("N i:8", "G", "G N i")
 
 
-class GptqConfig(msgspec.Struct, kw_only=True):
+class GptqConfig(Struct, kw_only=True):
     """The config of GPTQ (docs/layouts.md 1.3), and of both MARLIN layouts."""
 
     bits: Literal[4]

@@ -8,9 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, FP5, FP6, Format
@@ -43,7 +42,7 @@ DTYPES |= {f"uint{fmt.bits}": fmt for fmt in FORMATS.values() if not fmt.is_floa
 _NAMES = {fmt: name for name, fmt in DTYPES.items()}
 
 
-class HummingConfig(msgspec.Struct, kw_only=True):
+class HummingConfig(Struct, kw_only=True):
     """The config of humming (docs/layouts.md 9b); groups of 0 stand for one scale per row."""
 
     b_dtype: str

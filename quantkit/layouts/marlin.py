@@ -14,9 +14,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import msgspec
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 from torch import Tensor
 
 from quantkit.core import sparsity
@@ -62,7 +61,7 @@ class Marlin(Layout):
     SIDE_FILE: ClassVar[SideFile | None] = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "MARLIN", (64, 128)
     STACKING_UNIT = 64
-    CONFIG: ClassVar[type[msgspec.Struct]] = GptqConfig
+    CONFIG: ClassVar[type[Struct]] = GptqConfig
     #: The public name of the format.
     LABEL = "marlin"
     #: The sparsity of all weights.
@@ -143,7 +142,7 @@ class Marlin(Layout):
         """Make the function that unpacks rows of codes."""
         return CODES.unpacker(tensors[self.TENSORS[0]], 4, shape)
 
-    def config(self, schemes: Schemes) -> msgspec.Struct:
+    def config(self, schemes: Schemes) -> Struct:
         """Make the config of docs/layouts.md 3.5 or 5.4; overrides and dense linears other than
         `lm_head` are in the `quantkit` key only.
 

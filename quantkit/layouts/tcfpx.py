@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
@@ -33,7 +33,7 @@ HIGH = {
 }
 
 
-class TcFpxConfig(msgspec.Struct, kw_only=True):
+class TcFpxConfig(Struct, kw_only=True):
     """The config of TC-FPx: quantkit's own, because no other program has one."""
 
     format: str
