@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from quantkit import kernels
@@ -123,7 +122,7 @@ class PackedWeight(nn.Module):
         bias = None if parameters["bias"] is None else parameters["bias"].to(x.dtype)
         is_inference = not (torch.is_grad_enabled() and x.requires_grad)
         if decoded is not None and decoded.dtype == x.dtype and is_inference:
-            return functional.linear(x, decoded, bias)
+            return nn.functional.linear(x, decoded, bias)
         tensors = [parameters[suffix] for suffix in self.suffixes]
         others = [] if bias is None else [bias]
         product: Tensor = torch.ops.quantkit.multiply(x, tensors, others, self.handle, self.out)

@@ -26,7 +26,6 @@ from quantkit import kernels
 from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError, LayoutError
-from quantkit.kernels import LAUNCHERS, loader
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_addresses, check_sizes
 from quantkit.kernels.grouped import GroupedKernel
 from quantkit.kernels.hopper import HopperKernel
@@ -238,9 +237,9 @@ def kernel_weight(layout: str, scheme: Scheme, n: int, k: int) -> Weight:
     """Describe the tensors that a layout's kernels take; KernelError if they do not take such
     weights.
     """
-    if layout not in LAUNCHERS:
+    if layout not in kernels.LAUNCHERS:
         raise KernelError(kernels.none_for(layout))
-    weight = LAUNCHERS[layout].weight(scheme, n, k)
+    weight = kernels.LAUNCHERS[layout].weight(scheme, n, k)
     check_sizes(weight)
     return weight
 
@@ -253,7 +252,7 @@ def has_kernel(
         weight = kernel_weight(layout, scheme, *shape)
     except KernelError:
         return False
-    named = LAUNCHERS[layout].named(tensors)
+    named = kernels.LAUNCHERS[layout].named(tensors)
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()} == (
         weight.tensors
     )
@@ -276,7 +275,7 @@ def linear_product(
     `shape` is `[n, k]` with padding, `out` the rows without it; `names` are the suffixes of tensors
     in the order of calls. KernelError if no kernel takes the weight.
     """
-    weight, aliases = kernel_weight(layout, scheme, *shape), LAUNCHERS[layout].aliases
+    weight, aliases = kernel_weight(layout, scheme, *shape), kernels.LAUNCHERS[layout].aliases
     named = [aliases.get(name, name) for name in names]
     if sorted(named) != sorted(weight.tensors) or not 1 <= out <= weight.n:
         wanted = ", ".join(weight.tensors)
@@ -396,7 +395,7 @@ def _kernel(
             stacklevel=2,
         )
         return None
-    weight, launcher = product.weight, LAUNCHERS[product.layout]
+    weight, launcher = product.weight, kernels.LAUNCHERS[product.layout]
     kernel = launcher.fastest(product.scheme, weight.n, weight.k, device)
     load_kernel(kernel, dtype, device)
     return kernel
@@ -409,7 +408,7 @@ def load_kernel(
     """Compile and load the instances of a kernel, with a note if they are not in the cache on the
     disk.
     """
-    anew = loader.uncompiled(kernel.source, kernel.instances_by_dtype[dtype], device)
+    anew = kernels.loader.uncompiled(kernel.source, kernel.instances_by_dtype[dtype], device)
     if anew:
         Progress().note(
             f"{len(anew)} kernels of {kernel.source}.cu are compiled for {device}, once on this "

@@ -23,7 +23,6 @@ from torch import Tensor
 from quantkit.core.formats import raw_bytes
 from quantkit.errors import CheckpointError
 from quantkit.io import files
-from quantkit.io.files import PIECE, begin_tensor, guarded, hash_of_file, open_regular
 from quantkit.io.json_files import damaged, parse, shown
 
 DTYPES = {
@@ -164,15 +163,15 @@ def damaged_tensors(path: Path) -> list[str] | None:
     digests = stated_digests(tensors, metadata)
     if not digests:
         return list(tensors)
-    found, buffer = [], memoryview(bytearray(PIECE))
-    with open_regular(path) as file, guarded(path):
+    found, buffer = [], memoryview(bytearray(files.PIECE))
+    with files.open_regular(path) as file, files.guarded(path):
         for name, info in tensors.items():
             seen, left = (
-                begin_tensor(name, DTYPE_NAMES[info.dtype], info.shape),
+                files.begin_tensor(name, DTYPE_NAMES[info.dtype], info.shape),
                 info.end - info.start,
             )
             file.seek(info.start)
-            while left and (size := file.readinto(buffer[: min(PIECE, left)])):
+            while left and (size := file.readinto(buffer[: min(files.PIECE, left)])):
                 seen.update(buffer[:size])
                 left -= size
             if seen.hexdigest() != digests[name]:
@@ -255,7 +254,7 @@ class SafetensorsWriter:
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         data = raw_bytes(tensor).numpy().data
         self._tensors[name] = tensor.dtype, tuple(tensor.shape)
-        seen = begin_tensor(name, DTYPE_NAMES[tensor.dtype], tensor.shape)
+        seen = files.begin_tensor(name, DTYPE_NAMES[tensor.dtype], tensor.shape)
         self._digests[name] = seen.update(data).hexdigest()
         self.size.add(name, len(data))
         if len(data) % 8:
@@ -275,7 +274,7 @@ class SafetensorsWriter:
             files.write(self._file, memoryview(self._header(late)), self.path)
             files.sync(self._file, self.path)
             files.sync_folder(self.path.parent)
-        return hash_of_file(self.path)
+        return files.hash_of_file(self.path)
 
     def _header(self, late: list[str]) -> bytes:
         entries, end = {}, 0

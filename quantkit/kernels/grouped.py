@@ -27,10 +27,8 @@ from quantkit.kernels.contract import (
     check_operand,
     check_sizes,
 )
-from quantkit.kernels.driver import Plan
 from quantkit.kernels.hopper import ROWS, RoutedHopper
 from quantkit.kernels.portable import PortableKernel, multiprocessors
-from quantkit.kernels.routing import MAX_EXPERTS, Routing
 from quantkit.kernels.tiles import RESERVED, THREADS, ceil
 
 #: Mean rows of an expert from which on nearly all of its tiles are full.
@@ -78,8 +76,8 @@ class GroupedKernel:
         weight = launcher.weight(scheme, n, k)
         check_sizes(weight)
         kernels = launcher.kernels(scheme, n, k)
-        if not 1 <= experts <= MAX_EXPERTS:
-            raise KernelError(f"the kernels take 1 to {MAX_EXPERTS} experts, not {experts}")
+        if not 1 <= experts <= steps.MAX_EXPERTS:
+            raise KernelError(f"the kernels take 1 to {steps.MAX_EXPERTS} experts, not {experts}")
         problem = None if device is None else unusable(device)
         if problem is not None:
             raise KernelError(problem)
@@ -119,7 +117,7 @@ class GroupedKernel:
         self,
         tensors: Sequence[Tensor],
         x: Tensor,
-        routing: Routing,
+        routing: steps.Routing,
         y: Tensor,
         *,
         gather: bool,
@@ -149,7 +147,7 @@ class GroupedKernel:
         self,
         tensors: Sequence[Tensor],
         x: Tensor,
-        routing: Routing,
+        routing: steps.Routing,
         y: Tensor,
         gather: bool,
         weights: Tensor | None,
@@ -196,7 +194,7 @@ def _planned(
     n: int,
     k: int,
     group: int | None,
-) -> Plan:
+) -> driver.Plan:
     sms, shared_memory = multiprocessors(device)
     tile = next((tile for tile in kernel.choice.tiles if tile.m == rows), None)
     if tile is None:
@@ -213,7 +211,7 @@ def _planned(
     blocks = min(units, sms * min(tile.blocks, shared_memory // held))
     # The least number of tiles that are not shared by blocks.
     whole = 2 * sms // 3 if ceil(k, tile.k) <= SHORT else 1 << 30
-    return Plan(
+    return driver.Plan(
         kernel.load(dtype, device)[kernel.instance(dtype, tile)],
         (blocks,),
         (THREADS,),

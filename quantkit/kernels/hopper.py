@@ -18,7 +18,6 @@ from torch import Tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import TYPES, Weight
-from quantkit.kernels.driver import Plan
 from quantkit.kernels.portable import Instances, multiprocessors
 from quantkit.kernels.routing import Routing, gather_rows
 from quantkit.kernels.tiles import (
@@ -212,7 +211,7 @@ def _planned(
     n: int,
     k: int,
     tile: HopperTile | None,
-) -> tuple[Plan, Callable[[tuple[int, ...]], list[bytes]], tuple[int, int]]:
+) -> tuple[driver.Plan, Callable[[tuple[int, ...]], list[bytes]], tuple[int, int]]:
     """Plan a launch; returns the makers of the weight's tensor maps and the box of that of the
     activations too.
     """
@@ -223,7 +222,7 @@ def _planned(
     function = loader.load(kernel.source, listed, device)[instance]
     blocks, threads, shared = launch_sizes(kernel.choice, tile, m, n, k, sms)
     workspace = (kernel.source, *workspace_size(sms))
-    plan = Plan(function, (blocks,), (threads,), shared, workspace, (n, k), tile.cluster)
+    plan = driver.Plan(function, (blocks,), (threads,), shared, workspace, (n, k), tile.cluster)
     return plan, weight_maps(kernel, tile, n, k, 1), (tile.tokens, 64)
 
 
@@ -325,11 +324,11 @@ class RoutedHopper(HopperKernel):
 @functools.lru_cache(maxsize=4096)
 def _planned_routed(
     kernel: RoutedHopper, device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int
-) -> tuple[Plan, HopperTile]:
+) -> tuple[driver.Plan, HopperTile]:
     sms, _ = multiprocessors(device)
     tile = next(tile for tile in kernel.choice.tiles if tile.tokens == rows)
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
     grid, block = (sms * tile.resident,), (WARPGROUP * (tile.warpgroups + 1),)
     shared, workspace = kernel.choice.shared_bytes(tile), (kernel.source, *workspace_size(sms))
     sizes = (kernel.stride(n, k), n, k)
-    return Plan(function, grid, block, shared, workspace, sizes, early=True), tile
+    return driver.Plan(function, grid, block, shared, workspace, sizes, early=True), tile

@@ -5,11 +5,10 @@ in docs/layouts.md.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ class NaiveKernel:
         """Build the C++ name of the instance for activations and outputs of two dtypes."""
         return f"{self.name}<{', '.join(filter(None, (TYPES[x], TYPES[out], self.variant)))}>"
 
-    @functools.cached_property
+    @cached_property
     def instances(self) -> tuple[str, ...]:
         """All instances: outputs have the dtype of the activations, or float32."""
         return tuple(self.instance(x, out) for x in ACTIVATIONS for out in (x, torch.float32))

@@ -27,7 +27,6 @@ from quantkit import names
 from quantkit.errors import KernelError, Option, QuantkitError, reason
 from quantkit.io import files
 from quantkit.kernels import driver
-from quantkit.kernels.driver import Function
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 #: Compute capabilities whose special instructions (wgmma, setmaxnreg) NVRTC accepts only under the
@@ -182,7 +181,7 @@ def uncompiled(name: str, instances: Sequence[str], device: torch.device) -> lis
     return [instance for instance in instances if not _entry(name, (instance,), arch).exists()]
 
 
-def load(name: str, instances: Sequence[str], device: torch.device) -> dict[str, Function]:
+def load(name: str, instances: Sequence[str], device: torch.device) -> dict[str, driver.Function]:
     """Load instances of `name`.cu on a CUDA device, once per process and device; returns the
     functions by instance.
 
@@ -196,7 +195,7 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> dict[str,
 
 
 @functools.cache
-def loaded(name: str, instances: tuple[str, ...], index: int) -> dict[str, Function]:
+def loaded(name: str, instances: tuple[str, ...], index: int) -> dict[str, driver.Function]:
     device = torch.device("cuda", index)
     if driver.stream_state(device).graph:
         raise KernelError(
@@ -210,14 +209,14 @@ def loaded(name: str, instances: tuple[str, ...], index: int) -> dict[str, Funct
     import cupy
     from cupy.cuda import function
 
-    functions: dict[str, Function] = {}
+    functions: dict[str, driver.Function] = {}
     try:
         with cupy.cuda.Device(index):
             for binary in binaries:
                 module = function.Module()
                 module.load(binary.cubin)
                 for instance, lowered in binary.names.items():
-                    functions[instance] = Function(module.get_function(lowered))
+                    functions[instance] = driver.Function(module.get_function(lowered))
     except RuntimeError as error:  # the base class of CuPy's driver errors
         raise KernelError(
             f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}"

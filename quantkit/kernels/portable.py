@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight
-from quantkit.kernels.driver import Function, Plan
 from quantkit.kernels.tiles import RESERVED, THREADS, PortableTile, PortableTiles, split
 
 #: Most tokens of one launch, because the kernels count units in 32 bits.
@@ -46,7 +45,7 @@ class Instances:
     def instances(self) -> tuple[str, ...]:
         return sum(self.instances_by_dtype.values(), ())
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Function]:
+    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, driver.Function]:
         """Compile and load the instances of all tiles for activations of a dtype; returns the
         functions by instance.
         """
@@ -102,7 +101,7 @@ def _planned(
     shape: tuple[int, int, int],
     group: int | None,
     tile: PortableTile | None,
-) -> Plan:
+) -> driver.Plan:
     sms, shared_memory = multiprocessors(device)
     tile = tile or kernel.choice.choose(dtype, *shape, sms)
     shared = kernel.choice.shared_bytes(tile)
@@ -111,7 +110,7 @@ def _planned(
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
     sizes = (*shape, units, rounds) if group is None else (*shape, units, rounds, group)
     workspace = (kernel.source, *kernel.choice.workspace_size(sms))
-    return Plan(function, (blocks,), (THREADS,), shared, workspace, sizes)
+    return driver.Plan(function, (blocks,), (THREADS,), shared, workspace, sizes)
 
 
 @functools.cache

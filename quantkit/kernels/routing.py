@@ -17,7 +17,6 @@ from quantkit.core.formats import dtype_name
 from quantkit.errors import KernelError
 from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check_operand, not_on_a_gpu
-from quantkit.kernels.driver import Plan
 
 #: dtype of experts' numbers -> the instance that reads them.
 INSTANCES = {torch.int32: "routing<int>", torch.int64: "routing<long long>"}
@@ -167,9 +166,9 @@ def _planned(
     grid: tuple[int, ...],
     threads: int = THREADS,
     shared: int = 0,
-) -> Plan:
+) -> driver.Plan:
     function = loader.load(source, SOURCES[source], device)[instance]
-    return Plan(function, grid, (threads,), shared, early=starts_early(device))
+    return driver.Plan(function, grid, (threads,), shared, early=starts_early(device))
 
 
 @functools.cache

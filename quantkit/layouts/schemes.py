@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Generic, TypeVar
 
-import msgspec
 import regex
-from msgspec import Meta, UnsetType
+from msgspec import Meta, Struct, UnsetType, ValidationError, convert, structs
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError
@@ -162,7 +161,7 @@ class Patterns(Generic[T]):
         return exact
 
 
-S = TypeVar("S", bound=msgspec.Struct)
+S = TypeVar("S", bound=Struct)
 #: Columns of a group in a config, where -1 stands for one scale per row.
 GroupSize = Annotated[int, Meta(ge=-1)]
 #: The exceptions of a config: entries that differ, by a pattern of names.
@@ -233,11 +232,11 @@ def read(kind: type[S], entries: object, where: str = "", way_out: str = ORIGINA
     and its rule.
     """
     try:
-        return msgspec.convert(entries, kind)
-    except msgspec.ValidationError as error:
+        return convert(entries, kind)
+    except ValidationError as error:
         rule, _, place = str(error).partition(" - at ")
         name = place.strip("`").removeprefix("$.")
-        types = {field.encode_name: str(field.type) for field in msgspec.structs.fields(kind)}
+        types = {field.encode_name: str(field.type) for field in structs.fields(kind)}
         if choices := re.search(r"Literal\[(.*?)\]", types.get(name, "")):
             rule += f", quantkit reads {choices[1]}"
         where = where or "the quantization config"

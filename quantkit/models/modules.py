@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import Derived, Read
@@ -130,7 +129,7 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
         return False
     return own.shape == x.shape and torch.allclose(
         own,
-        functional.rms_norm(x, weight.shape, weight, epsilon).to(own.dtype),
+        nn.functional.rms_norm(x, weight.shape, weight, epsilon).to(own.dtype),
         rtol=ROUNDING,
         atol=0,
     )
@@ -143,7 +142,7 @@ def _rms_norm(
     if len(given) != 1 or named or given[0].dtype != weight.dtype:
         return forward(*given, **named)
     with torch.autocast(weight.device.type, enabled=False):  # it would compute in float32
-        return functional.rms_norm(given[0], weight.shape, weight, epsilon)
+        return nn.functional.rms_norm(given[0], weight.shape, weight, epsilon)
 
 
 def size_of(linear: nn.Module) -> tuple[int, int]:
@@ -210,7 +209,7 @@ def _computes_linear(cls: type[nn.Linear]) -> bool:
         except Exception:  # it needs more than a linear has
             return False
         if not isinstance(found, torch.Tensor) or not torch.equal(
-            found, functional.linear(x, weight, bias)
+            found, nn.functional.linear(x, weight, bias)
         ):
             return False
     return True

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.rtn import relative_error, zeroed
 from quantkit.checkpoint.origin import Recorded, name_of, origin, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, ROW_SUM, heading, load as load_report
@@ -507,10 +506,10 @@ def _rounded(
     )
     return value, {
         **facts,
-        **zeroed(weight, value),
+        **rtn.zeroed(weight, value),
         "method": "rtn",
         "requantized_from": q.scheme.label,
-        "requantized_error": relative_error(weight, value),
+        "requantized_error": rtn.relative_error(weight, value),
     }
 
 

@@ -59,7 +59,6 @@ from quantkit.planning.fit import (
 from quantkit.planning.needs import calibrated_memory
 from quantkit.planning.output import bytes_of
 from quantkit.planning.plan import Plan
-from quantkit.planning.survey import Job
 from quantkit.progress import QUIET, Clock, Progress
 from quantkit.recipes.identity import DATE, date_of
 from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunKeywords, RunOptions
@@ -93,7 +92,7 @@ class _Found(NamedTuple):
     name: str
     space: Space
     choice: Choice
-    job: Job
+    job: surveys.Job
     increase: float
 
     @property
@@ -108,7 +107,7 @@ class _Search:
     layouts that fit.
     """
 
-    job: Job
+    job: surveys.Job
     asked: FitOptions
     run: RunOptions
     notices: Sequence[str]
@@ -120,7 +119,7 @@ class _Search:
         groups = [group for space in self.spaces for group in space.groups]
         return {group.name: group.linears for group in groups if not group.is_fixed}
 
-    def planned(self, space: Space, choice: Choice) -> tuple[Job, int, int]:
+    def planned(self, space: Space, choice: Choice) -> tuple[surveys.Job, int, int]:
         """Plan the folder of a choice; also return its most bytes, and by how many it is above the
         target.
         """

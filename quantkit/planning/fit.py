@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from quantkit.algorithms import rtn
-from quantkit.algorithms.rtn import relative_error
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import Goal, Scheme
 from quantkit.core.threads import grouped
@@ -361,4 +360,6 @@ def expected_increase(recipe: Recipe, group: Group, label: str) -> float:
 @cache
 def _normal_error(scheme: Scheme, clip: Clip, signed: bool) -> float:
     weight = torch.randn(16, 4096, generator=torch.Generator().manual_seed(0))
-    return relative_error(weight, rtn.quantize(weight, scheme, clip=clip, signed=signed)[0]) ** 2
+    return (
+        rtn.relative_error(weight, rtn.quantize(weight, scheme, clip=clip, signed=signed)[0]) ** 2
+    )

@@ -53,7 +53,6 @@ from quantkit.models.outside import Outside
 from quantkit.planning import verdict as verdicts
 from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streamed_memory
 from quantkit.planning.output import Output, Row, converted_schemes
-from quantkit.planning.verdict import Misfit, Verdict
 from quantkit.recipes.recipe import Recipe, stored_shape
 from quantkit.reporting.summary import ShortRepr
 
@@ -236,7 +235,7 @@ class Plan(ShortRepr):
 
     output: Output
     needs: Needs
-    verdict: Verdict
+    verdict: verdicts.Verdict
     calibration: Mapping[str, Any] = field(default_factory=dict)
     serving: Serving | None = None
     fit: Mapping[str, Any] | None = None
@@ -363,7 +362,7 @@ def plan_quantize(
     layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
     forms = {name: src.form_written(name) for name in src.names()}
-    rows, misfits = list[Row](), list[Misfit]()
+    rows, misfits = list[Row](), list[verdicts.Misfit]()
     for module, shape in linears.items():
         goal, rule = goals[module], None
         stored = shape if goal is None else stored_shape(recipe, goal, *shape)
@@ -373,7 +372,7 @@ def plan_quantize(
             rule = rule or verdicts.place_rule(layout, module)
             rule = rule or verdicts.layout_rule(layout, goal, *stored)
         if goal is not None and rule is not None:
-            misfits.append(Misfit(module, shape, goal, rule))
+            misfits.append(verdicts.Misfit(module, shape, goal, rule))
             goal = None
         if layout is not None and isinstance(goal, Scheme):
             rows.append(Row.packed(layout, module, shape, goal, stored))
@@ -390,7 +389,9 @@ def plan_quantize(
         memory = streamed_memory(src, rounded, each, AHEAD * torch.get_num_threads() + 1)
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)
-    found = Verdict(tuple(misfits), ways, tuple(src.notices), verdicts.layout_remarks(output))
+    found = verdicts.Verdict(
+        tuple(misfits), ways, tuple(src.notices), verdicts.layout_remarks(output)
+    )
     return Plan(output, Needs(memory, disk_free=free_disk(out)), found)
 
 
@@ -409,7 +410,7 @@ def plan_pack(
     If there is none, `requantize` takes the nearest scheme. `pad` enlarges a shape that does not
     fit (LAYOUTS 11). `outside` are the tensors that the model does not have.
     """
-    rows, misfits = list[Row](), list[Misfit]()
+    rows, misfits = list[Row](), list[verdicts.Misfit]()
     schemes: dict[str, Goal | None] = {module: src.scheme(module) for module in src.modules()}
     became: Counter[str] = Counter()
     for module in schemes:
@@ -418,7 +419,7 @@ def plan_pack(
         rule = verdicts.place_rule(layout, module)
         if found is None or rule is not None:
             rule = rule or broken_rule(layout, scheme, *shape) or f"{layout.NAME} does not hold it"
-            misfits.append(Misfit(module, shape, scheme, rule))
+            misfits.append(verdicts.Misfit(module, shape, scheme, rule))
             decoded = {f"{module}.weight": (src.dtype_of_model, shape)}
             rows.append(Row(module, shape, None, shape, decoded))
             continue
@@ -435,7 +436,7 @@ def plan_pack(
     needs = Needs(memory, {"output": output.bytes}, free_disk(out))
     problem = needs.disk_problem(out)
     recast = (f"{count} of {len(rows)} linears: {change}" for change, count in became.items())
-    verdict = Verdict(
+    verdict = verdicts.Verdict(
         tuple(misfits),
         verdicts.ways_out(misfits, schemes, layout, None, src.layout),
         (*src.notices, *recast),

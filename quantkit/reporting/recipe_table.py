@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 from quantkit.core.threads import grouped
 from quantkit.core.units import format_bytes, format_seconds
 from quantkit.reporting import charts
-from quantkit.reporting.charts import Table, raw, render
 
 Row: TypeAlias = dict[str, Any]
 #: The name of the unquantized model, and the layout of a scheme that no layout stores.
@@ -277,10 +276,10 @@ class Plot(NamedTuple):
 def page(model: str, rows: Sequence[Row]) -> str:
     """Write the page."""
     names = series(rows)
-    return render(
+    return charts.render(
         "compare.html.jinja",
         model=model,
-        css=raw("page.css"),
+        css=charts.raw("page.css"),
         light=charts.LIGHT,
         dark=charts.DARK,
         size=(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM),
@@ -357,6 +356,6 @@ def _decades(bottom: float, top: float) -> list[float]:
     ]
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> charts.Table:
     head, body = cells(rows, columns)
-    return Table(head, body, "dense", range(len(head) - len(columns), len(head)))
+    return charts.Table(head, body, "dense", range(len(head) - len(columns), len(head)))

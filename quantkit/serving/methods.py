@@ -4,9 +4,8 @@ and the product; of linears and of the experts of a layer.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -378,7 +377,7 @@ class PackedExpertsMethod(PackedMethod):
         return True
 
 
-@functools.cache
+@cache
 def require_kernels(device: torch.device, engine: str) -> None:
     """Raise KernelError if a GPU cannot run quantkit's kernels, or CuPy is missing."""
     if device.type == "cuda" and (problem := kernels.unusable(device)) is not None:
