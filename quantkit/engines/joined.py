@@ -19,8 +19,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import grouped
-from quantkit.layouts import quantkit_key
-from quantkit.layouts.base import Layout
+from quantkit.layouts import Layout, quantkit_key
 from quantkit.layouts.schemes import ANY_HEAD, Schemes, is_head, literal
 from quantkit.version import __version__
 

@@ -17,7 +17,7 @@ from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.keys import Positive
 from quantkit.layouts.awq import Awq, Quick
-from quantkit.layouts.base import Layout
+from quantkit.layouts.base import Layout as Layout
 from quantkit.layouts.compressed_tensors import CompressedTensors
 from quantkit.layouts.gptq import Gptq, GptqV2
 from quantkit.layouts.humming import Humming

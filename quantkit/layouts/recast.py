@@ -24,8 +24,7 @@ from torch.nn.functional import pad
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Sparsity
 from quantkit.errors import LayoutError, RecipeError
-from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import Layout
+from quantkit.layouts import LAYOUTS, Layout
 
 #: A scheme and the shape `[n, k]` that is stored in it.
 Target = tuple[Scheme, tuple[int, int]]

@@ -36,8 +36,7 @@ from quantkit.errors import (
 )
 from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
-from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import Layout
+from quantkit.layouts import LAYOUTS, Layout
 from quantkit.layouts.recast import (
     Target,
     broken_rule,

@@ -30,8 +30,7 @@ from quantkit.errors import (
 )
 from quantkit.inference.swap_linears import swap
 from quantkit.keys import keys_of
-from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import Layout
+from quantkit.layouts import LAYOUTS, Layout
 from quantkit.layouts.recast import GROUP_SIZES, broken_rule, nearest, padded_shape, target
 from quantkit.layouts.schemes import is_embedding
 from quantkit.models.block_runner import BlockRunner

@@ -26,8 +26,7 @@ from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
 from quantkit.engines.joined import treat_alike
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.keys import Key, keys_of, read
-from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import Layout
+from quantkit.layouts import LAYOUTS, Layout
 from quantkit.layouts.recast import fitting
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, compiled, key_of, matches as matches_whole
 from quantkit.models.experts import ROUTER

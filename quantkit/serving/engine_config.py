@@ -24,8 +24,7 @@ from quantkit.core.quantized_tensor import Scheme
 from quantkit.engines.joined import JOINED
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, Setting, Words
 from quantkit.kernels.contract import ACTIVATIONS
-from quantkit.layouts import LAYOUTS
-from quantkit.layouts.base import Layout
+from quantkit.layouts import LAYOUTS, Layout
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding, literal, matches
 from quantkit.names import KERNELS
 
