@@ -313,3 +313,20 @@ def test_bounds_exclude_no_candidate_that_is_the_best(label: str, dtype: torch.d
     grid, expected = choose_scales(w, scheme, "search", None), tried_one_by_one(w, scheme)
     assert torch.equal(grid.scales, expected.scales)
     assert expected.zeros is None or (grid.zeros is not None and torch.equal(grid.zeros, expected.zeros))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_zeros_hide_no_weight_that_vanished(dtype: torch.dtype) -> None:
+    w = gauss(8, 256)
+    w[:4, :40] *= 2.0**-23  # the rest of their groups is far larger
+    w[:, ::5] = 0
+    w[3:6, :128], w[6, 128:] = 0, -0.0
+    w = w.to(dtype)
+    q, _ = rtn.quantize(w, Scheme.parse("int4:g128"))
+    parts = w.double().view(8, 2, 128).abs()
+    small = (parts > 0) & (parts < parts.amax(-1, keepdim=True) * rtn.FAR_SMALLER)
+    small &= 8 * small.sum(-1, keepdim=True) >= (parts > 0).sum(-1, keepdim=True)
+    count = int((small.view(8, 256) & (q.dequantize() == 0)).sum())
+    assert count > 50
+    assert rtn.zeroed(w, q) == {"zeroed": count}
+    assert rtn.zeroed(w[4:], q.rows(slice(4, 8))) == {}
