@@ -56,7 +56,7 @@ ENGINE: dict[str, Any] = {
     "disable_radix_cache": True,
     "disable_custom_all_reduce": True,
     "enforce_disable_flashinfer_allreduce_fusion": True,
-    "mem_fraction_static": 0.7,
+    "mem_fraction_static": 0.9,
     "max_total_tokens": 32768,
     "max_running_requests": 64,
     "random_seed": 0,
