@@ -129,13 +129,12 @@ class Command(click.Command):
                 )
         if everything and self.keys:
             with formatter.section("Keys of --set KEY=VALUE"):
-                formatter.write_dl(
-                    [
-                        (f"{key.name}={'|'.join(key.values) or key.kind}", key.help_text)
-                        for key in self.keys
-                        if key.level not in OPTIONS
-                    ]
-                )
+                formatter.write_dl(self.set_keys())
+
+    def set_keys(self) -> list[tuple[str, str]]:
+        """List the keys of `--set` that have no option, with their values and help."""
+        free = [key for key in self.keys if key.level not in OPTIONS]
+        return [(f"{key.name}={'|'.join(key.values) or key.kind}", key.help_text) for key in free]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = " ".join(args)
