@@ -485,9 +485,10 @@ def require_runnable(
         )
     if job.src.home == job.src.path:  # a GGUF file has no tokenizer.json
         require_readable_tokenizer(job.src.path)
-        generation_config_of(job.src)
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
+    if job.src.home == job.src.path:
+        generation_config_of(job.src)
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
     asked: Any = {"resume": run.resume, "overwrite": run.overwrite, "source": job.src.home}
