@@ -43,6 +43,7 @@ WIDEST_BLOCK = (
 )
 _BLOCK = 128
 _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
+_DELTAS = 8  # arrays of candidates times columns that a search of whole rows without one may hold
 _LEAST_WEIGHTS = 2**16  # of which bounds exclude candidates: fewer are tried one by one sooner
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 _CPU_ENTRIES = 2**17  # the same, which its cache holds
@@ -96,7 +97,7 @@ def choose_scales(
     if errors is None:
         together, slices = square_error, row_slices(weight, k)
     elif (together := _row_errors(weight, errors)) is not None:
-        entries = _TEMPORARIES * groups if _has_kernel(weight, k // groups) else 8 * k
+        entries = _TEMPORARIES * groups if _has_kernel(weight, k // groups) else _DELTAS * k
         slices = row_slices(weight, entries * len(_ratios(scheme.format, clip)))
     else:  # a product reads a whole block of H, which pays only for many rows
         slices = row_slices(weight, k // groups, least=512)

@@ -244,12 +244,7 @@ class Entry:
     @property
     def title(self) -> str:
         """The row in words."""
-        parts = [
-            self.name,
-            *([self.calib] if self.calib else []),
-            *([f"seed {self.seed}"] if self.calib else []),
-        ]
-        return ", ".join(parts)
+        return f"{self.name}, {self.calib}, seed {self.seed}" if self.calib else self.name
 
 
 class Rows:

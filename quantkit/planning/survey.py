@@ -483,11 +483,10 @@ def require_runnable(
             f"{count} processes were started, and this recipe uses no activations",
             "start one, without torchrun or accelerate launch",
         )
-    if job.src.home == job.src.path:  # a GGUF file has no tokenizer.json
-        require_readable_tokenizer(job.src.path)
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
-    if job.src.home == job.src.path:
+    if job.src.home == job.src.path:  # a GGUF file has none of these files
+        require_readable_tokenizer(job.src.path)
         generation_config_of(job.src)
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
