@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Unpack
 
 from quantkit import kernels
 from quantkit.checkpoint import report
@@ -40,8 +39,12 @@ from quantkit.keys import built
 from quantkit.models.weights import device_of
 from quantkit.names import VERIFICATION
 from quantkit.progress import QUIET, Clock, Progress
-from quantkit.recipes.keywords import VerifyKeywords
 from quantkit.reporting.summary import ShortRepr
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import VerifyKeywords
 
 #: Files of an output that its report does not list, because people edit the card and the proof is
 #: written later.

@@ -10,15 +10,14 @@ bytes without this search.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from quantkit.calibration import divergence
 from quantkit.calibration.loop import new_run
@@ -61,11 +60,16 @@ from quantkit.planning.output import bytes_of
 from quantkit.planning.plan import Plan
 from quantkit.progress import QUIET, Clock, Progress
 from quantkit.recipes.identity import DATE, date_of
-from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunKeywords, RunOptions
+from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunOptions
 from quantkit.recipes.recipe import Recipe
 from quantkit.text.sequences import Calibration
 from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import RunKeywords
 
 MIXED = "mixed"
 #: Uniform schemes of other formats are made up to this multiple of the least predicted loss:
@@ -215,9 +219,8 @@ def plan(
     """
     if not fitted.is_asked:
         return surveys.plan(model, recipe, out=out, target=fitted.target, **options)
-    run = RunOptions(
-        **{name: each for name, each in options.items() if name in RunKeywords.__annotations__}
-    )
+    names = {each.name for each in fields(RunOptions)}
+    run = RunOptions(**{name: each for name, each in options.items() if name in names})
     if options.get("gpu") is not None:
         options["target"] = fitted.target
     try:

@@ -13,11 +13,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from quantkit.calibration.budget import BESIDE, READERS
 from quantkit.calibration.loop import (
@@ -53,9 +52,14 @@ from quantkit.planning.survey import (
     survey,
 )
 from quantkit.progress import Clock, Progress, Recorder
-from quantkit.recipes.options import RunKeywords, RunOptions
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.text.sequences import Calibration
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import RunKeywords
 
 
 def quantize(

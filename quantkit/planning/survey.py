@@ -11,10 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from typing_extensions import Unpack
 
 from quantkit.calibration.budget import (
     LEAST_LENGTH,
@@ -58,7 +57,7 @@ from quantkit.planning.plan import Plan, find_gpu, plan_quantize, serving
 from quantkit.planning.verdict import model_remarks
 from quantkit.progress import QUIET
 from quantkit.recipes.identity import date_of, difference, identity
-from quantkit.recipes.options import AUTO, DENSE, Calib, RunKeywords, RunOptions
+from quantkit.recipes.options import AUTO, DENSE, Calib, RunOptions
 from quantkit.recipes.recipe import (
     KEYED,
     Recipe,
@@ -69,6 +68,11 @@ from quantkit.recipes.recipe import (
 )
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import RunKeywords
 
 #: The layouts to take in this order where the usual one opens in no program. vLLM was asked to open
 #: AWQ folders of the families that transformers does not open (docs/models.md).
