@@ -202,6 +202,20 @@ TRAITS = {
         Words("quantize with", Setting("dense_dtype", "bfloat16")),
         lambda f: f.is_half and any(s.format.is_microscaled for s in f.schemes),
     ),
+    "beyond INT4": Trait(
+        "other weights than those of linears in symmetric INT4, which were not tried",
+        Words("use", Setting("format", "int4")),
+        lambda f: any(
+            is_expert(m) or not s.symmetric or (s.format.name, s.sparsity) != ("int4", None)
+            for m, (s, _) in f.linears.items()
+        ),
+        is_unknown=True,
+    ),
+    "widths in SGLang": Trait(
+        "integers of other widths than 4 and 8 bits, which SGLang 0.5.23 refuses",
+        Words("use", Setting("format", "int4")),
+        lambda f: any(not s.format.is_float and s.format.bits not in (4, 8) for s in f.schemes),
+    ),
     "linears in MXFP4": Trait(
         "MXFP4 outside of experts, for which SGLang 0.5.23 has no method",
         Words("use", Setting("format", "nvfp4")),
@@ -382,7 +396,8 @@ def refusals(folder: Folder) -> list[str]:
             TRAITS[trait].way_out,
         )
         for trait, names in found.items()
-        if trait not in ("split", "padded")  # the former follows, a plan names the padded weights
+        # The first follows, a plan names padded weights, and the last has a reader of its own.
+        if trait not in ("split", "padded", "beyond INT4")
     ]
     mixed = folder.mixed_groups
     if mixed:
