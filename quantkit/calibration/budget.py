@@ -18,7 +18,7 @@ import torch
 from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Goal, is_sparse
+from quantkit.core.quantized_tensor import Goal, Shape, is_sparse
 from quantkit.core.ranks import ROWS as UNIT, ranks
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.families import BLOCK
@@ -77,12 +77,12 @@ def rows_at_once(k: int, device: str) -> int:
     return max(1, AT_ONCE[device] // (k * UNIT)) * UNIT
 
 
-def solving_work(shapes: Iterable[tuple[int, int]]) -> float:
+def solving_work(shapes: Iterable[Shape]) -> float:
     """Count the products of weights and tokens that take as long as solving linears `(n, k)`."""
     return sum(n * k * (SOLVED + SOLVED_BY_CHANNEL * k) for n, k in shapes)
 
 
-def affordable_tokens(shapes: Collection[tuple[int, int]]) -> int:
+def affordable_tokens(shapes: Collection[Shape]) -> int:
     """Count the tokens on which two cores calibrate linears `(n, k)` in `SECONDS`, by shapes alone:
     no load or number of threads changes a byte of the output.
     """
@@ -175,7 +175,7 @@ class Sizes:
     device: str
     width: int
     factors: torch.dtype
-    linears: Mapping[str, tuple[int, int]]
+    linears: Mapping[str, Shape]
     blocks: Mapping[str, int]
     outside: Sequence[int]
     outputs: int
@@ -190,7 +190,7 @@ class Sizes:
     def of(
         cls,
         src: Checkpoint,
-        linears: Mapping[str, tuple[int, int]],
+        linears: Mapping[str, Shape],
         recipe: Recipe,
         device: str | None,
     ) -> Sizes:

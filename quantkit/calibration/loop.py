@@ -21,7 +21,6 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +45,7 @@ from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words
 from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import device_of
+from quantkit.names import Json, JsonView
 from quantkit.progress import QUIET, Clock, Progress, Recorder
 from quantkit.recipes.recipe import Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens
@@ -219,7 +219,7 @@ def new_run(
 
 
 def calibrated(
-    run: Run, done: Sequence[Mapping[str, Any]], before_solving: Stage | None = None
+    run: Run, done: Sequence[JsonView], before_solving: Stage | None = None
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned.
 
@@ -345,7 +345,7 @@ def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
 
 def save(
     run: Run, stream: Stream, block: int
-) -> tuple[list[dict[str, Any]] | None, Callable[[], dict[str, Any]] | None]:
+) -> tuple[list[Json] | None, Callable[[], Json] | None]:
     """Save the activations after a block, if a snapshot is due and the block is not the last.
 
     Two snapshots alternate, so that the last commit's stays while another is written. The result
@@ -366,9 +366,7 @@ def save(
         return run.ranks.exchange(facts), None
 
 
-def resume(
-    run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]
-) -> Stream:
+def resume(run: Run, finished: Sequence[JsonView], done: Sequence[JsonView]) -> Stream:
     """Make the stream that enters the first unfinished block. `finished` has the facts of the
     finished blocks.
 
@@ -389,7 +387,7 @@ def resume(
     return stream
 
 
-def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> tuple[int, Stream | None]:
+def _load_saved(run: Run, finished: Sequence[JsonView]) -> tuple[int, Stream | None]:
     """Load the last saved activations, and the number of the block that they enter; 0 and None if
     there are none.
     """

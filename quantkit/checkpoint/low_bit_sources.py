@@ -18,7 +18,7 @@ Scales of activations and of the cache belong to no dense model. They are left o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from quantkit.layouts.compressed_tensors import (
     in_order_of_targets,
 )
 from quantkit.layouts.schemes import ORIGINAL, Patterns, Schemes, read
+from quantkit.names import JsonView
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.
@@ -145,7 +146,7 @@ class LowBit(NamedTuple):
         return " and ".join(parts + ["the rounding of activations"] * self.activations)
 
 
-def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
+def find(src: StoredTensors, stated: JsonView, dtype: torch.dtype) -> LowBit | None:
     """Find the low-bit weights of a source by its `quantization_config`, `stated`; None for other
     methods.
 
@@ -196,9 +197,7 @@ def is_variant(src: StoredTensors, schemes: Schemes) -> bool:
     return False
 
 
-def _compressed_tensors(
-    src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype
-) -> LowBit | None:
+def _compressed_tensors(src: StoredTensors, stated: JsonView, dtype: torch.dtype) -> LowBit | None:
     config = read(CompressedTensorsConfig, stated)
     targets: dict[str, Scheme] = {}
     for group in config.config_groups.values():

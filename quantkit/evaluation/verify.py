@@ -37,7 +37,7 @@ from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.kernels import proof
 from quantkit.keys import built
 from quantkit.models.weights import device_of
-from quantkit.names import VERIFICATION
+from quantkit.names import VERIFICATION, Json
 from quantkit.progress import QUIET, Clock, Progress
 from quantkit.reporting.summary import ShortRepr
 
@@ -116,7 +116,7 @@ class Verification(ShortRepr):
             f"by {max(self.errors, default=0.0):.1e} at most (bound {self.bound:g}){asked}"
         )
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self) -> Json:
         facts = self.to_dict()
         shown = (
             "ok",
@@ -131,7 +131,7 @@ class Verification(ShortRepr):
         )
         return {name: facts[name] for name in shown}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Build the content of verify.json."""
         return {
             "ok": self.ok,

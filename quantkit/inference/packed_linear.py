@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from quantkit import kernels
 from quantkit.core.formats import dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape, Tensors
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (
     decoded_product,
@@ -49,7 +49,7 @@ class DecodedWeight(Tensor):
     @staticmethod
     def __new__(
         cls,
-        shape: tuple[int, int],
+        shape: Shape,
         dtype: torch.dtype,
         device: torch.device,
         decode: Callable[[], Tensor],
@@ -94,8 +94,8 @@ class PackedWeight(nn.Module):
         self,
         layout: str,
         scheme: Scheme,
-        stored_size: tuple[int, int],
-        tensors: Mapping[str, Tensor],
+        stored_size: Shape,
+        tensors: Tensors,
         out: int,
     ) -> None:
         """Replace the packed tensors, and with them layout, scheme and stored size `[n, k]`, with
@@ -162,9 +162,9 @@ class PackedLinear(PackedWeight):
         self,
         layout: str,
         scheme: Scheme,
-        stored_size: tuple[int, int],
-        true_size: tuple[int, int],
-        tensors: Mapping[str, Tensor],
+        stored_size: Shape,
+        true_size: Shape,
+        tensors: Tensors,
         bias: Tensor | None = None,
     ) -> None:
         super().__init__()

@@ -28,6 +28,7 @@ from quantkit.models.families import (
     LAYER_START,
 )
 from quantkit.models.state_names import StateNames, head_state
+from quantkit.names import JsonView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -220,7 +221,7 @@ def _depth(module: PreTrainedModel) -> float:
     return found if isinstance(found, int) else math.inf
 
 
-def _stated_depth(config: Mapping[str, Any]) -> float:
+def _stated_depth(config: JsonView) -> float:
     found = [
         value
         for key, value in _entries(config.get("text_config") or config)
@@ -235,7 +236,7 @@ def _layer(name: str) -> float:
     return -1 if found is None else int(found[1])
 
 
-def _entries(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _entries(stated: JsonView) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a configuration, and of those inside it."""
     for key, value in stated.items():
         yield str(key), value

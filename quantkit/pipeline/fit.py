@@ -42,6 +42,7 @@ from quantkit.io.staging import (
 )
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import key_of
+from quantkit.names import Json
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
 from quantkit.planning import survey as surveys
@@ -192,7 +193,7 @@ class _Search:
             folder is not None and refusal(folder, TARGETS[self.asked.target]) is None
         )
 
-    def curve(self, increase: LossIncrease, mixes: bool) -> list[dict[str, Any]]:
+    def curve(self, increase: LossIncrease, mixes: bool) -> list[Json]:
         """List size and loss of each possible folder, the smallest first, and whether it fits."""
         bits, size = self.asked.target_bits, self.asked.target_size
         rows = [row for space in self.spaces for row in space.curve(increase, mixes)]
@@ -255,7 +256,7 @@ def quantize(
     asked: FitOptions,
     measure: Measure | None = None,
     **options: Unpack[RunKeywords],
-) -> dict[str, Any]:
+) -> Json:
     """Quantize a model into a folder that fits the target of `asked`, if there is one; return its
     report.
 
@@ -450,7 +451,7 @@ def _decide(
     return best.folder
 
 
-def _add_search(report: dict[str, Any], chosen: str) -> None:
+def _add_search(report: Json, chosen: str) -> None:
     """Add the time and the memory of the search to those of the `chosen` folder."""
     seconds = {name: each for name, each in report["fit"]["seconds"].items() if name != chosen}
     report["phases"] |= seconds

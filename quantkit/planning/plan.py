@@ -49,6 +49,7 @@ from quantkit.layouts.schemes import is_embedding
 from quantkit.models.families import BLOCK
 from quantkit.models.outline import decoder_weights
 from quantkit.models.outside import Outside
+from quantkit.names import Json, JsonView
 from quantkit.planning import verdict as verdicts
 from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streamed_memory
 from quantkit.planning.output import Output, Row, converted_schemes
@@ -87,7 +88,7 @@ class Serving:
     kinds: tuple[Kind, ...]
     refusal: RecipeError | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Convert to plain data."""
         major, minor = self.capability
         return {
@@ -235,9 +236,9 @@ class Plan(ShortRepr):
     output: Output
     needs: Needs
     verdict: verdicts.Verdict
-    calibration: Mapping[str, Any] = field(default_factory=dict)
+    calibration: JsonView = field(default_factory=dict)
     serving: Serving | None = None
-    fit: Mapping[str, Any] | None = None
+    fit: JsonView | None = None
     for_python: bool = False
 
     @property
@@ -310,7 +311,7 @@ class Plan(ShortRepr):
         """Spell options as keywords of the API."""
         return replace(self, verdict=self.verdict.to_python(), for_python=True)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the plan as plain data, as `plan --json` prints it."""
         return {
             **self.output.to_dict(),
@@ -322,7 +323,7 @@ class Plan(ShortRepr):
             "notices": [*self.size_notes, *self.notices],
         }
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self) -> Json:
         return {
             "layout": self.layout,
             "scheme": self.scheme,

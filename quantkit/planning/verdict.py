@@ -37,7 +37,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
 from quantkit.models.outside import Outside, drafts_by_name
-from quantkit.names import KERNELS
+from quantkit.names import KERNELS, Json
 from quantkit.planning.output import Output
 from quantkit.recipes.recipe import Recipe, skip_pattern
 
@@ -102,7 +102,7 @@ class Verdict:
             problems=tuple(map(in_python, self.problems)),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the verdict as `plan --json` prints it."""
         error = self.refusal
         return {
@@ -130,7 +130,7 @@ class Misfit:
         assert isinstance(self.goal, Scheme)  # a pruning recipe has no layout to change
         return self.goal
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the misfit as `plan --json` prints it."""
         return {
             "module": self.module,
