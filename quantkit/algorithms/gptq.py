@@ -20,10 +20,10 @@ from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, rtn
 from quantkit.algorithms.hessian import (
+    MATRICES,
     Factor,
     check_size,
     damped,
-    factor_bytes,
     factorize,
     output_losses,
     row_losses,
@@ -186,7 +186,7 @@ def step_bytes(
     """
     square, copy = 4 * k * k, 4 * k * rows
     return [
-        (factor_bytes(k, dtype), copy),
+        (MATRICES[dtype] * square, copy),
         ((2 + dtype.itemsize // 4) * square + search_bytes(k, group_sizes), 2 * copy),
         (SQUARES[dtype] * square, _ROWS[device] * copy),
     ]

@@ -43,7 +43,7 @@ _LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (ALGORI
 
 #: float32 matrices `[k, k]` in `factorize`, by the dtype of factors: the sum, H, its copy, scratch,
 #: the factor.
-_MATRICES = {torch.float32: 5, torch.float64: 8}
+MATRICES = {torch.float32: 5, torch.float64: 8}
 
 
 class Hessian:
@@ -317,13 +317,6 @@ class Factor:
         nothing else.
         """
         return (self.r / self.r.diagonal()).to(dtype)
-
-
-def factor_bytes(k: int, dtype: torch.dtype) -> int:
-    """Compute the bytes of matrices `[k, k]` in `factorize`, the Hessian's sum included; factors
-    have `dtype`.
-    """
-    return _MATRICES[dtype] * 4 * k * k
 
 
 def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:

@@ -233,9 +233,8 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
             other,
             _percent(of.difference, "+"),
         ]
-        return [*names, *figures, _interval(of.difference_low, of.difference_high, "+")][
-            : len(head)
-        ]
+        ends = (_percent(of.difference_low, "+"), _percent(of.difference_high, "+"))
+        return [*names, *figures, " to ".join(filter(None, ends))][: len(head)]
 
     rows = [
         row((each.task, each.metric), each.value, each, str(each.questions), _percent(each.against))
@@ -257,11 +256,6 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
 
 def _percent(value: float | None, sign: str = "") -> str:
     return "" if value is None else f"{100 * value:{sign}.2f}"
-
-
-def _interval(low: float | None, high: float | None, sign: str = "") -> str:
-    """Format an interval of shares in percent, empty if there is none."""
-    return "" if low is None or high is None else f"{_percent(low, sign)} to {_percent(high, sign)}"
 
 
 def format_comparison(found: Comparison, progress: Progress) -> str:
@@ -315,8 +309,4 @@ def generate(
 def _after(prompt: str) -> Any:
     """Make a listener that prints the prompt in front of the first piece."""
     pieces = iter([prompt])
-
-    def listen(piece: str) -> None:
-        stream(next(pieces, "") + piece)
-
-    return listen
+    return lambda piece: stream(next(pieces, "") + piece)

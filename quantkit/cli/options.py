@@ -35,9 +35,9 @@ from quantkit.cli.parsing import (
     needed_unless,
     section,
 )
-from quantkit.cli.process import STOP, exits, joined, require_one
+from quantkit.cli.process import STOP, exits, joined, started
 from quantkit.core.memory_limits import require_memory_for_imports
-from quantkit.errors import Option, QuantkitError
+from quantkit.errors import Option, QuantkitError, RecipeError
 from quantkit.keys import OPTIONS, Key, built, keys_of
 from quantkit.names import LAYOUTS, Json
 from quantkit.progress import Progress
@@ -182,8 +182,11 @@ def command(
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
             with joined() as together, exits(), together():
-                if not shared:
-                    require_one(name)
+                if not shared and started() > 1:
+                    raise RecipeError(
+                        f"{started()} processes were started, and quantkit {name} uses one: start "
+                        "it without torchrun or accelerate launch"
+                    )
                 _require_usable_process(computes)
                 if computes:
                     _be_deterministic()

@@ -108,15 +108,6 @@ class Trait:
     is_unknown: bool = False
 
 
-def _part_of_a_name(folder: Folder) -> bool:
-    names = "\n".join(folder.linears)
-    return any(module in names for module in folder.dense)
-
-
-def _has_encoder(folder: Folder) -> bool:
-    return folder.config.get("is_encoder_decoder") is True
-
-
 DENSE_HEAD = Words("leave it dense: drop", Setting("head"))
 DENSE_EMBEDDINGS = Words("leave them dense: drop", Setting("embeddings"))
 #: Name -> trait. A trait belongs to the format or the layout; docs/models.md has the traits of
@@ -289,10 +280,13 @@ TRAITS = {
         "a dense linear whose name is a part of a quantized one's, which the public config cannot "
         "tell apart",
         Words("use", Setting("layout", "compressed-tensors")),
-        _part_of_a_name,
+        lambda f: any(module in "\n".join(f.linears) for module in f.dense),
     ),
     "encoder": Trait(
-        "an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True
+        "an encoder-decoder",
+        "load it with another reader",
+        lambda f: f.config.get("is_encoder_decoder") is True,
+        is_unknown=True,
     ),
     "family": Trait(
         "its family, whose packed weights vLLM 0.26.0 has no place for",
@@ -419,12 +413,6 @@ def refusals(folder: Folder) -> list[str]:
     return lines
 
 
-def cautions(folder: Folder) -> list[str]:
-    """Name the limits of readers that open the layout."""
-    found = (say(folder) for layouts, say in CAUTIONS if folder.layout in layouts)
-    return [line for line in found if line is not None]
-
-
 def refusal(folder: Folder, engine: Engine) -> tuple[str, str | None] | None:
     """Say why an engine does not open a folder and the way out, None if it opens the folder.
 
@@ -440,11 +428,6 @@ def refusal(folder: Folder, engine: Engine) -> tuple[str, str | None] | None:
     if first.is_unknown:
         return f"it was not asked to open {first.words}", None
     return f"it does not open a folder with {first.words}", first.way_out
-
-
-def has_own_linears(folder: Folder, engine: Engine) -> bool:
-    """Return True if an engine opens a folder with quantkit's own linears."""
-    return any(reader.is_own for reader, _ in readers_of(folder, [engine]))
 
 
 def engine_kernel(

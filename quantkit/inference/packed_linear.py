@@ -31,7 +31,6 @@ from quantkit.inference.products import (
     linear_product,
     pack_for_kernel,
 )
-from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import DAMAGED
 from quantkit.layouts.recast import recast
@@ -203,12 +202,6 @@ class PackedLinear(PackedWeight):
         q = LAYOUTS[self.layout].unpack(self.packed(), self.scheme)
         return recast(q, q.scheme, (self.out_features, q.scheme.padded_k(self.in_features)))
 
-    def is_multiplied_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return True if a kernel multiplies activations of this dtype on this device, False if
-        torch decodes.
-        """
-        return dtype in ACTIVATIONS and kernels.unusable(device) is None and self.has_kernel()
-
     def has_kernel(self) -> bool:
         """Return True if the layout's kernel accepts the packed tensors, wherever they are."""
         owner = self._owner
@@ -284,7 +277,7 @@ class PackedLinear(PackedWeight):
         fused = self.fused
         if fused is None or not fused.is_fused:
             return self.multiply(input)
-        part: Tensor = fused.multiply_part(input, self.index)
+        part: Tensor = fused.product(input, self.index)[..., fused.rows[self.index]]
         return part
 
     def extra_repr(self) -> str:

@@ -26,7 +26,7 @@ from quantkit import kernels
 from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape
 from quantkit.errors import KernelError, LayoutError
-from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_addresses, check_sizes
+from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_addresses
 from quantkit.kernels.grouped import GroupedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.portable import PortableKernel
@@ -232,22 +232,10 @@ PRODUCTS: dict[Shape, DecodedProduct | ExpertsProduct] = {}
 _LOCK = Lock()
 
 
-@functools.cache
-def kernel_weight(layout: str, scheme: Scheme, n: int, k: int) -> Weight:
-    """Describe the tensors that a layout's kernels take; KernelError if they do not take such
-    weights.
-    """
-    if layout not in kernels.LAUNCHERS:
-        raise KernelError(kernels.none_for(layout))
-    weight = kernels.LAUNCHERS[layout].weight(scheme, n, k)
-    check_sizes(weight)
-    return weight
-
-
 def has_kernel(layout: str, scheme: Scheme, shape: Shape, tensors: Mapping[str, Tensor]) -> bool:
     """Return True if a kernel of the layout takes these packed tensors, wherever they are."""
     try:
-        weight = kernel_weight(layout, scheme, *shape)
+        weight = kernels.weight_of(layout, scheme, *shape)
     except KernelError:
         return False
     named = kernels.LAUNCHERS[layout].named(tensors)
@@ -273,7 +261,7 @@ def linear_product(
     `shape` is `[n, k]` with padding, `out` the rows without it; `names` are the suffixes of tensors
     in the order of calls. KernelError if no kernel takes the weight.
     """
-    weight, aliases = kernel_weight(layout, scheme, *shape), kernels.LAUNCHERS[layout].aliases
+    weight, aliases = kernels.weight_of(layout, scheme, *shape), kernels.LAUNCHERS[layout].aliases
     named = [aliases.get(name, name) for name in names]
     if sorted(named) != sorted(weight.tensors) or not 1 <= out <= weight.n:
         wanted = ", ".join(weight.tensors)

@@ -125,13 +125,19 @@ def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> lis
     ):
         declared.append(HEAD_PARTS)
     drafts = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
-    depth, identities = _depth(module), _identity_experts(module)
+    depth = _depth(module)
+    # Path -> number of real experts, where a model has identity experts after them.
+    identities = {
+        path: found.count
+        for path, found in module.named_modules()
+        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
+    }
     return [
         name
         for name in names
         if not any(pattern.search(name) for pattern in declared)
         and not depth <= _layer(name) < depth + drafts
-        and not (identities and _is_unread_expert(states.state_of(name), identities))
+        and not (identities and _is_identity_expert(states.state_of(name), identities))
     ]
 
 
@@ -168,16 +174,7 @@ def require_complete(
         raise CheckpointError(rule, *_for_stray(module, stray), subject=src.path)
 
 
-def _identity_experts(module: PreTrainedModel) -> dict[str, int]:
-    """Return path -> number of real experts, where a model has identity experts after them."""
-    return {
-        path: found.count
-        for path, found in module.named_modules()
-        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
-    }
-
-
-def _is_unread_expert(state: str, counts: Mapping[str, int]) -> bool:
+def _is_identity_expert(state: str, counts: Mapping[str, int]) -> bool:
     """Return True for a weight of an identity expert, which no model reads."""
     found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", state)
     return found is not None and int(found[2]) >= counts.get(found[1], math.inf)

@@ -341,7 +341,7 @@ def publish_complete(
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Result(ShortRepr, JsonView):
+class Result(ShortRepr, Mapping[str, Any]):
     """The folder `path` of a run, and its `report`, the content of quantkit_report.json.
 
     A result is a mapping of the report too: `result["totals"]`. `notices` are the report's. Those

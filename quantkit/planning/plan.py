@@ -23,7 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import AHEAD, grouped
 from quantkit.engines.joined import is_expert, joined_name
-from quantkit.engines.readers import Folder, engine_kernel, has_own_linears, refusal
+from quantkit.engines.readers import Folder, engine_kernel, readers_of, refusal
 from quantkit.engines.tables import GPUS, TARGETS, Engine
 from quantkit.errors import (
     KernelError,
@@ -174,7 +174,7 @@ def _kind(
         why = "dense"
     elif is_embedding(rows[0].module):
         why = "its rows are gathered and decoded"
-    elif has_own_linears(folder, engine):
+    elif any(reader.is_own for reader, _ in readers_of(folder, [engine])):
         kernel, why = _own_kernel(folder.layout, goal, n, k, capability)
     else:
         kernel, why, source = engine_kernel(engine, folder.layout, goal, n, k, capability, experts)

@@ -252,11 +252,12 @@ def survey(
         opened = opened or [other for other in others if refusal(other, run) is None]
     opened.sort(key=lambda other: not _asked(other))  # equal ones stay in order
     padded = bool(opened) and opened[0].recipe.pad and not recipe.pad
+    microscaled = isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
     if not opened or recipe.layout_stated or padded:
         if opened and not isinstance(refused, LayoutError):  # else its ways out are known to help
             more = [Setting("pad", True)] if padded else []
             refused.ways_out = (Words("use", Setting("layout", opened[0].plan.layout), *more),)
-        elif not opened and isinstance(refused, CheckpointError) and _is_microscaled(recipe):
+        elif not opened and isinstance(refused, CheckpointError) and microscaled:
             refused.ways_out = (Words("use", Setting("format", "int4")),)
         return _with_verdict(job, refusal=refused)
     taken = opened[0]
@@ -283,11 +284,6 @@ def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
     except QuantkitError as error:
         return error
     return None
-
-
-def _is_microscaled(recipe: Recipe) -> bool:
-    """Return True if only one layout holds the format of a recipe."""
-    return isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
 
 
 def _asked(job: Job) -> list[str]:

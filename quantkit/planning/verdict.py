@@ -182,20 +182,15 @@ def ways_out(
             if recipe is None
             else "download or convert the model again"
         )
-        lines.append(
-            LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed
+        shapes = grouped((misfit.shape, misfit.module) for misfit in group)
+        weights = ", ".join(
+            f"{modules[0]} is "
+            f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
+            for shape, modules in shapes.items()
         )
+        error = LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last]))
+        lines.append(error.typed)
     return tuple(lines)
-
-
-def _by_shape(group: list[Misfit]) -> str:
-    """Name the first weight of each shape and count the others."""
-    shapes = grouped((misfit.shape, misfit.module) for misfit in group)
-    return ", ".join(
-        f"{modules[0]} is "
-        f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
-        for shape, modules in shapes.items()
-    )
 
 
 def _one_change(
@@ -340,7 +335,9 @@ def layout_remarks(output: Output) -> tuple[str, ...]:
     folder, layout = output.folder, output.layout
     if folder is None or layout is None:
         return ()
-    found = [*readers.refusals(folder), *readers.cautions(folder)]
+    found = readers.refusals(folder)
+    limits = (say(folder) for layouts, say in readers.CAUTIONS if folder.layout in layouts)
+    found += filter(None, limits)
     if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
         found.append(layout.ZEROS_NOTICE)
     padded = [row for row in output.quantized if row.padded]

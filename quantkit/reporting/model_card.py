@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.report import CARD_KEYS, REPORT
 from quantkit.engines.readers import CAUSAL, engine_of, use_of
-from quantkit.names import JsonView
+from quantkit.names import Json, JsonView
 from quantkit.reporting import charts, facts, layer_errors as errors
 from quantkit.reporting.tables import pieces
 
@@ -66,7 +66,13 @@ def _front(report: JsonView, source: JsonView) -> dict[str, Any]:
     relation for pruning.
     """
     pruned = report.get("command") == "prune"
-    kept = {key: source[key] for key in CARD_KEYS if _is_words(source.get(key))}
+    stated = {key: source.get(key) for key in CARD_KEYS}
+    kept: Json = {
+        key: value
+        for key, value in stated.items()
+        if isinstance(value, str)
+        or (isinstance(value, list) and all(isinstance(word, str) for word in value))
+    }
     layout, scheme = str(report.get("layout")), str(report.get("scheme")).split(":")
     ours = (
         ["pruned", "quantkit", ":".join(scheme)]
@@ -84,12 +90,6 @@ def _front(report: JsonView, source: JsonView) -> dict[str, Any]:
         **kept,
         "tags": list(dict.fromkeys(tags)),
     }
-
-
-def _is_words(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(word, str) for word in value)
-    )
 
 
 def _uses(report: JsonView) -> Iterator[tuple[str, str, str, str]]:
