@@ -90,8 +90,7 @@ class Hessian:
         if x.shape[-1] != len(self._sum):
             raise NumericError(
                 f"activations of {x.shape[-1]} channels for a linear of {len(self._sum)}: "
-                "config.json does not fit the "
-                "weights, fetch the folder again"
+                "config.json does not fit the weights, fetch the folder again"
             )
         x = x.detach().reshape(-1, len(self._sum))
         if self._totals is not None:
@@ -101,8 +100,7 @@ class Hessian:
             token, channel = (~finite).nonzero()[0].tolist()
             raise NumericError(
                 f"{int((~finite).sum())} of {x.numel()} activations are NaN or infinite, the first "
-                f"in token {token}, "
-                f"channel {channel}",
+                f"in token {token}, channel {channel}",
                 "drop that document",
                 Words("use", Option("device", "cpu"), ", which computes in float32"),
             )

@@ -397,8 +397,7 @@ def _check_parts(src: StoredTensors, w: LowBitWeight, scheme: Scheme) -> None:
         ):
             raise CheckpointError(
                 f"{w.zero} is {dtype_name(src.dtype(w.zero))} of shape {list(src.shape(w.zero))}, "
-                "its weight needs "
-                f"{list(asked)}",
+                f"its weight needs {list(asked)}",
                 AGAIN,
             )
         if scheme.form.title == "INT" and not src.dtype(w.zero).is_signed:

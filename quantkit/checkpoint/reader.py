@@ -509,7 +509,6 @@ def _require_one_layout(
         if name not in ours and name.rpartition(".")[2] in suffixes and src.dtype(name) in _PACKED:
             raise CheckpointError(
                 f"{name} is packed and no part of the {layout.NAME} layout that config.json "
-                "states: a folder holds "
-                "one layout, convert each on its own",
+                "states: a folder holds one layout, convert each on its own",
                 subject=src.path,
             )

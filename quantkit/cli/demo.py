@@ -140,10 +140,9 @@ def _run(folder: Path, progress: Progress) -> Json:
         rows.append(_row(folder / name, methods[name], evaluation, rows[0], progress))
     protocol = (
         f"perplexity on the documentation strings of {len(EVALUATION.split())} Python modules, "
-        "windows and stride "
-        f"{WINDOW}; calibrated on {SAMPLES} classes and functions of {len(CALIBRATION.split())} "
-        "other modules. The "
-        "model was trained on the documentation of other modules too, not on the evaluated ones'."
+        f"windows and stride {WINDOW}; calibrated on {SAMPLES} classes and functions of "
+        f"{len(CALIBRATION.split())} other modules. The model was trained on the documentation of "
+        "other modules too, not on the evaluated ones'."
     )
     return {"rows": rows, "protocol": protocol}
 

@@ -211,10 +211,9 @@ def format_divergence(found: Divergence, progress: Progress) -> str:
 def _protocol(found: Perplexity | Divergence) -> str:
     return (
         f"on {found.data}: {found.windows} windows of {found.window} tokens, stride "
-        f"{found.stride}, "
-        f"{'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), {found.tokens} "
-        "predictions, "
-        f"text of {found.text_tokens} tokens (a last short window is dropped); {found.weights}"
+        f"{found.stride}, {'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), "
+        f"{found.tokens} predictions, text of {found.text_tokens} tokens (a last short window is "
+        f"dropped); {found.weights}"
     )
 
 
@@ -245,10 +244,8 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
     questions = sum({each.task: each.questions for each in found.scores}.values())
     protocol = (
         f"on {found.data}: {', '.join(splits)}, {questions} questions, seed {found.seed}, batches "
-        "of "
-        f"{found.batch_size}, {'with' if found.chat_template else 'no'} chat template, "
-        f"{found.truncated} requests cut "
-        f"to fit; lm-eval {found.lm_eval}; {found.weights}"
+        f"of {found.batch_size}, {'with' if found.chat_template else 'no'} chat template, "
+        f"{found.truncated} requests cut to fit; lm-eval {found.lm_eval}; {found.weights}"
     )
     line = f"mean {' '.join(filter(None, rows[-1][2:]))}"
     return show.of_level(progress, f"{line} {protocol}", f"{show.table(head, rows)}\n{protocol}")

@@ -315,8 +315,7 @@ def _odd_rows(folder: Folder) -> str | None:
     (module, shape), *_ = odd
     return (
         f"{len(odd)} weights have n % 256 != 0 (first {module} {list(shape)}): the published "
-        "MARLIN kernel does not "
-        "take them, readers that ask n % 64 do"
+        "MARLIN kernel does not take them, readers that ask n % 64 do"
     )
 
 

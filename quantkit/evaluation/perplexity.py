@@ -258,8 +258,7 @@ def exponential(nll: float) -> float:
     if not nll < LARGEST_NLL:
         raise NumericError(
             f"the mean loss is {nll:.4g} nats, which is no language model's: its weights are "
-            "damaged, or its dtype "
-            "overflows"
+            "damaged, or its dtype overflows"
         )
     return math.exp(nll)
 

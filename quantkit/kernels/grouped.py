@@ -167,8 +167,7 @@ class GroupedKernel:
         if routing.experts != self.experts or routing.list.device != device:
             raise KernelError(
                 f"rows were sorted for {routing.experts} experts on {routing.list.device}, and "
-                "there are "
-                f"{self.experts} on {device}"
+                f"there are {self.experts} on {device}"
             )
         if tuple([tensor.data_ptr() for tensor in tensors]) not in self.checked:
             check_addresses(self.weight, tensors, device, self.checked)

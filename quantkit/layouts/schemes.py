@@ -76,8 +76,7 @@ def check_amount(patterns: Iterable[str]) -> None:
     if len(sizes) > MOST or sum(sizes) > LONGEST_IN_ALL:
         raise CheckpointError(
             f"{len(sizes)} patterns of {sum(sizes)} characters in the quantization config, the "
-            f"most are {MOST} "
-            f"of {LONGEST_IN_ALL}",
+            f"most are {MOST} of {LONGEST_IN_ALL}",
             "write fewer that match more, or names in full",
         )
 

@@ -537,6 +537,5 @@ def _check_scales(q: QuantizedTensor) -> None:
         row, group = lost.nonzero()[0].tolist()
         raise CheckpointError(
             f"{int(lost.sum())} of {lost.numel()} scales are 0 over codes that are not, first row "
-            f"{row}, group {group}:"
-            " those weights are lost, quantize the original model again"
+            f"{row}, group {group}: those weights are lost, quantize the original model again"
         )

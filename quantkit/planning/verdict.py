@@ -44,8 +44,7 @@ from quantkit.recipes.recipe import Recipe, skip_pattern
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = Words(
     "2:4 without training costs quality: published 7B and 8B models about double their perplexity, "
-    "and "
-    "recover by fine-tuning with the mask held; late layers are the sensitive ones:",
+    "and recover by fine-tuning with the mask held; late layers are the sensitive ones:",
     Setting("skip"),
     "them first",
 )

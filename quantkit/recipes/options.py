@@ -117,8 +117,7 @@ class Calib:
         section="Calibration",
         may_lack=True,
         more="A record is broken if it is no JSON, breaks the form of messages, or is refused by "
-        "the chat template. "
-        "Records without text are always left out, and counted.",
+        "the chat template. Records without text are always left out, and counted.",
         when="For large data sets with a few faults.",
     )
 

@@ -315,8 +315,7 @@ def fit(report: JsonView) -> str:
         judged += "; no uniform scheme fits"
     return (
         f"{asked} asked, {found.get('chosen')} chosen: KL divergence on {held.get('tokens', '?')} "
-        "held-out tokens of "
-        f"{held.get('source', '?')}: {judged}"
+        f"held-out tokens of {held.get('source', '?')}: {judged}"
     )
 
 
@@ -336,10 +335,9 @@ def evaluation(report: JsonView) -> str:
     )
     return (
         f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %), "
-        "KL divergence "
-        f"{kld:.6f} nats{f' ({more})' if more else ''}, top-1 agreement {100 * top1:.2f} %, on "
-        f"{found.get('data', '?')}: {pieces}, {found.get('tokens', '?')} predictions; "
-        f"{found.get('weights', 'unknown products')}"
+        f"KL divergence {kld:.6f} nats{f' ({more})' if more else ''}, top-1 agreement "
+        f"{100 * top1:.2f} %, on {found.get('data', '?')}: {pieces}, {found.get('tokens', '?')} "
+        f"predictions; {found.get('weights', 'unknown products')}"
     )
 
 
