@@ -350,7 +350,7 @@ class Result(ShortRepr, Mapping[str, Any]):
     """
 
     path: Path
-    report: Json
+    report: dict[str, Any]
     notices: tuple[str, ...] = ()
 
     @property

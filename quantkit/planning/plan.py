@@ -49,7 +49,7 @@ from quantkit.layouts.schemes import is_embedding
 from quantkit.models.families import BLOCK
 from quantkit.models.outline import decoder_weights
 from quantkit.models.outside import Outside
-from quantkit.names import Json, JsonView
+from quantkit.names import Json
 from quantkit.planning import verdict as verdicts
 from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streamed_memory
 from quantkit.planning.output import Output, Row, converted_schemes
@@ -236,9 +236,9 @@ class Plan(ShortRepr):
     output: Output
     needs: Needs
     verdict: verdicts.Verdict
-    calibration: JsonView = field(default_factory=dict)
+    calibration: Mapping[str, Any] = field(default_factory=dict)
     serving: Serving | None = None
-    fit: JsonView | None = None
+    fit: Mapping[str, Any] | None = None
     for_python: bool = False
 
     @property
