@@ -8,7 +8,7 @@ report so far.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -93,22 +93,23 @@ def write(
     report: JsonView,
     clock: Clock,
     device: torch.device | None = None,
-    begin: Callable[[], object] | None = None,
+    begin: Sequence[Callable[[], object]] = (),
 ) -> list[Json]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every
     changed layer.
 
-    With a `device`, a thread writes its tensors and the journal beside other work; `begin` is the
-    first task. A commit records the seconds of each phase since the last one, the phases of `clock`
-    included. A failed run leaves `report`, with the layers so far, beside its resumable work
-    (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
+    With a `device`, a thread writes its tensors and the journal beside other work; its first tasks
+    are `begin`. A commit records the seconds of each phase since the last one, the phases of
+    `clock` included. A failed run leaves `report`, with the layers so far, beside its resumable
+    work (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
     """
     layers: list[Json] = []
     src, queue = writer.like, WorkQueue(device or torch.device("cpu"), device is not None)
     try:
         with queue:
-            if begin is not None:
-                queue.put(begin)
+            with clock.phase("write"):
+                for task in begin:
+                    queue.put(task)
             for item in items:
                 with clock.phase("write"):
                     if isinstance(item, Commit):
@@ -117,12 +118,7 @@ def write(
                         layers = []
                         continue
                     if isinstance(item.value, Tensor):
-                        with about(item.name):
-                            check_finite(item.value)
-                            stored = src.as_stored(item.name, item.value)
-                            if src.written_dtype is not None:
-                                check_finite(stored)
-                            item = item._replace(value=stored)
+                        item = item._replace(value=_as_stored(src, item.name, item.value))
                     tensors = writer.pack(item)
                     codes = [item.value.codes] if isinstance(item.value, QuantizedTensor) else []
                     if (
@@ -150,6 +146,27 @@ def write(
     return _layers(writer)
 
 
+def copy_aside(writer: CheckpointWriter, names: Iterable[str]) -> None:
+    """Copy dense tensors of the source, and set them aside; NumericError for one that is not
+    finite.
+    """
+    for name in names:
+        writer.add(Item(name, _as_stored(writer.like, name, writer.like.get(name))))
+    writer.set_aside()
+
+
+def _as_stored(src: Checkpoint, name: str, tensor: Tensor) -> Tensor:
+    """Convert a dense tensor to its stored form. NumericError if it is not finite before or
+    after.
+    """
+    with about(name):
+        check_finite(tensor)
+        stored = src.as_stored(name, tensor)
+        if src.written_dtype is not None:
+            check_finite(stored)
+        return stored
+
+
 def _store(
     writer: CheckpointWriter,
     item: Item,
@@ -170,7 +187,8 @@ def _commit(
 ) -> None:
     late = {} if commit.late is None else commit.late()
     phases = added_up([commit.facts.get("phases", {}), seconds])
-    writer.commit({**commit.facts, **late, "phases": phases, "layers": layers})
+    facts = {**commit.facts, **late, "phases": phases, "layers": layers}
+    writer.commit(facts, commit.aside)
 
 
 def _leave_report(writer: CheckpointWriter, report: JsonView, error: Exception) -> None:

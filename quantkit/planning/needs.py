@@ -433,11 +433,13 @@ def _beside(sizes: Sizes, found: Memory, waiting: int, gpu_memory: int | None) -
     if gpu_memory is not None:
         left = gpu_memory - sum(vram.values())
         vram[PASSES] = max(0, min(waiting, most_waiting(0, None, gpu_memory), left))
-    # The next block is read ahead. The tensors outside the blocks wait after the last block.
+    # The next block is read ahead. A tensor outside the blocks is copied, and perhaps cast, beside
+    # them; solved ones wait after the last block.
+    outside = min(MOST_BYTES, sizes.width * sum(sizes.outside))
     host = {
         **found.ram,
         "loading": round(PINNED * sizes.block),
-        WAITING: min(MOST_BYTES, sizes.width * sum(sizes.outside)),
+        WAITING: max(outside, 2 * sizes.width * max(sizes.outside, default=0)),
     }
     blocks = [size for block, size in sizes.blocks.items() if not TOWER.search(block)]
     return replace(found, ram=host, vram=vram, least_vram=sizes.width * max(blocks, default=0))

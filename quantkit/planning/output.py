@@ -140,9 +140,9 @@ class Files:
     """The exact bytes of every file except report and model card, which together take at most
     `report_bytes`.
 
-    `before_last` are the bytes of tensors that are written before the last block and the tensors
-    outside the blocks, the last two commits. `joined` are the bytes of the largest file that is
-    joined from smaller files: it may exist twice meanwhile.
+    `before_last` are the bytes of tensors that are written before the last block: those outside the
+    blocks are written first, though their commit is the last one. `joined` are the bytes of the
+    largest file that is joined from smaller files: it may exist twice meanwhile.
     """
 
     sizes: Mapping[str, int]
@@ -312,7 +312,7 @@ class Output:
         report = REPORT_BYTES + LINEAR_BYTES * len(self.quantized) + NAME_BYTES * entries + names
         report += 4 * sum(map(len, (*lines, *self.readers)))
         joined = max(size for size, _ in shards.values()) if len(shards) < len(written) else 0
-        before_last = sum(sum(unit.values()) for unit in written[:-2])
+        before_last = sum(sum(unit.values()) for unit in (*written[:-2], *written[-1:]))
         files = Files(sizes, report, before_last, joined)
         notes: list[str] = []
         if self.layout is not None:
