@@ -332,7 +332,7 @@ def streamed_memory(
     others = min(sum(sizes[: at_once - 1]), max(0, MOST_BYTES - largest))
     return Memory(
         {
-            "program": program_bytes(cuda=False),
+            "program": program_bytes(cuda=False, linears=len(sizes)),
             "largest weight": largest + others,
         }
     )
@@ -359,7 +359,8 @@ def calibrated_memory(
     peaks = [stage.bytes(sizes) for stage in stages_of(recipe)]
     passes = [each for peak in peaks for each in peak.before]
     passes += divergence.pass_bytes(sizes) if sensitivities else []
-    program = program_bytes(sizes.on_gpu, training=bool(passes or recipe.tune_scales))
+    training = bool(passes or recipe.tune_scales)
+    program = program_bytes(sizes.on_gpu, training, len(linears))
 
     def placed(parts: Mapping[str, int]) -> Memory:
         """Divide parts between the host and a GPU, which holds the stores that fit."""
@@ -408,7 +409,7 @@ def _of_block(sizes: Sizes, peaks: Sequence[Peaks]) -> dict[str, int]:
     work = {part: size for part, size in parts.items() if part not in STORES}
     # The documents that run together: about two copies of a block's outputs.
     tokens = max(sizes.longest, TOKENS_AT_ONCE[sizes.device])
-    document = 2 * sizes.width * tokens * sizes.outputs
+    document = 2 * sizes.width * tokens * sizes.passed
     # The allocator of a GPU gives a document's memory to the solver.
     solver = work[SQUARES] + work[ROWS] if sizes.on_gpu else 0
     work[DOCUMENT] = max(0, document - solver)
