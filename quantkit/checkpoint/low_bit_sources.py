@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.low_bit_weights import LowBitWeight, grid, unpack_e2m1, unpack_words
+from quantkit.checkpoint.low_bit_weights import (
+    LowBitWeight,
+    grid,
+    unpack_e2m1,
+    unpack_float8,
+    unpack_words,
+)
 from quantkit.checkpoint.stored_tensors import Derived, StoredTensors
 from quantkit.core.formats import dtype_name
 from quantkit.errors import CheckpointError
@@ -124,7 +130,7 @@ class Scheme(NamedTuple):
     def unpack(self) -> Callable[[Tensor], Tensor]:
         """The function that turns codes into float32 values."""
         if self.form.name != PACKED:
-            return torch.Tensor.float
+            return unpack_float8 if self.form is _FP8 else torch.Tensor.float
         return partial(unpack_words, self.bits) if torch.int32 in self.form.codes else unpack_e2m1
 
 
