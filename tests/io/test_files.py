@@ -164,7 +164,7 @@ def test_an_error_names_path_and_bytes(tmp_path: Path) -> None:
 
 def test_a_disk_or_network_that_is_lost_leaves_a_run_to_be_resumed(tmp_path: Path) -> None:
     for number in (errno.ESTALE, errno.EIO, errno.ENOTCONN):
-        with faults(failing(2, number, once=False)), pytest.raises(CheckpointError, match="the network.*--resume"):
+        with faults(failing(2, number, once=False)), pytest.raises(CheckpointError, match=r"the network.*--resume"):
             write_atomic(tmp_path / "file", b"1")
 
 
