@@ -244,7 +244,9 @@ EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 LAYER_START = re.compile(rf".*?{LAYER.pattern}")
 #: Stored tables that are computed today.
-COMPUTED = re.compile(r"inv_freq$|(^|\.)position_ids$")
+COMPUTED = re.compile(
+    r"inv_freq$|(^|\.)position_ids$|(cos|sin)_cached$|\.(masked_bias|causal_mask)$"
+)
 #: A module's method that computes its weight. Checkpoints of Marian and Pegasus lack this weight.
 COMPUTES = "create_weight"
 #: Draft layers, which guess tokens ahead: their keys in config.json, the keys that count layers,

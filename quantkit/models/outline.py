@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, NumericError, Setting, Words
-from quantkit.layouts.schemes import is_embedding
+from quantkit.layouts.schemes import ORIGINAL, is_embedding
 from quantkit.models.experts import (
     ROUTER,
     Expert,
@@ -95,6 +96,7 @@ class Outline:
         for state, name in self.states.stored.items():
             if name not in packed:
                 self._require_shape(state, name)
+        self._require_floats(packed)
         if as_matrices:
             replace_transposed(module, self.states.stored, src)
 
@@ -184,6 +186,20 @@ class Outline:
     def outside(self) -> Outside:
         """The tensors that the model does not have, such as draft layers."""
         return Outside.of(self.src, self.states.outside)
+
+    def _require_floats(self, packed: Collection[str]) -> None:
+        """Raise CheckpointError for codes in the place of a weight that is not `packed`."""
+        merged = ((each.states[0], name) for each in self.states.merged for name in each.names)
+        for state, name in (*self.states.stored.items(), *merged):
+            plain = name in packed or self.src.dtype(name) in FLOATS
+            if not plain and get_tensor(self.module, state).is_floating_point():
+                raise CheckpointError(
+                    f"{name} is stored as {dtype_name(self.src.dtype(name))}, and no "
+                    "quantization_config explains it",
+                    "restore it in config.json",
+                    ORIGINAL,
+                    subject=self.src.path,
+                )
 
     def _require_shape(self, state: str, name: str) -> None:
         asked, shape = tuple(get_tensor(self.module, state).shape), self.src.shape(name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import FLOATS
 from quantkit.errors import CheckpointError
+from quantkit.layouts.schemes import ORIGINAL
 from quantkit.models.experts import UnfusedExperts
 from quantkit.models.families import (
     COMPUTED,
@@ -28,7 +29,6 @@ from quantkit.models.families import (
     LAYER_START,
 )
 from quantkit.models.state_names import StateNames, head_state
-from quantkit.names import JsonView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +40,7 @@ _ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save|lora_\w+|i
 #: The most further names in an error.
 SHOWN = 3
 _MERGED = "save what model.merge_and_unload() returns"
+_DECLARED = 'declare it in config.json, as "attention_bias": true does for biases of attention'
 _WITHOUT = "save the model without them, by transformers' from_pretrained and save_pretrained"
 
 
@@ -66,7 +67,7 @@ class Outside(NamedTuple):
                 owner in packed
                 or not 1 <= axes <= 3
                 or src.dtype(name) not in FLOATS
-                or COMPUTED.search(name)
+                or _is_computed(src, name)
             ):
                 continue
             dense.append(name)
@@ -116,7 +117,7 @@ def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> lis
     """List the stored names that neither the model's class nor config.json declares."""
     module, stated = states.module, src.config
     known = [*_entries(stated), *_entries(module.config.get_text_config().to_dict())]
-    declared = [COMPUTED, *map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
+    declared = [*map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
     if any(value for key, value in known if DRAFT_WORDS.search(key)):
         declared.append(DRAFT_PARTS)
     if HEAD_CLASSES.search(str(stated.get("architectures"))) or any(
@@ -125,19 +126,14 @@ def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> lis
     ):
         declared.append(HEAD_PARTS)
     drafts = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
-    depth = _depth(module)
-    # Path -> number of real experts, where a model has identity experts after them.
-    identities = {
-        path: found.count
-        for path, found in module.named_modules()
-        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
-    }
+    depth, identities = _depth(module), _identity_experts(module)
     return [
         name
         for name in names
         if not any(pattern.search(name) for pattern in declared)
+        and not _is_computed(src, name)
         and not depth <= _layer(name) < depth + drafts
-        and not (identities and _is_identity_expert(states.state_of(name), identities))
+        and not (identities and _is_unread_expert(states.state_of(name), identities))
     ]
 
 
@@ -162,6 +158,11 @@ def require_complete(
         if inner := next((name for name in outside if name.endswith(f".{missing[0]}")), None):
             rule = f"{inner}, as stored, is {missing[0]} in {kind}"
             ways = ["save the inner model, without its wrapper"]
+        lost = {state.rpartition(".")[0] for state in missing if state.endswith(".weight")}
+        codes = (n for n in outside if states.state_of(n).rpartition(".")[0] in lost)
+        if code := next(codes, None):
+            rule = f"{code} is stored in place of a weight, and no quantization_config explains it"
+            ways = ["restore it in config.json", ORIGINAL]
         if adapter := next(filter(_ADAPTER.search, outside), None):
             rule = f"{adapter} belongs to an adapter of PEFT that is not merged into the weights"
             ways = [_MERGED]
@@ -171,10 +172,27 @@ def require_complete(
             f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares "
             "it"
         )
-        raise CheckpointError(rule, *_for_stray(module, stray), subject=src.path)
+        raise CheckpointError(rule, *_for_stray(states, stray), subject=src.path)
 
 
-def _is_identity_expert(state: str, counts: Mapping[str, int]) -> bool:
+def _is_computed(src: Checkpoint, name: str) -> bool:
+    """Return True for a table that models compute today, such as rotary positions or the mask of
+    GPT-2, a bias of four axes.
+    """
+    mask = name.endswith(".bias") and len(src.shape(name)) == 4
+    return mask or COMPUTED.search(name) is not None
+
+
+def _identity_experts(module: PreTrainedModel) -> dict[str, int]:
+    """Return path -> number of real experts, where a model has identity experts after them."""
+    return {
+        path: found.count
+        for path, found in module.named_modules()
+        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
+    }
+
+
+def _is_unread_expert(state: str, counts: Mapping[str, int]) -> bool:
     """Return True for a weight of an identity expert, which no model reads."""
     found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", state)
     return found is not None and int(found[2]) >= counts.get(found[1], math.inf)
@@ -191,10 +209,16 @@ def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str
     return [again] if src.home != src.path else [mend, again]
 
 
-def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:
-    """List the ways out for undeclared tensors, by their names."""
+def _for_stray(states: StateNames, stray: Sequence[str]) -> list[str]:
+    """List the ways out for undeclared tensors, by their names. A layer that has another one, such
+    as a bias, computes with it: without it the model would write other text.
+    """
     if any(map(_ADAPTER.search, stray)):
         return [_MERGED]
+    module = states.module
+    layers = {path for path, found in module.named_modules() if found._parameters}
+    if any(states.state_of(name).rpartition(".")[0] in layers for name in stray):
+        return [_DECLARED, "use the model that it was before a conversion"]
     depth, deepest = _depth(module), max(map(_layer, stray))
     past, ways = depth <= deepest, []
     if past or any(map(DRAFT_PARTS.search, stray)):
@@ -218,7 +242,7 @@ def _depth(module: PreTrainedModel) -> float:
     return found if isinstance(found, int) else math.inf
 
 
-def _stated_depth(config: JsonView) -> float:
+def _stated_depth(config: Mapping[str, Any]) -> float:
     found = [
         value
         for key, value in _entries(config.get("text_config") or config)
@@ -233,7 +257,7 @@ def _layer(name: str) -> float:
     return -1 if found is None else int(found[1])
 
 
-def _entries(stated: JsonView) -> Iterator[tuple[str, Any]]:
+def _entries(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a configuration, and of those inside it."""
     for key, value in stated.items():
         yield str(key), value

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.formats import FLOATS, dtype_name
+from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
 from quantkit.core.sparsity import quads
 from quantkit.core.threads import grouped
@@ -37,14 +37,15 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
 from quantkit.models.outside import Outside, drafts_by_name
-from quantkit.names import KERNELS, Json
+from quantkit.names import KERNELS
 from quantkit.planning.output import Output
 from quantkit.recipes.recipe import Recipe, skip_pattern
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = Words(
     "2:4 without training costs quality: published 7B and 8B models about double their perplexity, "
-    "and recover by fine-tuning with the mask held; late layers are the sensitive ones:",
+    "and "
+    "recover by fine-tuning with the mask held; late layers are the sensitive ones:",
     Setting("skip"),
     "them first",
 )
@@ -55,6 +56,7 @@ COARSE = Words(
     Setting("format", "int4"),
     Setting("group_size", 64),
 )
+TIED = "a linear tied to the embeddings has no weight of its own, theirs serves both"
 FILLED = "to fill it up with zeros"
 #: The most ways out that a message names.
 MOST_OPTIONS = 2
@@ -101,7 +103,7 @@ class Verdict:
             problems=tuple(map(in_python, self.problems)),
         )
 
-    def to_dict(self) -> Json:
+    def to_dict(self) -> dict[str, Any]:
         """Return the verdict as `plan --json` prints it."""
         error = self.refusal
         return {
@@ -129,7 +131,7 @@ class Misfit:
         assert isinstance(self.goal, Scheme)  # a pruning recipe has no layout to change
         return self.goal
 
-    def to_dict(self) -> Json:
+    def to_dict(self) -> dict[str, Any]:
         """Return the misfit as `plan --json` prints it."""
         return {
             "module": self.module,
@@ -181,15 +183,20 @@ def ways_out(
             if recipe is None
             else "download or convert the model again"
         )
-        shapes = grouped((misfit.shape, misfit.module) for misfit in group)
-        weights = ", ".join(
-            f"{modules[0]} is "
-            f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
-            for shape, modules in shapes.items()
+        lines.append(
+            LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed
         )
-        error = LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last]))
-        lines.append(error.typed)
     return tuple(lines)
+
+
+def _by_shape(group: list[Misfit]) -> str:
+    """Name the first weight of each shape and count the others."""
+    shapes = grouped((misfit.shape, misfit.module) for misfit in group)
+    return ", ".join(
+        f"{modules[0]} is "
+        f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
+        for shape, modules in shapes.items()
+    )
 
 
 def _one_change(
@@ -288,23 +295,6 @@ def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
     return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
 
 
-def source_rule(
-    src: Checkpoint, module: str, shape: tuple[int, int], own_weight: bool
-) -> str | None:
-    """Return the rule, independent of the layout, by which a weight cannot be quantized."""
-    name = f"{module}.weight"
-    if not own_weight:
-        return "a linear tied to the embeddings has no weight of its own, theirs serves both"
-    if src.dtype(name) not in FLOATS:
-        return (
-            f"weights stored as {dtype_name(src.dtype(name))} are not quantized, only "
-            f"{', '.join(map(dtype_name, FLOATS))} are"
-        )
-    if src.shape(name) != shape:
-        return f"config.json says {list(shape)}, the checkpoint has {list(src.shape(name))}"
-    return None
-
-
 def place_rule(layout: Layout | None, module: str) -> str | None:
     """Return the rule by which a layout has no place for a weight that is embeddings; None for
     others, and if it has.
@@ -334,9 +324,7 @@ def layout_remarks(output: Output) -> tuple[str, ...]:
     folder, layout = output.folder, output.layout
     if folder is None or layout is None:
         return ()
-    found = readers.refusals(folder)
-    limits = (say(folder) for layouts, say in readers.CAUTIONS if folder.layout in layouts)
-    found += filter(None, limits)
+    found = [*readers.refusals(folder), *readers.cautions(folder)]
     if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
         found.append(layout.ZEROS_NOTICE)
     padded = [row for row in output.quantized if row.padded]

@@ -221,3 +221,58 @@ def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tm
     biases["model.layers.1.mlp.up_proj.bias"][3] = 1e-5
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.bias is not part of the model"):
         LanguageModel(rewritten(tmp_path / "one", str, biases), torch.float32).require_complete()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("llama", "up_proj.weight"), ("llama", "norm.weight"), ("llama", "embed_tokens.weight"), ("mixtral", "w1.weight")],
+)
+def test_codes_that_no_configuration_explains_are_refused(
+    family: str, part: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = families.write(family, tmp_path / "m") / "model.safetensors"
+    tensors = {name: t.to(dtype) if name.endswith(part) else t for name, t in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=rf"{part} is stored as {kind}, and no quantization_config explains it"):
+        LanguageModel(Checkpoint(tmp_path / "m"), torch.float32)
+
+
+MASKS: dict[str, dict[str, torch.Tensor]] = {
+    "gpt2": {"attn.bias": torch.ones(1, 1, 8, 8), "attn.masked_bias": torch.tensor(-1e4)},
+    "gpt_neo": {
+        "attn.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "attn.attention.masked_bias": torch.ones(()),
+    },
+    "gptj": {"attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "attn.masked_bias": torch.ones(())},
+    "codegen": {"attn.causal_mask": torch.ones(1, 1, 8, 8, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("family", MASKS)
+def test_masks_that_older_releases_stored_are_no_stray_tensors(family: str, tmp_path: Path) -> None:
+    path = families.write(family, tmp_path / "m") / "model.safetensors"
+    stored = {f"transformer.h.{layer}.{name}": t.clone() for name, t in MASKS[family].items() for layer in (0, 1)}
+    save_file(load_file(path) | stored, path, metadata={"format": "pt"})
+    LanguageModel(Checkpoint(tmp_path / "m"), torch.float32).require_complete()
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.bias", "lm_head.bias", "model.norm.bias"])
+def test_a_bias_that_the_config_does_not_declare_is_not_to_be_thrown_away(name: str, tmp_path: Path) -> None:
+    src = rewritten(tmp_path / "m", str, {name: torch.ones(128)})
+    with pytest.raises(CheckpointError, match=r"is not part of the model.* declare it in config\.json") as caught:
+        LanguageModel(src, torch.float32).require_complete()
+    assert "save_pretrained" not in str(caught.value)
+
+
+@pytest.mark.parametrize("parts", ["weight_packed weight_scale", "trellis suh", "qweight qzeros"])
+def test_packed_weights_without_their_configuration_are_no_incomplete_download(parts: str, tmp_path: Path) -> None:
+    path = families.write("llama", tmp_path / "m") / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if "_proj" in name]:
+        del tensors[name]
+        tensors |= {f"{name.removesuffix('weight')}{part}": torch.ones(8, 8) for part in parts.split()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"_proj\.\w+ is stored in place of a weight, and no quantization_config"):
+        LanguageModel(Checkpoint(tmp_path / "m"), torch.float32).require_complete()

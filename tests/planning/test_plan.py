@@ -204,19 +204,6 @@ def test_the_ways_out_of_several_rules_help_together(tmp_path: Path) -> None:
     assert not plan_quantize(src, linears, helped).verdict.misfits
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
-def test_weights_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
-    linears = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.0.mlp.down_proj": (128, 64)}
-    tensors = {f"{m}.weight": torch.ones(shape, dtype=torch.float16) for m, shape in linears.items()}
-    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 128).to(dtype)
-    src = dense(tmp_path / "m", tensors)
-    planned = plan_quantize(src, linears, recipe(group_size=64))
-    assert [misfit.module for misfit in planned.verdict.misfits] == ["model.layers.0.mlp.up_proj"]
-    with pytest.raises(LayoutError, match=str(dtype).removeprefix("torch.")):
-        planned.require()
-    assert not with_skip(planned, src, linears, {"group_size": 64}).verdict.misfits
-
-
 def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str, Path], tmp_path: Path) -> None:
     planned = plan(sources["qwen2"], recipe(skip=[]))
     assert [misfit.module for misfit in planned.verdict.misfits] == ["lm_head"]
@@ -234,13 +221,6 @@ def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str
     assert not as_wide.verdict.misfits  # as many outputs as tokens do not make a linear tied
 
 
-def test_a_shape_that_config_and_headers_disagree_on_is_refused(tmp_path: Path) -> None:
-    src = sparse(tmp_path / "m", {"model.layers.0.mlp.up_proj": (512, 256)})
-    planned = plan_quantize(src, {"model.layers.0.mlp.up_proj": (256, 512)}, recipe())
-    with pytest.raises(LayoutError, match=r"\[512, 256\]"):
-        planned.require()
-
-
 def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
     linears = {f"model.layers.0.self_attn.{p}_proj": (512 if p == "q" else 64, 256) for p in "qkv"}
     linears |= {f"model.layers.0.mlp.{p}_proj": (512, 256) for p in ("gate", "up")}
@@ -254,7 +234,9 @@ def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
     assert "no kernel" not in notices
     notices = "\n".join(plan_quantize(src, linears, recipe("gptq", symmetric=False, skip=["up_proj"])).notices)
     assert "no kernel" not in notices, "the line `kernel` of a plan says it"
-    assert "vLLM and SGLang will not open this folder because of zero points" in notices
+    assert (
+        "vLLM and SGLang (by its documentation, not tried) will not open this folder because of zero points" in notices
+    )
     assert "gate_proj, up_proj mix dense and int4:g128:asym" in notices
     assert "zero point of 0" in notices
     assert "load it with CompressedTensorsConfig(dequantize=True)" in "\n".join(
