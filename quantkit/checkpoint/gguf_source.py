@@ -51,6 +51,9 @@ LONG_FACTORS = {f"{size}_factor": f"rope_factors_{size}.weight" for size in ("sh
 WORD, WORDS = re.compile("[▁Ġ]?[A-Za-z]{4,}"), 200
 #: Values that are dequantized at a time; the most files of a split model.
 PIECE, PARTS_LIMIT = 2**22, 10**3
+#: How to draw tokens: keys of the metadata -> entries of a generation config.
+SAMPLING = "general.sampling."
+DRAWS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 #: Key of the metadata -> entry in front of a model card.
 FACTS = {"general.license": "license", "general.languages": "language", "general.tags": "tags"}
 
@@ -306,7 +309,9 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     if ends:
         generation.eos_token_id = [*ends] if len(ends) > 1 else next(iter(ends))
     generation.suppress_tokens = gguf_tokenizer.list_of(stated, "suppress_tokens") or None
-    generation.save_pretrained(folder)
+    with _refused(path, f"its keys {SAMPLING}* cannot be followed"):
+        notices += _draw_as_stated(generation, stated)
+        generation.save_pretrained(folder)
     front = {
         key: stated[name]
         for name, key in FACTS.items()
@@ -319,6 +324,19 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
         files.write_atomic(folder / "README.md", f"---\n{lines}---\n".encode())
     return _source(stored, header, tensors, unreadable, notices)
+
+
+def _draw_as_stated(generation: Any, stated: Mapping[str, Any]) -> list[str]:
+    """Write how a file says that tokens are drawn into a generation config. Returns a notice of
+    what it has no entry for.
+    """
+    keys = [key.removeprefix(SAMPLING) for key in stated if key.startswith(SAMPLING)]
+    values = {key: stated[SAMPLING + key] for key in keys if key in DRAWS}
+    if values and values.get("temp", 1) > 0:  # 0 takes the likeliest token, as without a draw
+        short = {DRAWS[key]: type(value)(f"{value:.7g}") for key, value in values.items()}
+        generation.update(do_sample=True, **short)  # of float32, without digits of chance
+    others = [f"{SAMPLING}{key}" for key in keys if key not in DRAWS]
+    return [f"{', '.join(others)}: left out, no entry of transformers says so"] if others else []
 
 
 def _factors(

@@ -490,3 +490,14 @@ def test_files_of_other_kinds_than_models_are_refused(kind: str, tmp_path: Path)
     file, _ = write_gguf("llama", tmp_path, stated={"general.type": kind})
     with pytest.raises(CheckpointError, match=f"is GGUF of the type '{kind}', no model"):
         opened(file)
+
+
+@pytest.mark.parametrize("heat", [0.6, 0.0])
+def test_how_a_file_says_that_tokens_are_drawn_is_kept_or_named(heat: float, tmp_path: Path) -> None:
+    draws: dict[str, Any] = {"temp": heat, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.1, "sequence": "top_k"}
+    file, _ = write_gguf("llama", tmp_path, stated={f"general.sampling.{key}": value for key, value in draws.items()})
+    src = opened(file)
+    kept = json.loads((src.path / "generation_config.json").read_text())
+    asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95} if heat else {}
+    assert {key: value for key, value in kept.items() if key in ("do_sample", "temperature", "top_k", "top_p")} == asked
+    assert "general.sampling.penalty_repeat, general.sampling.sequence: left out" in "\n".join(map(str, src.notices))
