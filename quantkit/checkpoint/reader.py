@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from quantkit.checkpoint import gguf_source, low_bit_sources
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredTensors, file_in
 from quantkit.core.formats import FLOATS, dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Tensors
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, Command, LayoutError, Words, about
 from quantkit.io import files, json_files, model_folder
 from quantkit.layouts import LAYOUTS, read_config
@@ -26,13 +27,12 @@ from quantkit.layouts.base import DAMAGED, Layout, Unpacking, static_groups
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes, is_head
-from quantkit.names import Json
 
 #: The section of config.json that states the quantization, and its name in compressed-tensors'
 #: first releases.
 CONFIG, QUANTIZATION, FORMER = "config.json", "quantization_config", "compression_config"
-#: Dtypes of dense weights, and of counters and masks.
-_DENSE = (*FLOATS, torch.float64, torch.int64, torch.bool)
+#: Dtypes of dense weights, and of masks.
+_DENSE = (*FLOATS, torch.bool)
 #: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
 _PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
@@ -67,7 +67,7 @@ class Checkpoint(StoredTensors):
         folder: Path | str,
         trust_remote_code: bool = False,
         *,
-        config: Json | None = None,
+        config: dict[str, Any] | None = None,
         dequantize: bool = False,
     ) -> None:
         path = Path(os.path.realpath(folder))
@@ -97,7 +97,9 @@ class Checkpoint(StoredTensors):
             json_files.load_json(beside[0].path, special_floats=True) if config is None else config
         )
         self.notices += json_files.drop_auto_map(self.config, trust_remote_code)
-        if not trust_remote_code:
+        if trust_remote_code:
+            model_folder.require_code(path)
+        else:
             self.notices += map(model_folder.untrusted, model_folder.names_code(path))
         json_files.check_config(self.config, path / CONFIG, trust_remote_code)
         source = gguf_source.source_of(path)
@@ -212,7 +214,7 @@ class Checkpoint(StoredTensors):
         return self.record(module, self.stored(module))
 
     def record(
-        self, module: str, tensors: Tensors, notices: list[str] | None = None
+        self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None
     ) -> QuantizedTensor:
         """Unpack the `stored` tensors of a module, on the device where they are.
 
@@ -228,7 +230,7 @@ class Checkpoint(StoredTensors):
         return q
 
     def unpacking(
-        self, module: str, tensors: Tensors, notices: list[str] | None = None
+        self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None
     ) -> Unpacking:
         """Return an unpacker by rows for a module without padding; errors and notices as for
         `record`.
@@ -273,7 +275,7 @@ class Checkpoint(StoredTensors):
             )
         )
 
-    def dense_config(self) -> Json:
+    def dense_config(self) -> dict[str, Any]:
         """Return the configuration without the quantization of the model, or of its
         language model.
         """
@@ -314,7 +316,7 @@ class Checkpoint(StoredTensors):
         )
         return changed[0]
 
-    def _read_quantization(self, stated: Json, where: str, dequantize: bool) -> None:
+    def _read_quantization(self, stated: dict[str, Any], where: str, dequantize: bool) -> None:
         """Read the layout and the schemes, or present the weights of a low-bit source under their
         dense names.
         """
@@ -322,7 +324,8 @@ class Checkpoint(StoredTensors):
             layout, schemes = read_config(stated, self.path / where)
         except CheckpointError:
             if not self._dequantize(stated):
-                self.require_quantized(json_files.shown(stated.get("quant_method")), where)
+                if stated.get("quantization_mode") != "online":  # BitNet rounds dense weights later
+                    self.require_quantized(json_files.shown(stated.get("quant_method")), where)
                 raise
             return
         foreign = layout.NAME == COMPRESSED_TENSORS and "quantkit" not in stated
@@ -333,7 +336,7 @@ class Checkpoint(StoredTensors):
         ):
             self.layout, self.schemes = layout, schemes
 
-    def _dequantize(self, stated: Json) -> bool:
+    def _dequantize(self, stated: dict[str, Any]) -> bool:
         with about(str(self.path)):
             found = low_bit_sources.find(self, stated, self.dtype_of_model)
         if found is None:
@@ -374,7 +377,7 @@ class Checkpoint(StoredTensors):
     def _dequantized(self) -> str:
         return f"dequantized to {dtype_name(self.dtype_of_model)} on reading"
 
-    def _quantization_config(self, listing: list[str]) -> tuple[Json | None, str]:
+    def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
         """Find the quantization config, None for a dense model, and the file that states it."""
         former = self.config.pop(
             FORMER, None
@@ -403,7 +406,8 @@ class Checkpoint(StoredTensors):
         """Raise CheckpointError if the file `where` states a quantization, and all matrices are
         dense.
         """
-        if all(self.dtype(name) in _DENSE or len(self.shape(name)) < 2 for name in self.names()):
+        rows = ((), (1,))  # also of counters and positions
+        if all(self.dtype(n) in _DENSE or self.shape(n)[:-1] in rows for n in self.names()):
             what = f"{self._section} from {CONFIG}" if where == CONFIG else where
             rule = f"{where} states weights quantized by {method}, and all weights are dense"
             raise CheckpointError(rule, f"remove {what}, which is out of date", subject=self.path)
@@ -509,6 +513,7 @@ def _require_one_layout(
         if name not in ours and name.rpartition(".")[2] in suffixes and src.dtype(name) in _PACKED:
             raise CheckpointError(
                 f"{name} is packed and no part of the {layout.NAME} layout that config.json "
-                "states: a folder holds one layout, convert each on its own",
+                "states: a folder holds "
+                "one layout, convert each on its own",
                 subject=src.path,
             )

@@ -103,6 +103,23 @@ def names_code(folder: Path) -> list[str]:
     return [name for name in names if b'"auto_map"' in (folder / name).read_bytes()]
 
 
+def require_code(folder: Path) -> None:
+    """Raise CheckpointError if a file of a tokenizer or processor names Python code of the folder
+    that is not there. `folder` is a real path.
+    """
+    for name in names_code(folder):
+        named = json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map") or {}
+        values = (each if isinstance(each, list) else [each] for each in dict(named).values())
+        for code in (each for some in values for each in some if each and "--" not in each):
+            file = f"{code.rpartition('.')[0]}.py"
+            if not (folder / file).is_file():
+                raise CheckpointError(
+                    f"{name} names {shown(code)}, and {file} is missing",
+                    "fetch the Python files of the model too",
+                    subject=folder,
+                )
+
+
 def untrusted(name: str) -> Words:
     """Say that the code that a file of a model folder names is not used."""
     return Words(

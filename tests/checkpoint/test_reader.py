@@ -165,6 +165,17 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         quantized({"quant_method": "hqq", "bits": 4}),
         "remove quantization_config from config.json, which is out of date",
     ),
+    "a linear of BitNet, which rounds dense weights": (
+        quantized({"quant_method": "bitnet", "quantization_mode": "online"}),
+        "weights quantized by 'bitnet' are not read",
+    ),
+    "codes in 64 bits": (
+        lambda m: (
+            quantized({"quant_method": "spqr"})(m),
+            save_file({"c.weight": torch.ones(4, 2, dtype=torch.int64)}, second(m)),
+        ),
+        "weights quantized by 'spqr' are not read",
+    ),
     "unknown quantization beside config.json": (
         states("hf_quant_config.json", '{"producer": {}, "quantization": {"quant_algo": "NVFP4"}}'),
         "remove hf_quant_config.json, which is out of date",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import CheckpointError
-from quantkit.io.model_folder import inside
+from quantkit.io.model_folder import inside, require_code
 
 OUTSIDE = ["../x", "a/../../x", "a/../x", "/etc/passwd", "//host/x", "C:\\x", "~", "", ".", "..", "x/", "a\0b", "a\nb"]
 OUTSIDE += ["./x", "a//x", "a" * 4097, "x\u202e", "caf\u00e9", "X.safetensors"]
@@ -59,3 +60,15 @@ def test_a_hub_snapshot_may_link_to_its_own_blobs_only(tmp_path: Path) -> None:
     assert inside(snapshot, "mine") == mine / "blobs" / "ff"
     with pytest.raises(CheckpointError, match="link out"):
         inside(snapshot, "other")
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json"])
+def test_code_that_a_trusted_tokenizer_names_is_there(file: str, tmp_path: Path) -> None:
+    for named in (["a.Slow", None], "a.Slow", [None, "org/x--b.Fast"]):
+        (tmp_path / file).write_text(json.dumps({"auto_map": {"AutoTokenizer": named}, "model_max_length": 10**30}))
+        (tmp_path / "a.py").unlink(missing_ok=True)
+        if "a.Slow" in named:
+            with pytest.raises(CheckpointError, match=rf"{file} names 'a\.Slow', and a\.py is missing"):
+                require_code(tmp_path)
+            (tmp_path / "a.py").write_text("")
+        require_code(tmp_path)
