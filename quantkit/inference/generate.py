@@ -15,11 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import (
-    Option,
-    RecipeError,
-    Words,
-)
+from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.keys import built
@@ -175,13 +171,17 @@ def _write(
         listener("\n")
     start = time.perf_counter()
     with writing():
-        output: Any = model.generate(  # type: ignore[operator]
-            batch,
-            attention_mask=torch.ones_like(batch),
-            streamer=streamer,
-            tokenizer=tokenizer,
-            **options,
-        )
+        try:
+            output: Any = model.generate(  # type: ignore[operator]
+                batch,
+                attention_mask=torch.ones_like(batch),
+                streamer=streamer,
+                tokenizer=tokenizer,
+                **options,
+            )
+        except ValueError as error:  # restrictions of the model are checked only here
+            rule = f"no text can be written as its generation_config.json says ({reason(error)})"
+            raise CheckpointError(rule, "mend it", subject=tokenizer.name_or_path) from error
     seconds = time.perf_counter() - start
     made = output[0].tolist()
     weights = describe_weights(model)

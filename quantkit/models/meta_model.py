@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import hub
-from quantkit.io.json_files import decode_floats, load_json
+from quantkit.io.json_files import decode_floats, load_json, shown
 from quantkit.models.families import AUTO_CLASSES, family_of
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ RESTRICTIONS = (
     "exponential_decay_length_penalty",
     "stop_strings",
 )
-#: Bytes of a new tensor that is no buffer.
-LARGE = 2**30
 #: Whether a thread builds a model whose parameters are on the meta device.
 _THREAD = threading.local()
 
@@ -67,12 +66,10 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
     family = str(src.config.get("model_type"))
     remote = runs_code(src)
     if not remote and family not in CONFIG_MAPPING:
-        raise CheckpointError(
-            f"model type {family!r} is unknown to transformers",
-            "upgrade it",
-            "check config.json",
-            subject=src.path,
-        )
+        rule, ways = f"model type {family!r} is unknown to transformers", ["upgrade it"]
+        if src.config.get("model_type") is None:
+            rule, ways = f"{CONFIG} states no model_type", []
+        raise CheckpointError(rule, *ways, "check config.json", subject=src.path)
     config: PretrainedConfig
     try:
         if remote:
@@ -86,6 +83,7 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
             config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
+    _require_one_value(src.config, config, src.path / CONFIG)
     if family_of(family).diffuses:
         raise CheckpointError(
             f"{family} writes blocks of text by diffusion, and quantkit does not quantize such "
@@ -98,6 +96,27 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
     # An implementation may need a package that is not here: transformers chooses one for the model.
     config._attn_implementation = config._experts_implementation = None
     return config
+
+
+def _require_one_value(stated: Mapping[str, Any], config: Any, path: Path) -> None:
+    """Raise CheckpointError for an entry that a configuration states under two names with two
+    values: readers differ in which one they take.
+    """
+    rope = stated.get("rope_parameters")
+    flat = {f"rope_parameters.{key}": each for key, each in (rope or {}).items()}
+    twins = {} if config.is_encoder_decoder else {**config.attribute_map}
+    twins |= {"rope_scaling": "rope_parameters", **{key.partition(".")[2]: key for key in flat}}
+    for one, other in twins.items():
+        values = stated.get(one), {**stated, **flat}.get(other)
+        if None not in values and values[0] != values[1] and not one.endswith("_token_id"):
+            raise CheckpointError(
+                f"{one} is {shown(values[0])} and {other} is {shown(values[1])}, which are the "
+                "same entry",
+                "remove the wrong one",
+                subject=path,
+            )
+    if isinstance(text := stated.get("text_config"), dict) and hasattr(config, "text_config"):
+        _require_one_value(text, config.text_config, path)
 
 
 def generation_config_of(src: Checkpoint) -> GenerationConfig:
@@ -118,7 +137,9 @@ def generation_config_of(src: Checkpoint) -> GenerationConfig:
         for name in SPECIAL:
             if getattr(found, name, None) is None:
                 setattr(found, name, getattr(of_model, name, None))
-            torch.tensor(getattr(found, name) or 0, dtype=torch.int64)
+            ids = torch.tensor(getattr(found, name) or 0, dtype=torch.int64)
+            if ids.ndim > 1:
+                raise ValueError(f"{name} is {shown(ids.tolist())}")
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"cannot be read ({reason(error)})", "mend it", "remove it", subject=path
@@ -215,7 +236,7 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     _hook()
     _THREAD.builds = True
     try:
-        with building(), _LargeOnMeta():
+        with building():
             module: PreTrainedModel = auto.from_config(
                 config, dtype=dtype, trust_remote_code=runs_code(src)
             )
@@ -224,23 +245,28 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     finally:
         _THREAD.builds = False
     module.eval()
+    _note_other_class(src, module)
     return module
 
 
-class _LargeOnMeta(TorchFunctionMode):
-    """Make large tensors without values on the meta device. A layer's experts in float32 may be
-    larger than the memory, which refuses them, though no page of them would be touched.
+def _note_other_class(src: Checkpoint, module: PreTrainedModel) -> None:
+    """Note a class in config.json that is not one of the model type's: its code may compute
+    something else from the same weights, as BitNet's does that calls itself a Llama.
     """
+    import transformers
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
-            found: Tensor = func(*args, **{**kwargs, "device": "meta"})
-            if found.nbytes >= LARGE:
-                return found
-        return func(*args, **kwargs)
+    named, built = src.config.get("architectures"), type(module)
+    known = [getattr(transformers, str(n), None) for n in named] if isinstance(named, list) else []
+    ours = (built.config_class, type(module.config))
+    if (
+        known
+        and not runs_code(src)
+        and not any(getattr(c, "config_class", 0) in ours for c in known)
+    ):
+        src.notices.append(
+            f"{CONFIG} names {shown(named)}, and transformers builds {built.__name__} by its "
+            "model_type: see that both compute the same"
+        )
 
 
 @cache

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch.nn import functional
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.demo import MODEL
-from quantkit.errors import RecipeError
+from quantkit.errors import CheckpointError, RecipeError
 from quantkit.inference.generate import generate, writing
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
@@ -131,3 +134,16 @@ def test_a_chat_model_that_is_not_asked_as_one_is_hinted_at(
     for chat in (True, False):
         generate(templated, "one", chat=chat, max_new_tokens=1, device="cpu", progress=Progress())
         assert ("add --chat" in capsys.readouterr().err) != chat
+
+
+BAD: list[dict[str, Any]] = [{"eos_token_id": [[1]]}, {"repetition_penalty": 0}, {"bad_words_ids": [1, 2]}]
+
+
+@pytest.mark.parametrize("stated", BAD, ids=[next(iter(each)) for each in BAD])
+def test_a_generation_config_that_cannot_be_followed_is_one_line(
+    stated: dict[str, Any], tiny_llama: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_llama, tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json.* mend it"):
+        generate(folder, "one", max_new_tokens=2, device="cpu")
