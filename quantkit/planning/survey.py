@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import Unpack
 
 from quantkit.calibration.budget import (
     LEAST_LENGTH,
@@ -45,6 +46,7 @@ from quantkit.errors import (
     Words,
 )
 from quantkit.inference.load import NotTried, refusal_by_transformers
+from quantkit.io.json_files import shown
 from quantkit.io.staging import check_staging, is_complete
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import GROUP_SIZES, fitting
@@ -57,7 +59,7 @@ from quantkit.planning.plan import Plan, find_gpu, plan_quantize, serving
 from quantkit.planning.verdict import model_remarks
 from quantkit.progress import QUIET
 from quantkit.recipes.identity import date_of, difference, identity
-from quantkit.recipes.options import AUTO, DENSE, Calib, RunOptions
+from quantkit.recipes.options import AUTO, DENSE, Calib, RunKeywords, RunOptions
 from quantkit.recipes.recipe import (
     KEYED,
     Recipe,
@@ -68,11 +70,6 @@ from quantkit.recipes.recipe import (
 )
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from quantkit.recipes.keywords import RunKeywords
 
 #: The layouts to take in this order where the usual one opens in no program. vLLM was asked to open
 #: AWQ folders of the families that transformers does not open (docs/models.md).
@@ -252,12 +249,11 @@ def survey(
         opened = opened or [other for other in others if refusal(other, run) is None]
     opened.sort(key=lambda other: not _asked(other))  # equal ones stay in order
     padded = bool(opened) and opened[0].recipe.pad and not recipe.pad
-    microscaled = isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
     if not opened or recipe.layout_stated or padded:
         if opened and not isinstance(refused, LayoutError):  # else its ways out are known to help
             more = [Setting("pad", True)] if padded else []
             refused.ways_out = (Words("use", Setting("layout", opened[0].plan.layout), *more),)
-        elif not opened and isinstance(refused, CheckpointError) and microscaled:
+        elif not opened and isinstance(refused, CheckpointError) and _is_microscaled(recipe):
             refused.ways_out = (Words("use", Setting("format", "int4")),)
         return _with_verdict(job, refusal=refused)
     taken = opened[0]
@@ -284,6 +280,11 @@ def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
     except QuantkitError as error:
         return error
     return None
+
+
+def _is_microscaled(recipe: Recipe) -> bool:
+    """Return True if only one layout holds the format of a recipe."""
+    return isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
 
 
 def _asked(job: Job) -> list[str]:
@@ -486,7 +487,7 @@ def require_runnable(
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
     if job.src.home == job.src.path:  # a GGUF file has none of these files
-        require_readable_tokenizer(job.src.path)
+        made = _with_unknown_tokens(made, job, run)
         generation_config_of(job.src)
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
@@ -520,6 +521,22 @@ def require_runnable(
         if (problem := needs.disk_problem(out, there)) is not None:
             raise CheckpointError(problem)
     return job._replace(plan=replace(made, needs=needs))
+
+
+def _with_unknown_tokens(made: Plan, job: Job, run: RunOptions) -> Plan:
+    """Note the tokens of the source's tokenizer for which the model has no embedding."""
+    tokens = require_readable_tokenizer(job.src.path)
+    rows = len(job.model.text.get_input_embeddings().get_parameter("weight"))
+    beyond = sorted(at for at in tokens if at >= rows)
+    if not beyond:
+        return made
+    line = (
+        f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
+        f"{shown(tokens[beyond[0]])} ({len(beyond)} in all): a text with one stops an engine"
+    )
+    if run.progress is not None:
+        run.progress.note(line)
+    return replace(made, verdict=made.verdict.with_remarks(line))
 
 
 def calibration_text(

@@ -298,7 +298,11 @@ def names_unread(
     given = (part for talk in conversations for part in (talk.arguments, *talk.messages))
     names = dict.fromkeys(name for part in (arguments, *given) for name in part)
     return tuple(
-        name for name in names if name not in _ALWAYS and not _is_read(name, tokenizer, arguments)
+        name
+        for name in names
+        if name not in _ALWAYS
+        and not _is_read(name, tokenizer, arguments)
+        and not (name == CALL and _is_read("tool_calls", tokenizer, arguments))  # as which it goes
     )
 
 
@@ -436,7 +440,8 @@ def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict
         function = call.get("function", call)
         if isinstance(function, dict) and "arguments" in function:
             function = {**function, "arguments": form(function["arguments"])}
-            call = {**call, "function": function} if "function" in call else function
+            others = call if "function" in call else {"type": "function"}  # servers add it
+            call = {**others, "function": function}
         calls.append(call)
     return {**message, "tool_calls": calls}
 

@@ -89,23 +89,27 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
-def require_readable_tokenizer(folder: Path) -> None:
+def require_readable_tokenizer(folder: Path) -> dict[int, str]:
     """Raise CheckpointError for a file of a tokenizer or processor, or a chat template, that no
-    program can parse.
+    program can parse. Returns the tokens that the files state, by number.
     """
     from tokenizers import Tokenizer
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    tokens: dict[int, str] = {}
     for name in filter(PARSED.search, model_folder.opened(folder)):
         path, rule, way = folder / name, "no file of a tokenizer or processor", AGAIN
         try:
             text = path.read_text(encoding="utf-8")
             found: Any = text if name.endswith(".jinja") else None
             if name == "tokenizer.json":
-                Tokenizer.from_str(text)
+                tokens |= {at: each for each, at in Tokenizer.from_str(text).get_vocab().items()}
             elif name.endswith(".json"):
-                found = json.loads(text)
-                found = found.get("chat_template") if STATES_TEMPLATES.search(name) else None
+                stated = json.loads(text)
+                if STATES_TEMPLATES.search(name):
+                    added = stated.get("added_tokens_decoder") or {}
+                    tokens |= {int(at): each["content"] for at, each in added.items()}
+                    found = stated.get("chat_template")
             rule, way = "its chat template does not parse", "mend it"
             for each in [found] if isinstance(found, str) else found or ():
                 render_jinja_template(
@@ -113,6 +117,7 @@ def require_readable_tokenizer(folder: Path) -> None:
                 )
         except Exception as error:  # the packages raise whatever they like
             raise CheckpointError(f"{rule} ({reason(error)})", way, subject=path) from error
+    return tokens
 
 
 def token_ids(

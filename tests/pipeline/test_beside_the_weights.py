@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError, NumericError
@@ -262,3 +263,21 @@ def test_a_tilde_is_the_home_folder_everywhere(model: Path, tmp_path: Path, monk
     assert quantkit.verify("~/one").ok
     quantkit.pack("~/one", layout="gptq", out="~/four")
     shutil.rmtree(tmp_path / "four")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokens_without_an_embedding_are_noted_although_no_text_is_read(file: str, tmp_path: Path) -> None:
+    folder = families.write("llama", tmp_path / "m")
+    stated = json.loads((folder / file).read_text())
+    if file == "tokenizer.json":
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        stated["added_tokens"] += [{"id": at, "content": f"<{at}>", "special": True, **plain} for at in range(257, 386)]
+    else:
+        stated["added_tokens_decoder"] = {
+            "383": {"content": "<383>"},
+            "384": {"content": "<384>"},
+            "9999": {"content": "x"},
+        }
+    (folder / file).write_text(json.dumps(stated))
+    made = quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64)
+    assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, made.notices))

@@ -173,6 +173,7 @@ IN_TEXT = {**CALLED, "function": {"name": "f", "arguments": '{"a": 1}'}}
         {"tool_calls": json.dumps([IN_TEXT])},
         {"tool_calls": [json.dumps(IN_TEXT)]},
         {"tool_calls": {"function": [IN_TEXT["function"]]}},
+        {"tool_calls": [CALLED["function"]]},
         {"function_call": IN_TEXT["function"]},
         {"function_call": json.dumps(IN_TEXT["function"])},
     ],
@@ -307,3 +308,13 @@ def test_a_system_message_that_is_refused_goes_into_the_first_turn_of_the_user(
     if refusal == TURNS:
         with pytest.raises(BrokenRecord, match=r"refuses it .*no turns"):
             template.write(twice)
+
+
+def test_a_call_that_is_written_under_its_newer_key_is_not_called_unread(tokenizer: Any) -> None:
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    found = read_conversation([*TALK[1:2], call], "messages", WHERE)
+    assert isinstance(found, Conversation)
+    tokenizer.chat_template = WITH_TOOLS
+    assert names_unread(tokenizer, [found], {}) == ()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert names_unread(tokenizer, [found], {}) == ("function_call",)
