@@ -6,6 +6,7 @@ The facts of the report about any solved weight are computed here too.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.threads import one_thread
 from quantkit.errors import RecipeError
-from quantkit.names import Clip, Json, Metric, Rule
+from quantkit.names import Clip, Metric, Rule
 
 #: Bytes for each weight while it is pruned and rounded, or rounded again: the source, a float32
 #: copy, masks, codes, words (measured: 11.4).
@@ -46,7 +47,7 @@ def quantize(
     hessian: Tensor | None = None,
     signed: bool = False,
     prune: Rule = "magnitude",
-) -> tuple[QuantizedTensor, Json]:
+) -> tuple[QuantizedTensor, dict[str, Any]]:
     """Round `weight` `[n, k]` to nearest; also return the counts of `scale_facts`.
 
     `clip="search"` searches each scale for the least `metric`; "diag" and "block" need `hessian`
@@ -61,7 +62,7 @@ def quantize(
         check_size(hessian, weight.shape[1])
     check_signed(scheme, signed)
     groups = scheme.groups(weight.shape[1])
-    rule: Json = {}
+    rule: dict[str, Any] = {}
     if scheme.sparsity is not None:
         weight, rule = weight.masked_fill(~fixed_mask(weight, prune, hessian), 0), {"prune": prune}
     if rounds_codes_first(scheme.format, clip):
@@ -88,7 +89,7 @@ def rounds_codes_first(fmt: Format, clip: Clip) -> bool:
     return fmt.is_float and not fmt.is_microscaled and clip == "none"
 
 
-def scale_facts(tensor: QuantizedTensor) -> Json:
+def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
     """Count for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of
     zero, by magnitude.
 

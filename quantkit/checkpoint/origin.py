@@ -32,7 +32,6 @@ from quantkit.io.model_folder import SUMS
 from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.keys import at_home
 from quantkit.layouts import LAYOUTS
-from quantkit.names import Json
 
 #: A GGUF file of a hub repository.
 HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):([^:]+\.gguf)", re.IGNORECASE)
@@ -72,10 +71,11 @@ def resolve(
     if (
         folder.exists()
         or model.startswith((".", "/", "~"))
+        or model.lower().endswith(ENDING)
         or model.count("/") > 1
         or "\\" in model
     ):
-        what = "a file, not a folder" if folder.is_file() else "no such folder"
+        what = "a file, not a folder" if folder.is_file() else "no such file or folder"
         is_address = "://" in model or model.startswith(("huggingface.co/", "hf.co/"))
         way = "write a model of the hub as org/name" if is_address else "check the path"
         raise CheckpointError(what, way, subject=model or repr(model))
@@ -119,7 +119,9 @@ def name_of(model: str | Path) -> str:
     return model_folder.cached_id(real) or real.name
 
 
-def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[Json, list[str]]:
+def origin(
+    src: Checkpoint, model: str | Path, revision: str | None
+) -> tuple[dict[str, Any], list[str]]:
     """Collect the facts about a source that its outputs hand on: name, revision, hub id, licence,
     language, tags.
 
@@ -128,7 +130,7 @@ def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[Js
     state are absent. An unreadable model card leads to a notice.
     """
     stated, notice = model_folder.front_matter(src.path)
-    found: Json = {"name": name_of(model), "revision": revision}
+    found: dict[str, Any] = {"name": name_of(model), "revision": revision}
     cached = model_folder.cached_id(src.path)
     given = None if Path(model).exists() else HUB_FILE.sub(r"\1", str(model))
     ours = cached or given

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from quantkit.keys import Checked, Count, Positive, TwoOrMore, option
-from quantkit.names import Json
 from quantkit.text.sources import FILES, NAMED, PACKAGED
 
 Names = str | tuple[str, ...]
@@ -43,7 +42,7 @@ class TextOptions(Checked):
     )
 
     @property
-    def protocol(self) -> Json:
+    def protocol(self) -> dict[str, Any]:
         """The options of `perplexity.cut`."""
         return {name: getattr(self, name) for name in ("window", "stride", "bos", "tokens")}
 
@@ -172,7 +171,7 @@ class VerifyOptions(Checked):
     engine: Literal["vllm"] | None = option(
         "Installed engine whose log-probabilities must be right", default=None, section=""
     )
-    engine_args: Json | None = option(
+    engine_args: dict[str, Any] | None = option(
         'Further arguments of the engine: \'{"quantization": "quantkit"}\'',
         default=None,
         section="",

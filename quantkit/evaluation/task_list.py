@@ -19,7 +19,6 @@ from quantkit.errors import (
     reason,
 )
 from quantkit.io import hub
-from quantkit.names import Json
 from quantkit.text.records import records
 
 #: Ten usual zero-shot tasks under one name.
@@ -42,7 +41,7 @@ SPLITS = {"train": "training_split", "validation": "validation_split", "test": "
 _NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ ]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
 
 
-def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None) -> Json:
+def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None) -> dict[str, Any]:
     """Load tasks of lm-eval with their questions, by name in the order asked; groups and tags
     become their tasks.
 
@@ -107,9 +106,9 @@ def _leaves(index: Any, name: str) -> Iterator[str]:
         yield name
 
 
-def _local(folder: Path) -> dict[str, list[Json]]:
+def _local(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Read the records of a task's folder by split; all of a file have the same keys."""
-    found: dict[str, list[Json]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for split in SPLITS:
         path = folder / f"{split}.jsonl"
         if path.is_file():
@@ -137,7 +136,7 @@ def _local(folder: Path) -> dict[str, list[Json]]:
 def _load(
     manager: Any,
     name: str,
-    local: dict[str, list[Json]] | None,
+    local: dict[str, list[dict[str, Any]]] | None,
     data: Path | None,
     limit: int | None,
 ) -> Any:
@@ -151,7 +150,7 @@ def _load(
         raise RecipeError(
             f"{name} is a program that reads its own data", Words("leave", Option("data"), "out")
         )
-    changes: Json = {}
+    changes: dict[str, Any] = {}
     try:
         if local is not None:
             tables = {split: datasets.Dataset.from_list(rows) for split, rows in local.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from quantkit import kernels
 from quantkit.core.formats import dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape, Tensors
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (
     decoded_product,
@@ -31,6 +31,7 @@ from quantkit.inference.products import (
     linear_product,
     pack_for_kernel,
 )
+from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import DAMAGED
 from quantkit.layouts.recast import recast
@@ -48,7 +49,7 @@ class DecodedWeight(Tensor):
     @staticmethod
     def __new__(
         cls,
-        shape: Shape,
+        shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
         decode: Callable[[], Tensor],
@@ -93,8 +94,8 @@ class PackedWeight(nn.Module):
         self,
         layout: str,
         scheme: Scheme,
-        stored_size: Shape,
-        tensors: Tensors,
+        stored_size: tuple[int, int],
+        tensors: Mapping[str, Tensor],
         out: int,
     ) -> None:
         """Replace the packed tensors, and with them layout, scheme and stored size `[n, k]`, with
@@ -161,9 +162,9 @@ class PackedLinear(PackedWeight):
         self,
         layout: str,
         scheme: Scheme,
-        stored_size: Shape,
-        true_size: Shape,
-        tensors: Tensors,
+        stored_size: tuple[int, int],
+        true_size: tuple[int, int],
+        tensors: Mapping[str, Tensor],
         bias: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -201,6 +202,12 @@ class PackedLinear(PackedWeight):
         """
         q = LAYOUTS[self.layout].unpack(self.packed(), self.scheme)
         return recast(q, q.scheme, (self.out_features, q.scheme.padded_k(self.in_features)))
+
+    def is_multiplied_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return True if a kernel multiplies activations of this dtype on this device, False if
+        torch decodes.
+        """
+        return dtype in ACTIVATIONS and kernels.unusable(device) is None and self.has_kernel()
 
     def has_kernel(self) -> bool:
         """Return True if the layout's kernel accepts the packed tensors, wherever they are."""
@@ -277,7 +284,7 @@ class PackedLinear(PackedWeight):
         fused = self.fused
         if fused is None or not fused.is_fused:
             return self.multiply(input)
-        part: Tensor = fused.product(input, self.index)[..., fused.rows[self.index]]
+        part: Tensor = fused.multiply_part(input, self.index)
         return part
 
     def extra_repr(self) -> str:

@@ -171,7 +171,11 @@ def reasons(
         ),
         (
             is_a(errors.HFValidationError),
-            (f"this is no hub id ({reason(error)})", "write it org/name", "check the path"),
+            (
+                f"this is no hub id ({reason(error)})",
+                "write it org/name, a GGUF file in it org/name:FILE.gguf",
+                "check the path",
+            ),
         ),
         (
             status in (401, 403),

@@ -134,7 +134,7 @@ def test_a_repository_without_any_file_of_the_wanted_names_is_told(serve: Serve)
 
 @pytest.mark.parametrize("address", ["https://huggingface.co/org/x", "hf.co/org/x", "hf://org/x"])
 def test_an_address_of_the_hub_is_written_as_an_id(address: str) -> None:
-    assert "no such folder: write a model of the hub as org/name" in refusal(address)
+    assert "no such file or folder: write a model of the hub as org/name" in refusal(address)
     with pytest.raises(CheckpointError, match=r"no such text: .* or write a data set of the hub as org/name"):
         load_documents(address)
 
@@ -254,3 +254,9 @@ def test_a_data_set_has_the_reasons_of_a_model(serve: Serve, monkeypatch: pytest
         with pytest.raises(CheckpointError) as caught:
             load_documents(f"org/{name}:part")
         assert words in str(caught.value) and "--calib FILE" in str(caught.value)
+
+
+def test_forms_of_names_of_other_programs_and_lost_files_are_told(serve: Serve) -> None:
+    serve({})
+    assert "a GGUF file in it org/name:FILE.gguf" in refusal("org/name:Q4_K_M")
+    assert "no such file or folder: check the path" in refusal("models/lost.gguf")

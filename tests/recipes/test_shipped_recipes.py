@@ -34,8 +34,7 @@ def test_a_shipped_recipe_does_what_its_name_says(name: str, small_llama: Path, 
     expected = next(said for start, said in SAYS.items() if name.startswith(start))
     assert (recipe.layout, recipe.scheme.label) == expected
     if recipe.tune:
-        steps = ("--set", "tune=2", *(("--set", "tune_scales=2") if recipe.tune_scales else ()))
-        text = ("--calib", calib, "--samples", 8, "--max-length", 32, *steps)
+        text = ("--calib", calib, "--samples", 8, "--max-length", 32, "--set", "tune=2")
         call("quantize", small_llama, "-o", out, "--recipe", name, *text, "-q")
         found = Checkpoint(out)
         assert len(found.modules()) == 14 and found.scheme(found.modules()[0]).label == expected[1]
