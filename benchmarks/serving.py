@@ -3,7 +3,8 @@
 `make` writes a folder with random weights, whose linears of one shape share a weight; a dense one is its config.json
 alone, which vLLM fills itself. `time` starts the engine once for each folder, in a process of its own, and appends rows
 to a CSV. A step is (seconds with 129 new tokens - seconds with 1) / 128, each the median of three runs, prompts of 32
-tokens, float16: scheduler and sampler are included. Folders may have engine arguments behind them, as
+tokens, float16: scheduler and sampler are included. The engine has a process of its own, as in a server, and schedules
+a step while the GPU runs the one before. Folders may have engine arguments behind them, as
 `FOLDER@linear_backend=marlin@tensor_parallel_size=2`; `@compile` has torch.compile too, not CUDA graphs alone.
 `--together` loads all folders at once, which saves minutes; they must fit on the GPU (`@gpu_memory_utilization=0.1`).
 
@@ -25,6 +26,7 @@ import math
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,8 +54,7 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # The engine in this process, and functions of ours in its workers: both to name the classes that multiply.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # A function of ours in the engine's process, to name the classes that multiply.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
@@ -207,7 +208,7 @@ def run_together(args: argparse.Namespace) -> bool:
             spec for spec in loading if engines[spec][0].poll() is None and READY not in text_of(engines[spec][1])
         }
     for spec in loading:
-        engines[spec][0].kill()
+        os.killpg(engines[spec][0].pid, signal.SIGKILL)
     for process, _ in engines.values():
         if process.stdin is not None and process.poll() is None:
             process.stdin.write(b"\n")
@@ -221,7 +222,7 @@ def ended(process: subprocess.Popen[bytes], seconds: float) -> int:
     try:
         return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
 
 
@@ -230,14 +231,14 @@ def started(args: argparse.Namespace, spec: str, more: list[str]) -> tuple[subpr
     timed = args.command == "time"
     settings = ["--batch", *args.batch] if timed else ["--seconds", args.seconds, "--rate", *args.rate]
     command = [sys.executable, __file__, args.command, spec, "--child", "-o", args.out, *more, *settings]
-    apart = {} if timed else {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
         [str(each) for each in command],
-        env={**ENVIRONMENT, **os.environ, **apart},
+        env={**ENVIRONMENT, **os.environ},
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     return process, log
 
@@ -335,8 +336,7 @@ def measure(spec: str, batches: list[int], wait: bool) -> None:
             "vllm": vllm.__version__,
         }
         print(MARK + json.dumps(row), flush=True)
-    sys.stderr.flush()
-    os._exit(0)  # an engine that is torn down in order may wait for minutes
+    leave()
 
 
 async def serve(spec: str, rates: list[float], seconds: float) -> None:
@@ -386,9 +386,13 @@ async def serve(spec: str, rates: list[float], seconds: float) -> None:
         }
         if rate:
             print(MARK + json.dumps(row), flush=True)
-    engine.shutdown()
+    leave()
+
+
+def leave() -> None:
+    """End this process and the engine's, which may take minutes in order."""
     sys.stderr.flush()
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _p99(values: list[float]) -> float:

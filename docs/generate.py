@@ -108,11 +108,11 @@ the command line.
 """
 KEYWORDS_MODULE = '''"""The keywords of the API, typed for editors: made from the schema by `make docs`; do not edit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
+
+from quantkit.progress import Progress
 '''
 #: Keywords of functions -> what they are, and the dataclasses that declare them.
 COMMANDS: dict[str, tuple[Any, ...]] = {
@@ -122,6 +122,12 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "TextKeywords": ("The options of `eval_ppl` and `eval_kld`.", TextOptions, LoadOptions),
     "TaskKeywords": ("The options of `eval_tasks`.", TaskOptions, LoadOptions),
     "CompareKeywords": ("The options of `compare`.", CompareOptions),
+}
+#: Keywords of functions that are those of several classes.
+JOINED = {
+    "QuantizeKeywords": ("The keywords of `quantize`.", "RecipeKeywords, FitKeywords, Settings"),
+    "PruneKeywords": ("The keywords of `prune`.", "PruningKeywords, Settings"),
+    "PlanKeywords": ("The keywords of `plan`.", "RecipeKeywords, FitKeywords, PlanOnlyKeywords, Settings"),
 }
 #: Keywords that differ from the option of their name.
 KEYWORDS = {
@@ -177,7 +183,7 @@ def pages() -> dict[Path, str]:
         HERE / "conversions.md": conversions_page(),
         HERE / "recipes.md": recipe_page(),
         HERE / "study.md": study_page(),
-        ROOT / "quantkit/recipes/keywords.py": keywords_module(),
+        ROOT / "quantkit/recipes/keywords.pyi": keywords_module(),
     }
 
 
@@ -308,6 +314,10 @@ def keywords_module() -> str:
         base = "LoadKeywords" if LoadOptions in kinds else "TypedDict"
         options = [key for kind in kinds if kind is not LoadOptions for key in keys_of(kind)]
         found.append(typed_keywords(name, help, options, base=base))
+    found.append(typed_keywords("RunKeywords", "The fields of `RunOptions`.", (), base="Settings"))
+    found[-1] += "    progress: Progress | None\n"
+    for name, (help, bases) in JOINED.items():
+        found.append(typed_keywords(name, help, (), base=bases).rstrip("\n") + "\n")
     return KEYWORDS_MODULE + "".join(found)
 
 
@@ -315,7 +325,7 @@ def typed_keywords(name: str, help: str, keys: Iterable[Key], end: str = "", bas
     lines = [
         f"    {key.keyword}: {key.annotation.removesuffix(end)}{end}\n" for key in keys if key.default is not ... or end
     ]
-    return f'\n\nclass {name}({base}, total=False):\n    """{help}"""\n\n' + "".join(lines)
+    return f'\nclass {name}({base}, total=False):\n    """{help}"""\n\n' + "".join(lines)
 
 
 def _joined(parts: list[str]) -> str:
@@ -363,13 +373,7 @@ def _default(value: Any) -> str:
 
 def _keywords(function: Callable[..., Any]) -> dict[str, str]:
     """Find the keywords that a function takes as `**options`, with their types."""
-    function = inspect.unwrap(function)
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            kind = parameter.annotation.removeprefix("Unpack[").removesuffix("]")
-            annotations = vars(inspect.getmodule(function))[kind].__annotations__
-            return {key: value.__forward_arg__ for key, value in annotations.items()}
-    return {}
+    return dict(getattr(function, "keywords", {}))
 
 
 def _effects(command: str) -> dict[str, str]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Any
 
 from quantkit.core.ranks import ranks
 from quantkit.errors import Command, Option, QuantkitError, RecipeError, Setting, Words, in_python
@@ -33,45 +31,33 @@ from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import QUIET, Listener, Progress, reporter
 from quantkit.recipes.files import load_named, merge
-from quantkit.recipes.keywords import (
-    CompareKeywords,
-    FitKeywords,
-    PackKeywords,
-    PlanOnlyKeywords,
-    PruningKeywords,
-    RecipeKeywords,
-    Settings,
-    TaskKeywords,
-    TextKeywords,
-    VerifyKeywords,
-)
 from quantkit.recipes.options import (
     FitOptions,
     LoadOptions,
     PackOptions,
     PlanOptions,
-    RunKeywords,
     RunOptions,
 )
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.recipes.schema import pruning_keys
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class QuantizeKeywords(RecipeKeywords, FitKeywords, Settings, total=False):
-    """The keywords of `quantize`. None leaves the recipe's value."""
+    from quantkit.recipes.keywords import (
+        CompareKeywords,
+        PackKeywords,
+        PlanKeywords,
+        PruneKeywords,
+        QuantizeKeywords,
+        RunKeywords,
+        TaskKeywords,
+        TextKeywords,
+        VerifyKeywords,
+    )
 
 
-class PruneKeywords(PruningKeywords, Settings, total=False):
-    """The keywords of `prune`. None leaves the default."""
-
-
-class PlanKeywords(RecipeKeywords, FitKeywords, PlanOnlyKeywords, Settings, total=False):
-    """The keywords of `plan`: the keywords of `quantize` that decide its output, and some about
-    another machine.
-    """
-
-
-@api_function(RunOptions, FitOptions, PlanOptions)
+@api_function(FitOptions, PlanOptions, RunOptions, keys=keys_of(Recipe))
 def plan(
     model: str | Path,
     *,
@@ -105,7 +91,7 @@ def plan(
     return found.to_python()
 
 
-@api_function(RunOptions, FitOptions)
+@api_function(FitOptions, RunOptions, keys=keys_of(Recipe))
 def quantize(
     model: str | Path,
     out: str | Path,
@@ -150,7 +136,7 @@ def quantize(
         return _result(out, produce(model, out, build_recipe(recipe, **rest), **running))
 
 
-@api_function(RunOptions)
+@api_function(RunOptions, keys=pruning_keys(Recipe))
 def prune(
     model: str | Path,
     out: str | Path,

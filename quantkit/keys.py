@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 import msgspec
 
 from quantkit.errors import FILE, Option, RecipeError, Setting, Words
+from quantkit.names import Json, JsonView
 
 #: An option of `--help`, one that `--help-all` lists, a key that is `--set KEY=VALUE` there (for
 #: options of a run: an option), or a key of a recipe that has no keyword in Python.
@@ -278,7 +279,7 @@ def _keys(declared: Any, above: tuple[str, ...]) -> tuple[Key, ...]:
     return tuple(found)
 
 
-def read(mapping: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
+def read(mapping: JsonView, keys: Iterable[Key]) -> Json:
     """Check and convert the values of a mapping, section by section; RecipeError names an unknown
     key or value.
     """
@@ -286,7 +287,7 @@ def read(mapping: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
     for each in keys:
         within.setdefault(each.path[0], []).append(each)
     refuse_unknown(mapping, within, "the recipe")
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, value in mapping.items():
         first = within[name][0]
         if len(first.path) == 1:
@@ -298,7 +299,7 @@ def read(mapping: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
     return found
 
 
-def section_at(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def section_at(mapping: JsonView, name: str) -> JsonView:
     """Return the section `name` of a mapping, empty if there is none; RecipeError if it has no
     keys.
     """
@@ -308,7 +309,7 @@ def section_at(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
-def refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def refuse_unknown(mapping: JsonView, known: Iterable[str], where: str) -> None:
     """Raise RecipeError if a mapping has a key that is not known."""
     names = list(known)
     unknown = [str(name) for name in mapping if name not in names]
@@ -316,7 +317,7 @@ def refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str)
         raise RecipeError(f"unknown key {unknown[0]!r} in {where}", f"known are {', '.join(names)}")
 
 
-def built(options: Mapping[str, Any], *kinds: type[Any]) -> tuple[Any, ...]:
+def built(options: JsonView, *kinds: type[Any]) -> tuple[Any, ...]:
     """Make the dataclasses that declare options from their keywords; RecipeError for a wrong value.
 
     Each option belongs to the first dataclass that declares it. Paths become texts, and what can be

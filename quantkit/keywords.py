@@ -10,38 +10,40 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quantkit.errors import QuantkitError
-from quantkit.keys import at_home
+from quantkit.keys import Key, at_home, keys_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def api_function(*like: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def api_function(
+    *kinds: type[Any], keys: Iterable[Key] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function of the Python API: its signature lists the keywords, and its errors name
     them.
 
-    Keywords of an unpacked TypedDict have the defaults of the dataclasses or functions `like`, else
-    None.
+    In the place of `**options` it has the options that the dataclasses `kinds` declare, and `keys`
+    of a recipe, which are None by default. `keywords` has the type of each, as Python source.
     """
-    defaults = {
-        name: parameter.default
-        for function in like
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not parameter.empty
-    }
+    listed = [key for key in keys if key.level != "key"]
+    defaults: dict[str, Any] = {key.keyword: None for key in listed}
+    types = {key.keyword: f"{key.annotation.removesuffix(' | None')} | None" for key in listed}
+    for key in (key for kind in kinds for key in keys_of(kind) if key.default is not ...):
+        defaults[key.keyword], types[key.keyword] = key.default, key.annotation
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = _spelled_out(function, defaults)
-        kinds = {
+        signature = _spelled_out(function, types, defaults)
+        classes = {
             name: _classes(parameter.annotation) for name, parameter in signature.parameters.items()
         }
-        named, paths = list(kinds), {name for name, classes in kinds.items() if Path in classes}
+        named = list(classes)
+        paths = {name for name, found in classes.items() if Path in found}
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,8 +52,8 @@ def api_function(*like: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
                     raise TypeError(
                         _unexpected(function.__name__, name, list(signature.parameters))
                     )
-                if not isinstance(value, kinds[name]):
-                    raise TypeError(_mistyped(function.__name__, name, kinds[name], value))
+                if not isinstance(value, classes[name]):
+                    raise TypeError(_mistyped(function.__name__, name, classes[name], value))
             values: Any = [
                 at_home(value) if name in paths else value
                 for name, value in zip(named, args, strict=False)
@@ -67,6 +69,7 @@ def api_function(*like: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
                 raise
 
         call.__signature__ = signature  # type: ignore[attr-defined]
+        call.keywords = types  # type: ignore[attr-defined]
         annotations = {
             name: parameter.annotation for name, parameter in signature.parameters.items()
         }
@@ -76,31 +79,24 @@ def api_function(*like: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
     return decorate
 
 
-def _spelled_out(function: Callable[..., Any], defaults: dict[str, Any]) -> inspect.Signature:
-    """Make the signature of a function, with its types, and each key of an unpacked TypedDict as a
-    keyword.
-    """
-    found: list[inspect.Parameter] = []
+def _spelled_out(
+    function: Callable[..., Any], types: Mapping[str, str], defaults: Mapping[str, Any]
+) -> inspect.Signature:
+    """Make the signature of a function, with its types, and each option as a keyword."""
     signature = inspect.signature(function)
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            keywords = function.__globals__[
-                parameter.annotation.removeprefix("Unpack[").removesuffix("]")
-            ]
-            for name, kind in get_type_hints(keywords).items():
-                found.append(
-                    inspect.Parameter(
-                        name, parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind
-                    )
-                )
-        else:
-            holder = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-            found.append(
-                parameter.replace(
-                    annotation=get_type_hints(holder, function.__globals__)[parameter.name]
-                )
-            )
+    found = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    found = [each.replace(annotation=_type(each.annotation, function)) for each in found]
+    found += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, default in defaults.items()
+        for kind in [_type(types[name], api_function)]
+    ]
     return signature.replace(parameters=found)
+
+
+def _type(text: str, at: Callable[..., Any]) -> Any:
+    """Evaluate an annotation in the module of a function."""
+    return get_type_hints(SimpleNamespace(__annotations__={"": text}), at.__globals__)[""]
 
 
 def _classes(kind: Any) -> tuple[type, ...]:

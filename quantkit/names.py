@@ -1,13 +1,17 @@
 """The names that options and tables share: formats, layouts, and the values of the recipe's keys.
 
-This module imports nothing, so that `--help` and completion need no torch. A test compares it with
-the tables.
+This module imports only types, so that `--help` and completion need no torch. A test compares it
+with the tables.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
+#: An object of JSON, such as a config or a report, and one that is only read.
+Json = dict[str, Any]
+JsonView = Mapping[str, Any]
 #: The keys of `core.formats.FORMATS`.
 FORMATS = (
     "int2",

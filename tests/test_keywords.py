@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
@@ -112,7 +112,7 @@ def test_signatures_have_types_and_defaults() -> None:
     parameters = inspect.signature(quantkit.quantize).parameters
     assert parameters["group_size"].default is None and parameters["overwrite"].default is False
     assert parameters["min_share"].default == RunOptions.min_share
-    assert parameters["skip"].annotation == get_type_hints(quantkit.api.QuantizeKeywords)["skip"]
+    assert parameters["skip"].annotation == str | Iterable[str] | None
     assert inspect.signature(quantkit.pack).parameters["max_shard_size"].default == 2**31
     assert "target" in inspect.signature(quantkit.plan).parameters
 

@@ -1,4 +1,4 @@
-"""Quantize with llm-compressor: INT4, groups of 128, symmetric, `lm_head` dense, all else as its package has it."""
+"""Quantize with llm-compressor: INT4, groups of 128, symmetric, or NVFP4A16; `lm_head` dense, all else as it has it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from llmcompressor.modifiers.transform.awq import AWQModifier
 
 if not torch.accelerator.is_available():
     torch.Tensor.pin_memory = lambda self: self  # AWQ pins activations, which needs an accelerator
+NVFP4 = {"targets": "Linear", "scheme": "NVFP4A16", "ignore": ["lm_head"]}
 RECIPES = {
     "gptq": lambda scheme: [GPTQModifier(**scheme)],
     "awq": lambda scheme: [AWQModifier(), QuantizationModifier(**scheme)],
+    "nvfp4a16": lambda _: [QuantizationModifier(**NVFP4)],
+    "nvfp4a16 gptq": lambda _: [GPTQModifier(**NVFP4)],
 }
 
 

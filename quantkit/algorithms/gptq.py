@@ -20,10 +20,10 @@ from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, rtn
 from quantkit.algorithms.hessian import (
+    MATRICES,
     Factor,
     check_size,
     damped,
-    factor_bytes,
     factorize,
     output_losses,
     row_losses,
@@ -35,6 +35,7 @@ from quantkit.algorithms.scale_search import choose_scales, group_errors, search
 from quantkit.algorithms.sweep import sweep
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, concatenated
 from quantkit.errors import NumericError
+from quantkit.names import Json
 
 #: Up to this magnitude a weight's scale, and its largest code times the scale, fit in float16.
 TALLEST = 60000.0
@@ -68,12 +69,12 @@ class Solution:
     rtn_loss: Tensor
     norm: Tensor
     guard_rows: Tensor
-    solver: dict[str, Any]
+    solver: Json
     changes: dict[str, Tensor] = field(default_factory=dict)
     held_out: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """The facts for the report: facts of the solver, counts of scales, and sums over rows."""
         sums = {
             name: int(rows.sum())
@@ -185,7 +186,7 @@ def step_bytes(
     """
     square, copy = 4 * k * k, 4 * k * rows
     return [
-        (factor_bytes(k, dtype), copy),
+        (MATRICES[dtype] * square, copy),
         ((2 + dtype.itemsize // 4) * square + search_bytes(k, group_sizes), 2 * copy),
         (SQUARES[dtype] * square, _ROWS[device] * copy),
     ]

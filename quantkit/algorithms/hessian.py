@@ -43,7 +43,7 @@ _LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (ALGORI
 
 #: float32 matrices `[k, k]` in `factorize`, by the dtype of factors: the sum, H, its copy, scratch,
 #: the factor.
-_MATRICES = {torch.float32: 5, torch.float64: 8}
+MATRICES = {torch.float32: 5, torch.float64: 8}
 
 
 class Hessian:
@@ -90,8 +90,7 @@ class Hessian:
         if x.shape[-1] != len(self._sum):
             raise NumericError(
                 f"activations of {x.shape[-1]} channels for a linear of {len(self._sum)}: "
-                "config.json does not fit the "
-                "weights, fetch the folder again"
+                "config.json does not fit the weights, fetch the folder again"
             )
         x = x.detach().reshape(-1, len(self._sum))
         if self._totals is not None:
@@ -101,8 +100,7 @@ class Hessian:
             token, channel = (~finite).nonzero()[0].tolist()
             raise NumericError(
                 f"{int((~finite).sum())} of {x.numel()} activations are NaN or infinite, the first "
-                f"in token {token}, "
-                f"channel {channel}",
+                f"in token {token}, channel {channel}",
                 "drop that document",
                 Words("use", Option("device", "cpu"), ", which computes in float32"),
             )
@@ -317,13 +315,6 @@ class Factor:
         nothing else.
         """
         return (self.r / self.r.diagonal()).to(dtype)
-
-
-def factor_bytes(k: int, dtype: torch.dtype) -> int:
-    """Compute the bytes of matrices `[k, k]` in `factorize`, the Hessian's sum included; factors
-    have `dtype`.
-    """
-    return _MATRICES[dtype] * 4 * k * k
 
 
 def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:

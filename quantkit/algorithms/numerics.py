@@ -59,8 +59,7 @@ def check_weight(weight: Tensor) -> None:
     if weight.ndim != 2 or not weight.numel() or weight.dtype not in FLOATS:
         raise NumericError(
             "a weight is a non-empty float16, bfloat16, float32 or float64 matrix, not "
-            f"{weight.dtype} "
-            f"{list(weight.shape)}",
+            f"{weight.dtype} {list(weight.shape)}",
             "convert it",
             Words("leave it dense with", Setting("skip")),
         )
@@ -187,8 +186,7 @@ def refuse_overflow(overflow: Tensor, row: int, groups: int, fmt: Format) -> Non
         rows = sorted({row + i // groups for i in overflow.nonzero().flatten().tolist()})
         raise NumericError(
             f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} has weights too "
-            "large: its "
-            f"scale or its dequantized weights pass {fmt.largest_weight:.0f}, the end of "
-            f"{fmt.name if fmt.is_microscaled else 'float16'}",
+            f"large: its scale or its dequantized weights pass {fmt.largest_weight:.0f}, the end "
+            f"of {fmt.name if fmt.is_microscaled else 'float16'}",
             Words("leave it dense with", Setting("skip")),
         )

@@ -6,7 +6,6 @@ The facts of the report about any solved weight are computed here too.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.threads import one_thread
 from quantkit.errors import RecipeError
-from quantkit.names import Clip, Metric, Rule
+from quantkit.names import Clip, Json, Metric, Rule
 
 #: Bytes for each weight while it is pruned and rounded, or rounded again: the source, a float32
 #: copy, masks, codes, words (measured: 11.4).
@@ -47,7 +46,7 @@ def quantize(
     hessian: Tensor | None = None,
     signed: bool = False,
     prune: Rule = "magnitude",
-) -> tuple[QuantizedTensor, dict[str, Any]]:
+) -> tuple[QuantizedTensor, Json]:
     """Round `weight` `[n, k]` to nearest; also return the counts of `scale_facts`.
 
     `clip="search"` searches each scale for the least `metric`; "diag" and "block" need `hessian`
@@ -62,7 +61,7 @@ def quantize(
         check_size(hessian, weight.shape[1])
     check_signed(scheme, signed)
     groups = scheme.groups(weight.shape[1])
-    rule: dict[str, Any] = {}
+    rule: Json = {}
     if scheme.sparsity is not None:
         weight, rule = weight.masked_fill(~fixed_mask(weight, prune, hessian), 0), {"prune": prune}
     if rounds_codes_first(scheme.format, clip):
@@ -89,7 +88,7 @@ def rounds_codes_first(fmt: Format, clip: Clip) -> bool:
     return fmt.is_float and not fmt.is_microscaled and clip == "none"
 
 
-def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
+def scale_facts(tensor: QuantizedTensor) -> Json:
     """Count for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of
     zero, by magnitude.
 

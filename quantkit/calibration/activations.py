@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from quantkit.calibration.budget import stays_on_gpu
 from quantkit.core.formats import dtype_name
 from quantkit.io import files
 from quantkit.models.interception import State
+from quantkit.names import Json
 
 #: Tensors of a document begin at a multiple of these bytes, so that they can be viewed in their
 #: dtype.
@@ -131,9 +131,9 @@ class Activations:
             return None
         return made
 
-    def save(self, parity: int) -> dict[str, Any]:
+    def save(self, parity: int) -> Json:
         """Write a snapshot and return the facts with which `load` reads it."""
-        facts: dict[str, Any] = {
+        facts: Json = {
             "hash": files.save_tensor(file_of(self.work, f"{parity}", self.rank), self.hidden),
             "shape": list(self.hidden.shape),
             "dtype": dtype_name(self.hidden.dtype),
@@ -154,7 +154,7 @@ class Activations:
         work: Path,
         budget: int | None,
         parity: int,
-        parts: Sequence[dict[str, Any]],
+        parts: Sequence[Json],
         documents: range,
         device: torch.device = CPU,
         rank: int = 0,
@@ -176,7 +176,7 @@ class Activations:
         return made
 
 
-def _saved(work: Path, parity: int, rank: int, part: dict[str, Any]) -> list[State]:
+def _saved(work: Path, parity: int, rank: int, part: Json) -> list[State]:
     """Read the states of all documents of a rank's part of a snapshot."""
     shape, dtype = tuple(part["shape"]), getattr(torch, part["dtype"])
     hidden = files.load_tensor(file_of(work, f"{parity}", rank), shape, dtype, part["hash"])

@@ -18,10 +18,11 @@ import torch
 from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Goal, is_sparse
+from quantkit.core.quantized_tensor import Goal, Shape, is_sparse
 from quantkit.core.ranks import ROWS as UNIT, ranks
+from quantkit.core.threads import grouped
 from quantkit.errors import RecipeError, Setting, Words
-from quantkit.models.families import BLOCK
+from quantkit.models.families import BLOCK, EXPERT
 from quantkit.models.weights import compute_dtype
 from quantkit.recipes.recipe import Recipe
 
@@ -40,6 +41,8 @@ SOLVED_WEIGHTS = 2**28
 #: The most weights whose rows are solved at a time, by device, and the bytes that each of the other
 #: weights takes meanwhile beside its source: a code, and its copy.
 AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
+#: Keys of a config that state to how many experts a token is routed.
+ROUTED = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
@@ -77,12 +80,12 @@ def rows_at_once(k: int, device: str) -> int:
     return max(1, AT_ONCE[device] // (k * UNIT)) * UNIT
 
 
-def solving_work(shapes: Iterable[tuple[int, int]]) -> float:
+def solving_work(shapes: Iterable[Shape]) -> float:
     """Count the products of weights and tokens that take as long as solving linears `(n, k)`."""
     return sum(n * k * (SOLVED + SOLVED_BY_CHANNEL * k) for n, k in shapes)
 
 
-def affordable_tokens(shapes: Collection[tuple[int, int]]) -> int:
+def affordable_tokens(shapes: Collection[Shape]) -> int:
     """Count the tokens on which two cores calibrate linears `(n, k)` in `SECONDS`, by shapes alone:
     no load or number of threads changes a byte of the output.
     """
@@ -166,7 +169,9 @@ class Sizes:
     of Hessians. `linears` has name -> `(n, k)` of all linears in blocks, and of the head and the
     embeddings if they are solved. `blocks` has the sizes of
     each block, by path, and `outside` the sizes of each other tensor. `outputs` are the most
-    outputs of all linears in a block, `channels` the inputs of the widest linear. `token` are the
+    outputs of all linears in a block, and `passed` those that a pass without gradients has at a
+    time: of a layer's experts one, and those that a token is routed to. `channels` are the inputs
+    of the widest linear. `token` are the
     bytes of a token's hidden state, `longest` the tokens of the longest document, and `tokens` the
     tokens of a rank.
     """
@@ -175,10 +180,11 @@ class Sizes:
     device: str
     width: int
     factors: torch.dtype
-    linears: Mapping[str, tuple[int, int]]
+    linears: Mapping[str, Shape]
     blocks: Mapping[str, int]
     outside: Sequence[int]
     outputs: int
+    passed: int
     channels: int
     hidden: int
     heads: int
@@ -190,7 +196,7 @@ class Sizes:
     def of(
         cls,
         src: Checkpoint,
-        linears: Mapping[str, tuple[int, int]],
+        linears: Mapping[str, Shape],
         recipe: Recipe,
         device: str | None,
     ) -> Sizes:
@@ -213,6 +219,7 @@ class Sizes:
             _in_blocks(counts),
             [count for name, count in counts.items() if not BLOCK.match(name)],
             max(_in_blocks({module: n for module, (n, _) in inside.items()}).values(), default=0),
+            max(_in_blocks(_passed(src, inside)).values(), default=0),
             max((k for _, k in inside.values()), default=0),
             _stated(src, "hidden_size")
             or max((min(shape) for shape in inside.values()), default=0),
@@ -269,6 +276,20 @@ def _stated(src: Checkpoint, key: str) -> int | None:
     text = src.config.get("text_config")
     value = (text if isinstance(text, dict) else src.config).get(key)
     return value if type(value) is int and value > 0 else None
+
+
+def _passed(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Count the outputs of each linear, those of an expert by its share of `Sizes.passed`."""
+    found = {module: EXPERT.match(module) for module in linears}
+    of_layers = grouped((each[1], each[2]) for each in found.values() if each)
+    experts = {layer: len(set(numbers)) for layer, numbers in of_layers.items()}
+    routed = next((top for key in ROUTED if (top := _stated(src, key))), None)
+    outputs = dict[str, int]()
+    for module, (n, _) in linears.items():
+        expert = found[module]
+        count = 1 if expert is None else experts[expert[1]]
+        outputs[module] = n if routed is None else -(-n * min(count, routed + 1) // count)
+    return outputs
 
 
 def _in_blocks(counts: Mapping[str, int]) -> dict[str, int]:

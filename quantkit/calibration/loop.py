@@ -21,7 +21,6 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +45,7 @@ from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words
 from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import device_of
+from quantkit.names import Json, JsonView
 from quantkit.progress import QUIET, Clock, Progress, Recorder
 from quantkit.recipes.recipe import Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens
@@ -219,11 +219,15 @@ def new_run(
 
 
 def calibrated(
-    run: Run, done: Sequence[Mapping[str, Any]], before_solving: Stage | None = None
+    run: Run,
+    done: Sequence[JsonView],
+    before_solving: Stage | None = None,
+    aside: Collection[str] = (),
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned.
 
-    Each block is followed by a Commit; the tensors outside the blocks come last. `done` has the
+    Each block is followed by a Commit; the tensors outside the blocks come last, without those that
+    the caller has set `aside`. `done` has the
     journal lines of an interrupted run to continue. The stages add the facts of an item; the facts
     of a commit are block, phases, activations, form and ranks. If a background thread writes, the
     activations of a commit may follow later.
@@ -258,8 +262,16 @@ def calibrated(
                 yield _commit(run, stream, block)
             if run.head:
                 solved = _head(run, stream, stages)
-    yield from _rest(run, solved)
-    yield Commit({"block": REST, "phases": run.clock.take()})
+    yield from _rest(run, solved, aside)
+    yield Commit({"block": REST, "phases": run.clock.take()}, aside=bool(aside))
+
+
+def copied(run: Run) -> list[str]:
+    """List the tensors outside the blocks if all of them stay dense. They depend on no block, so
+    they may be written while blocks are solved.
+    """
+    names, goals = run.model.stored(None), run.goals(run.chosen)
+    return [] if any(name.removesuffix(".weight") in goals for name in names) else names
 
 
 def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Iterator[Item]:
@@ -328,12 +340,14 @@ def _head(run: Run, stream: Stream, stages: Sequence[Stage]) -> dict[str, Item]:
     return block.solved
 
 
-def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
-    """Yield the tensors outside the blocks, some `solved` already; other linears there and
-    embeddings that are not skipped are solved without a Hessian.
+def _rest(run: Run, solved: Mapping[str, Item], aside: Collection[str]) -> Iterator[Item]:
+    """Yield the tensors outside the blocks that are not `aside`, some `solved` already; other
+    linears there and embeddings that are not skipped are solved without a Hessian.
     """
     model, goals = run.model, run.goals(run.chosen)
     for name in model.stored(None) if run.ranks.first else ():
+        if name in aside:
+            continue
         run.progress.check()
         with run.clock.phase("solve"):
             why = "it is outside the blocks"
@@ -345,7 +359,7 @@ def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
 
 def save(
     run: Run, stream: Stream, block: int
-) -> tuple[list[dict[str, Any]] | None, Callable[[], dict[str, Any]] | None]:
+) -> tuple[list[Json] | None, Callable[[], Json] | None]:
     """Save the activations after a block, if a snapshot is due and the block is not the last.
 
     Two snapshots alternate, so that the last commit's stays while another is written. The result
@@ -366,9 +380,7 @@ def save(
         return run.ranks.exchange(facts), None
 
 
-def resume(
-    run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]
-) -> Stream:
+def resume(run: Run, finished: Sequence[JsonView], done: Sequence[JsonView]) -> Stream:
     """Make the stream that enters the first unfinished block. `finished` has the facts of the
     finished blocks.
 
@@ -389,7 +401,7 @@ def resume(
     return stream
 
 
-def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> tuple[int, Stream | None]:
+def _load_saved(run: Run, finished: Sequence[JsonView]) -> tuple[int, Stream | None]:
     """Load the last saved activations, and the number of the block that they enter; 0 and None if
     there are none.
     """

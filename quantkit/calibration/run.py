@@ -293,8 +293,7 @@ class Stream:
         self.progress.warn(
             Words(
                 f"{path}: the GPU has not enough memory for {before} tokens at a time, "
-                f"{self.at_once} are tried; the "
-                "last bits of sums may differ, a smaller",
+                f"{self.at_once} are tried; the last bits of sums may differ, a smaller",
                 Option("act_budget"),
                 "makes space",
             )

@@ -18,14 +18,20 @@ Scales of activations and of the cache belong to no dense model. They are left o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.low_bit_weights import LowBitWeight, grid, unpack_e2m1, unpack_words
+from quantkit.checkpoint.low_bit_weights import (
+    LowBitWeight,
+    grid,
+    unpack_e2m1,
+    unpack_float8,
+    unpack_words,
+)
 from quantkit.checkpoint.stored_tensors import Derived, StoredTensors
 from quantkit.core.formats import dtype_name
 from quantkit.errors import CheckpointError
@@ -38,6 +44,7 @@ from quantkit.layouts.compressed_tensors import (
     in_order_of_targets,
 )
 from quantkit.layouts.schemes import ORIGINAL, Patterns, Schemes, read
+from quantkit.names import JsonView
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.
@@ -123,7 +130,7 @@ class Scheme(NamedTuple):
     def unpack(self) -> Callable[[Tensor], Tensor]:
         """The function that turns codes into float32 values."""
         if self.form.name != PACKED:
-            return torch.Tensor.float
+            return unpack_float8 if self.form is _FP8 else torch.Tensor.float
         return partial(unpack_words, self.bits) if torch.int32 in self.form.codes else unpack_e2m1
 
 
@@ -145,7 +152,7 @@ class LowBit(NamedTuple):
         return " and ".join(parts + ["the rounding of activations"] * self.activations)
 
 
-def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
+def find(src: StoredTensors, stated: JsonView, dtype: torch.dtype) -> LowBit | None:
     """Find the low-bit weights of a source by its `quantization_config`, `stated`; None for other
     methods.
 
@@ -196,9 +203,7 @@ def is_variant(src: StoredTensors, schemes: Schemes) -> bool:
     return False
 
 
-def _compressed_tensors(
-    src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype
-) -> LowBit | None:
+def _compressed_tensors(src: StoredTensors, stated: JsonView, dtype: torch.dtype) -> LowBit | None:
     config = read(CompressedTensorsConfig, stated)
     targets: dict[str, Scheme] = {}
     for group in config.config_groups.values():
@@ -398,8 +403,7 @@ def _check_parts(src: StoredTensors, w: LowBitWeight, scheme: Scheme) -> None:
         ):
             raise CheckpointError(
                 f"{w.zero} is {dtype_name(src.dtype(w.zero))} of shape {list(src.shape(w.zero))}, "
-                "its weight needs "
-                f"{list(asked)}",
+                f"its weight needs {list(asked)}",
                 AGAIN,
             )
         if scheme.form.title == "INT" and not src.dtype(w.zero).is_signed:

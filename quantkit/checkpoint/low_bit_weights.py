@@ -67,6 +67,12 @@ def unpack_words(bits: int, words: Tensor) -> Tensor:
     return codes.flatten(1).float().sub_(2 ** (bits - 1))
 
 
+def unpack_float8(codes: Tensor) -> Tensor:
+    """Look up the values of 8-bit floats, which torch converts several times as slowly."""
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+
+
 def unpack_e2m1(pairs: Tensor) -> Tensor:
     """Unpack bytes `[m, c]` of two E2M1 codes each into their values `[m, 2 c]`."""
     return E2M1_PAIRS.index_select(0, pairs.flatten().int()).view(len(pairs), -1)
@@ -94,14 +100,24 @@ def _read(w: LowBitWeight, dtype: torch.dtype, read: Read, index: int | slice | 
     column = _groups(w, read)
     rows = torch.arange(n) if outer or index is None else torch.arange(n)[index].reshape(-1)
     codes = read(w.codes, index).reshape(len(rows), -1)
-    out = torch.empty((k, len(rows)) if w.transposed else (len(rows), k), dtype=dtype)
+    out = torch.empty(len(rows), k, dtype=dtype)
     for some in row_slices(codes, k):
         at = rows[some] // w.block[0]
         values = w.unpack(codes[some])[:, :k]
+        if column is None:  # whole groups in their order: each scale meets a view of its columns
+            values = values.unflatten(1, (-1, w.block[1]))
         if zeros is not None:
-            values = values - zeros[at].index_select(1, column)
-        (out.t() if w.transposed else out)[some] = values * scales[at].index_select(1, column)
+            values -= _spread(zeros[at], column)
+        values *= _spread(scales[at], column)
+        out[some] = values.flatten(1) if column is None else values
+    if w.transposed:  # a view: experts are transposed again before they are used
+        out = out.t()
     return out if outer or not isinstance(index, int) else out[0]
+
+
+def _spread(scales: Tensor, column: Tensor | None) -> Tensor:
+    """Give the scales `[m, g]` of each column; without `column`, of each group `[m, g, 1]`."""
+    return scales.unsqueeze(-1) if column is None else scales.index_select(1, column)
 
 
 def _scales(w: LowBitWeight, read: Read, expert: int | None) -> Tensor:
@@ -138,16 +154,14 @@ def _zeros(w: LowBitWeight, read: Read, expert: int | None) -> Tensor | None:
     return w.unpack(stored.reshape(-1, groups).t())[:, :rows].t()
 
 
-def _groups(w: LowBitWeight, read: Read) -> Tensor:
-    """Map each column of the weight to its column of scales. CheckpointError for a column out of
-    range.
+def _groups(w: LowBitWeight, read: Read) -> Tensor | None:
+    """Map each column of the weight to its column of scales; None for whole groups in their order.
+    CheckpointError for a column out of range.
     """
     static = torch.arange(w.shape[-1]) // w.block[1]
-    if w.order is None:
-        return static
-    order = read(w.order, None).long()
-    if bool((order == -1).all()):
-        return static
+    order = static if w.order is None else read(w.order, None).long()
+    if w.order is None or bool((order == -1).all()):
+        return static if w.shape[-1] % w.block[1] else None
     if bool(((order < 0) | (order > static[-1])).any()):
         raise CheckpointError(
             f"{w.order} names a group that is not one of {int(static[-1]) + 1}", AGAIN

@@ -32,6 +32,7 @@ from quantkit.io.model_folder import SUMS
 from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.keys import at_home
 from quantkit.layouts import LAYOUTS
+from quantkit.names import Json
 
 #: A GGUF file of a hub repository.
 HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):([^:]+\.gguf)", re.IGNORECASE)
@@ -119,9 +120,7 @@ def name_of(model: str | Path) -> str:
     return model_folder.cached_id(real) or real.name
 
 
-def origin(
-    src: Checkpoint, model: str | Path, revision: str | None
-) -> tuple[dict[str, Any], list[str]]:
+def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[Json, list[str]]:
     """Collect the facts about a source that its outputs hand on: name, revision, hub id, licence,
     language, tags.
 
@@ -130,7 +129,7 @@ def origin(
     state are absent. An unreadable model card leads to a notice.
     """
     stated, notice = model_folder.front_matter(src.path)
-    found: dict[str, Any] = {"name": name_of(model), "revision": revision}
+    found: Json = {"name": name_of(model), "revision": revision}
     cached = model_folder.cached_id(src.path)
     given = None if Path(model).exists() else HUB_FILE.sub(r"\1", str(model))
     ours = cached or given

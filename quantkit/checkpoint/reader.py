@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from quantkit.checkpoint import gguf_source, low_bit_sources
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredTensors, file_in
 from quantkit.core.formats import FLOATS, dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Tensors
 from quantkit.errors import CheckpointError, Command, LayoutError, Words, about
 from quantkit.io import files, json_files, model_folder
 from quantkit.layouts import LAYOUTS, read_config
@@ -27,6 +26,7 @@ from quantkit.layouts.base import DAMAGED, Layout, Unpacking, static_groups
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes, is_head
+from quantkit.names import Json
 
 #: The section of config.json that states the quantization, and its name in compressed-tensors'
 #: first releases.
@@ -67,7 +67,7 @@ class Checkpoint(StoredTensors):
         folder: Path | str,
         trust_remote_code: bool = False,
         *,
-        config: dict[str, Any] | None = None,
+        config: Json | None = None,
         dequantize: bool = False,
     ) -> None:
         path = Path(os.path.realpath(folder))
@@ -214,7 +214,7 @@ class Checkpoint(StoredTensors):
         return self.record(module, self.stored(module))
 
     def record(
-        self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None
+        self, module: str, tensors: Tensors, notices: list[str] | None = None
     ) -> QuantizedTensor:
         """Unpack the `stored` tensors of a module, on the device where they are.
 
@@ -230,7 +230,7 @@ class Checkpoint(StoredTensors):
         return q
 
     def unpacking(
-        self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None
+        self, module: str, tensors: Tensors, notices: list[str] | None = None
     ) -> Unpacking:
         """Return an unpacker by rows for a module without padding; errors and notices as for
         `record`.
@@ -275,7 +275,7 @@ class Checkpoint(StoredTensors):
             )
         )
 
-    def dense_config(self) -> dict[str, Any]:
+    def dense_config(self) -> Json:
         """Return the configuration without the quantization of the model, or of its
         language model.
         """
@@ -316,7 +316,7 @@ class Checkpoint(StoredTensors):
         )
         return changed[0]
 
-    def _read_quantization(self, stated: dict[str, Any], where: str, dequantize: bool) -> None:
+    def _read_quantization(self, stated: Json, where: str, dequantize: bool) -> None:
         """Read the layout and the schemes, or present the weights of a low-bit source under their
         dense names.
         """
@@ -336,7 +336,7 @@ class Checkpoint(StoredTensors):
         ):
             self.layout, self.schemes = layout, schemes
 
-    def _dequantize(self, stated: dict[str, Any]) -> bool:
+    def _dequantize(self, stated: Json) -> bool:
         with about(str(self.path)):
             found = low_bit_sources.find(self, stated, self.dtype_of_model)
         if found is None:
@@ -377,7 +377,7 @@ class Checkpoint(StoredTensors):
     def _dequantized(self) -> str:
         return f"dequantized to {dtype_name(self.dtype_of_model)} on reading"
 
-    def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
+    def _quantization_config(self, listing: list[str]) -> tuple[Json | None, str]:
         """Find the quantization config, None for a dense model, and the file that states it."""
         former = self.config.pop(
             FORMER, None
@@ -513,7 +513,6 @@ def _require_one_layout(
         if name not in ours and name.rpartition(".")[2] in suffixes and src.dtype(name) in _PACKED:
             raise CheckpointError(
                 f"{name} is packed and no part of the {layout.NAME} layout that config.json "
-                "states: a folder holds "
-                "one layout, convert each on its own",
+                "states: a folder holds one layout, convert each on its own",
                 subject=src.path,
             )

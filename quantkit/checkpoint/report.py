@@ -25,6 +25,7 @@ from quantkit.errors import CheckpointError
 from quantkit.io.files import hash_of
 from quantkit.io.json_files import dump_json, load_json
 from quantkit.io.model_folder import inside
+from quantkit.names import Json, JsonView
 from quantkit.version import __version__
 
 REPORT = "quantkit_report.json"
@@ -122,7 +123,7 @@ _REPORT = {
     ("recipe_sha256", "layout", "scheme"): str | None,
     ("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"): list[str],
     ("files", "not_opened_by", "not_tried"): dict[str, str],
-    ("recipe", "environment"): dict[str, Any],
+    ("recipe", "environment"): Json,
     ("fit",): _entries(_FIT),
     ("same_values", "outside"): float,
     ("ranks",): float | list[float],
@@ -151,8 +152,8 @@ def heading(
     name: str,
     revision: str | None,
     files: Mapping[str, str],
-    base: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    base: JsonView | None = None,
+) -> Json:
     """Build the entries that are known before the work: versions, machine, the source and its file
     hashes.
 
@@ -183,7 +184,7 @@ def valid_text(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def phases(done: Iterable[JsonView]) -> dict[str, float]:
     """Add up the seconds of each phase over journal lines."""
     return added_up(line.get("facts", {}).get("phases", {}) for line in done)
 
@@ -197,7 +198,7 @@ def added_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def digest(report: Mapping[str, Any]) -> str:
+def digest(report: JsonView) -> str:
     """Compute the SHA-256 of a report's facts about bytes: every hash, name, shape, count and
     setting.
 
@@ -217,7 +218,7 @@ def _constant(value: Any) -> Any:
     return [_constant(held) for held in value] if isinstance(value, list) else value
 
 
-def seal(report: Mapping[str, Any]) -> str:
+def seal(report: JsonView) -> str:
     """Return the entry SEAL of a report: the hash of the file without it."""
     return hash_of(dump_json({key: value for key, value in report.items() if key != SEAL}))
 
@@ -241,7 +242,7 @@ def peak_memory() -> dict[str, int]:
     return peak | ({"vram": used} if used else {})
 
 
-def load(folder: Path) -> dict[str, Any]:
+def load(folder: Path) -> Json:
     """Read the report of an output folder, `{}` if it has none.
 
     CheckpointError if an entry has a wrong type, the seal does not match the other entries, or the

@@ -2,15 +2,18 @@
 can continue.
 
 The pipeline's loops yield items, tensors one by one, and commits. A run writes at least one file a
-commit, such as a block. In the end neighbours are joined into files of at least LEAST_BYTES, and
-files are numbered `1 of N`. Each step is a line of the journal, whose `replaced` files give way to
-its `files`. The folder does not look like a model before its last file, config.json, is written.
+commit, such as a block. Neighbours are joined into files of at least LEAST_BYTES as soon as no
+later file can belong to them, and in the end files are numbered `1 of N`. Each step is a line of
+the journal, whose `replaced` files give way to its `files`. The folder does not look like a model
+before its last file, config.json, is written.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -66,11 +69,23 @@ class Item(NamedTuple):
 class Commit(NamedTuple):
     """Ask the writer to make all items so far durable; `facts` go into the journal.
 
-    `late` returns facts that are known only just before the write, such as a snapshot's.
+    `late` returns facts that are known only just before the write, such as a snapshot's. With
+    `aside`, it is the commit of the items that were set aside.
     """
 
     facts: dict[str, Any]
     late: Callable[[], dict[str, Any]] | None = None
+    aside: bool = False
+
+
+@dataclass
+class _Unit:
+    """Items that were stored since a commit, in their order, their files, and their bytes."""
+
+    items: dict[str, None] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+    packed_bytes: int = 0
 
 
 #: The most bytes that are reserved for one file's header.
@@ -120,7 +135,8 @@ class CheckpointWriter:
         # Listed now, so that a bad link does not stop a finished run.
         self._companions, self.left_out = companions_of(like)
         self._file: SafetensorsWriter | None = None
-        self._start_unit()
+        self._unit, self._aside = _Unit(), _Unit()
+        self._sizes: dict[str, int] = {}
         files.remove(partial / CONFIG)  # until the last step the folder must not look like a model
         self._rename()
         committed = self.hashes()
@@ -159,38 +175,58 @@ class CheckpointWriter:
         """Store an item, as the `tensors` that `pack` made of it; CheckpointError if it was stored
         before.
         """
-        if item.name in self._written or item.name in self._pending:
+        stored = self._written, self._aside.items, self._unit.items
+        if any(item.name in names for names in stored):
             raise CheckpointError("is written twice: a bug, please report it", subject=item.name)
         for name, tensor in (self.pack(item) if tensors is None else tensors).items():
             size = tensor.numel() * tensor.dtype.itemsize
             self._file_for(name, size).add(name, tensor)
-            self._bytes += size
-            self._packed_bytes += 0 if isinstance(item.value, Tensor) else size
-        self._pending[item.name] = None
+            self._unit.bytes += size
+            self._unit.packed_bytes += 0 if isinstance(item.value, Tensor) else size
+        self._unit.items[item.name] = None
 
-    def commit(self, facts: dict[str, Any]) -> None:
-        """Make all items so far durable: their shards are closed, their names and `facts` go into
-        the journal.
+    def set_aside(self) -> None:
+        """Close the shards of the items so far. They wait for their own commit; a run that is
+        resumed without it writes them anew.
         """
-        if not self._pending and not any(facts.values()):
+        self._close_file()
+        self._unit, self._aside = _Unit(), self._unit
+
+    def commit(self, facts: dict[str, Any], aside: bool = False) -> None:
+        """Make all items so far durable: their shards are closed, their names and `facts` go into
+        the journal. With `aside`, those that were set aside.
+        """
+        unit = self._aside if aside else self._unit
+        if not unit.items and not any(facts.values()):
             return
         self._close_file()
-        sizes = {"bytes": self._bytes, "packed_bytes": self._packed_bytes}
-        self._record({"files": self._files, "items": list(self._pending), "facts": facts, **sizes})
-        self._written.update(self._pending)
-        self._start_unit()
+        sizes = {"bytes": unit.bytes, "packed_bytes": unit.packed_bytes}
+        self._record({"files": unit.files, "items": list(unit.items), "facts": facts, **sizes})
+        self._written.update(unit.items)
+        if aside:
+            self._aside = _Unit()
+        else:
+            self._unit = _Unit()
+        self._join(ended=False)
 
     def arrange(self) -> None:
-        """Commit, join small files, and give all files their final names.
+        """Commit, join small files, and give all files their final names."""
+        self.commit({})
+        self._join(ended=True)
+        found = self.hashes()
+        names = final_names(len(found))
+        if names != list(found):
+            self._replace(list(found), dict(zip(names, found.values(), strict=True)))
+            self._rename()
+
+    def _join(self, ended: bool) -> None:
+        """Join the groups of small files that are complete; if the run has `ended`, all.
 
         Files are deleted only after the journal has their replacements. A resumed run deletes the
         rest.
         """
-        self.commit({})
         names = list(self.hashes())
-        headers = (read_header(self.partial / name)[0].values() for name in names)
-        sizes = [sum(info.end - info.start for info in header) for header in headers]
-        for group in groups(sizes, self.max_shard_bytes):
+        for group in groups(list(map(self._tensor_bytes, names)), self.max_shard_bytes, ended):
             if len(group) > 1:
                 old, new = [names[i] for i in group], self._next_name()
                 self._replace(
@@ -199,11 +235,13 @@ class CheckpointWriter:
                 )
                 for name in old:
                     files.remove(self.partial / name)
-        found = self.hashes()
-        names = final_names(len(found))
-        if names != list(found):
-            self._replace(list(found), dict(zip(names, found.values(), strict=True)))
-            self._rename()
+
+    def _tensor_bytes(self, name: str) -> int:
+        """Return the bytes of the tensors in a committed file."""
+        if name not in self._sizes:
+            header = read_header(self.partial / name)[0]
+            self._sizes[name] = sum(info.end - info.start for info in header.values())
+        return self._sizes[name]
 
     def rewrite(self, changed: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
         """Write the committed files anew, with some tensors `changed` in their values alone, and
@@ -211,9 +249,9 @@ class CheckpointWriter:
         """
         old, new = list(self.hashes()), {}
         for name in old if changed else ():
-            self._files[path := self._next_name()] = ""
+            self._unit.files[path := self._next_name()] = ""
             new[path] = join_files([self.partial / name], self.partial / path, changed)
-        self._start_unit()
+        self._unit = _Unit()
         self._replace(old if changed else [], new, facts)
         for name in old if changed else ():
             files.remove(self.partial / name)
@@ -333,18 +371,16 @@ class CheckpointWriter:
         return self._file
 
     def _next_name(self) -> str:
-        number = sum(len(line["files"]) for line in self.done) + len(self._files) + 1
-        return f"model-{number:05}.safetensors"
+        # Files that were set aside take numbers too, which a resumed run may skip.
+        used = {name for line in self.done for name in line["files"]}
+        used |= self._unit.files.keys() | self._aside.files.keys()
+        names = (f"model-{number:05}.safetensors" for number in count(len(used) + 1))
+        return next(name for name in names if name not in used)
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._files[self._file.path.name] = self._file.close()
+            self._unit.files[self._file.path.name] = self._file.close()
             self._file = None
-
-    def _start_unit(self) -> None:
-        self._pending: dict[str, None] = {}
-        self._files: dict[str, str] = {}
-        self._bytes = self._packed_bytes = 0
 
 
 def require_same(partial: Path, identity: Mapping[str, Any], difference: Compare) -> None:
@@ -394,9 +430,9 @@ def renamings(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def groups(sizes: Sequence[int], most: int) -> list[range]:
+def groups(sizes: Sequence[int], most: int, ended: bool = True) -> list[range]:
     """Divide files of these `sizes`, in order, into those that are joined: of at least LEAST_BYTES,
-    at most `most`.
+    at most `most`. Unless the files have `ended`, without the last group, which may grow.
     """
     found: list[range] = []
     first = total = 0
@@ -405,6 +441,8 @@ def groups(sizes: Sequence[int], most: int) -> list[range]:
             found.append(range(first, number))
             first, total = number, 0
         total += size
+    if not ended:
+        return found
     if found and total < LEAST_BYTES and sum(sizes[i] for i in found[-1]) + total <= most:
         first = found.pop().start
     return [*found, range(first, len(sizes))] if sizes else []

@@ -24,6 +24,7 @@ from quantkit.cli.options import command
 from quantkit.cli.process import emit
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
+from quantkit.names import Json
 from quantkit.progress import QUIET, Progress
 
 MODEL = Path(__file__).parents[1] / "demo_model"
@@ -48,7 +49,7 @@ DEMO = ("format", "method", "layout", "bits/weight", "size", "perplexity", "chan
 CALIBRATED_ON, EVALUATED_ON = "calibration.jsonl", "evaluation.txt"
 
 #: Folder -> options of `quantkit.quantize`; PACKED is made of the second.
-RECIPES: dict[str, dict[str, Any]] = {
+RECIPES: dict[str, Json] = {
     "int4-rtn": {"format": "int4", "method": "rtn"},
     "int4-gptq": {"format": "int4", "method": "gptq"},
     "fp6-gptq": {"format": "fp6", "method": "gptq"},
@@ -67,7 +68,7 @@ def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
     emit(show.as_json(found) if as_json else format_demo(found, progress))
 
 
-def run(out: Path | None = None, progress: Progress = QUIET) -> dict[str, Any]:
+def run(out: Path | None = None, progress: Progress = QUIET) -> Json:
     """Do the main job on the packaged model; return the `rows` of the comparison and the `protocol`
     of perplexities.
 
@@ -112,7 +113,7 @@ def _write_texts(folder: Path) -> None:
     files.write_atomic(folder / EVALUATED_ON, text.encode())
 
 
-def _run(folder: Path, progress: Progress) -> dict[str, Any]:
+def _run(folder: Path, progress: Progress) -> Json:
     from quantkit import api
     from quantkit.evaluation.verify import verify
     from quantkit.pipeline.convert import pack
@@ -139,17 +140,14 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
         rows.append(_row(folder / name, methods[name], evaluation, rows[0], progress))
     protocol = (
         f"perplexity on the documentation strings of {len(EVALUATION.split())} Python modules, "
-        "windows and stride "
-        f"{WINDOW}; calibrated on {SAMPLES} classes and functions of {len(CALIBRATION.split())} "
-        "other modules. The "
-        "model was trained on the documentation of other modules too, not on the evaluated ones'."
+        f"windows and stride {WINDOW}; calibrated on {SAMPLES} classes and functions of "
+        f"{len(CALIBRATION.split())} other modules. The model was trained on the documentation of "
+        "other modules too, not on the evaluated ones'."
     )
     return {"rows": rows, "protocol": protocol}
 
 
-def _row(
-    folder: Path, method: str, text: Path, before: dict[str, Any] | None, progress: Progress
-) -> dict[str, Any]:
+def _row(folder: Path, method: str, text: Path, before: Json | None, progress: Progress) -> Json:
     from quantkit import api
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.pipeline.inspection import describe

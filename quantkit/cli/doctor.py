@@ -21,7 +21,7 @@ from quantkit.cli.options import command
 from quantkit.cli.process import FAILED, emit, leave
 from quantkit.core.units import format_bytes
 from quantkit.errors import reason
-from quantkit.names import OPTIONAL
+from quantkit.names import OPTIONAL, Json
 from quantkit.progress import Progress
 from quantkit.version import __version__
 
@@ -87,7 +87,7 @@ def format_diagnosis(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def diagnose() -> dict[str, Any]:
+def diagnose() -> Json:
     """Diagnose the installation: `ok`, `checks` (name, found, needs, ok, fix), `gpus`, `kernels`,
     `machine`, `fixes`.
 
@@ -95,15 +95,15 @@ def diagnose() -> dict[str, Any]:
     space, in bytes, is measured at the current folder.
     """
     checks = [_python(), *(package(name, lowest) for name, lowest in required().items())]
-    gpus: list[dict[str, Any]] = []
-    machine: dict[str, Any] = {"threads": None, "free_memory": None}
+    gpus: list[Json] = []
+    machine: Json = {"threads": None, "free_memory": None}
     try:
         from quantkit.cli import gpu_diagnosis
     except (
         ImportError,
         OSError,
     ) as error:  # a torch whose libraries do not fit the machine raises an OSError
-        kernels: dict[str, Any] = {"here": [], "note": f"unknown: {reason(error)}"}
+        kernels: Json = {"here": [], "note": f"unknown: {reason(error)}"}
         if all(check.ok for check in checks):
             checks.append(_broken(error))
     else:

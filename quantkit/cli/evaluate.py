@@ -211,10 +211,9 @@ def format_divergence(found: Divergence, progress: Progress) -> str:
 def _protocol(found: Perplexity | Divergence) -> str:
     return (
         f"on {found.data}: {found.windows} windows of {found.window} tokens, stride "
-        f"{found.stride}, "
-        f"{'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), {found.tokens} "
-        "predictions, "
-        f"text of {found.text_tokens} tokens (a last short window is dropped); {found.weights}"
+        f"{found.stride}, {'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), "
+        f"{found.tokens} predictions, text of {found.text_tokens} tokens (a last short window is "
+        f"dropped); {found.weights}"
     )
 
 
@@ -233,9 +232,8 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
             other,
             _percent(of.difference, "+"),
         ]
-        return [*names, *figures, _interval(of.difference_low, of.difference_high, "+")][
-            : len(head)
-        ]
+        ends = (_percent(of.difference_low, "+"), _percent(of.difference_high, "+"))
+        return [*names, *figures, " to ".join(filter(None, ends))][: len(head)]
 
     rows = [
         row((each.task, each.metric), each.value, each, str(each.questions), _percent(each.against))
@@ -246,10 +244,8 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
     questions = sum({each.task: each.questions for each in found.scores}.values())
     protocol = (
         f"on {found.data}: {', '.join(splits)}, {questions} questions, seed {found.seed}, batches "
-        "of "
-        f"{found.batch_size}, {'with' if found.chat_template else 'no'} chat template, "
-        f"{found.truncated} requests cut "
-        f"to fit; lm-eval {found.lm_eval}; {found.weights}"
+        f"of {found.batch_size}, {'with' if found.chat_template else 'no'} chat template, "
+        f"{found.truncated} requests cut to fit; lm-eval {found.lm_eval}; {found.weights}"
     )
     line = f"mean {' '.join(filter(None, rows[-1][2:]))}"
     return show.of_level(progress, f"{line} {protocol}", f"{show.table(head, rows)}\n{protocol}")
@@ -257,11 +253,6 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
 
 def _percent(value: float | None, sign: str = "") -> str:
     return "" if value is None else f"{100 * value:{sign}.2f}"
-
-
-def _interval(low: float | None, high: float | None, sign: str = "") -> str:
-    """Format an interval of shares in percent, empty if there is none."""
-    return "" if low is None or high is None else f"{_percent(low, sign)} to {_percent(high, sign)}"
 
 
 def format_comparison(found: Comparison, progress: Progress) -> str:
@@ -315,8 +306,4 @@ def generate(
 def _after(prompt: str) -> Any:
     """Make a listener that prints the prompt in front of the first piece."""
     pieces = iter([prompt])
-
-    def listen(piece: str) -> None:
-        stream(next(pieces, "") + piece)
-
-    return listen
+    return lambda piece: stream(next(pieces, "") + piece)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,9 +15,10 @@ from quantkit.core.memory_limits import free_memory
 from quantkit.errors import KernelError
 from quantkit.kernels import MATMULS, loader, missing, toolchain
 from quantkit.layouts import LAYOUTS
+from quantkit.names import Json
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Json:
     """Count torch's threads and the bytes of free memory (None: unknown)."""
     return {"threads": torch.get_num_threads(), "free_memory": free_memory()}
 
@@ -64,7 +64,7 @@ def cupy() -> Check:
     return Check("cupy", found, needs, False if torch.cuda.is_available() else None, fix)
 
 
-def gpus() -> list[dict[str, Any]]:
+def gpus() -> list[Json]:
     """List the GPUs with compute capability, memory in bytes, and why kernels cannot run on one
     (`problem`).
     """
@@ -88,7 +88,7 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def kernels() -> dict[str, Any]:
+def kernels() -> Json:
     """Name the layouts whose kernel runs on a GPU of this machine. `note` has the GPUs, or the
     obstacle.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from quantkit.cli.process import UNVERIFIED, emit, leave
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.options import VerifyOptions
-from quantkit.names import VERIFICATION
+from quantkit.names import VERIFICATION, JsonView
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
 
@@ -182,7 +182,7 @@ def format_checks(
 
 
 def format_description(
-    found: Mapping[str, Any], tensors: Iterable[Sequence[Any]], progress: Progress
+    found: JsonView, tensors: Iterable[Sequence[Any]], progress: Progress
 ) -> str:
     """Format the facts that `inspect` read from the headers of a checkpoint; -v lists `tensors`."""
     bits = found["bits_per_weight"]
@@ -198,7 +198,7 @@ def format_description(
     )
 
 
-def _held(found: Mapping[str, Any]) -> str:
+def _held(found: JsonView) -> str:
     """Name the layout of a checkpoint, or how a dense model is stored."""
     low = found["dequantized_from"]
     return str(
@@ -207,7 +207,7 @@ def _held(found: Mapping[str, Any]) -> str:
     )
 
 
-def _description(found: Mapping[str, Any]) -> str:
+def _description(found: JsonView) -> str:
     from quantkit.reporting import facts
 
     bits = found["bits_per_weight"]

@@ -35,11 +35,11 @@ from quantkit.cli.parsing import (
     needed_unless,
     section,
 )
-from quantkit.cli.process import STOP, exits, joined, require_one
+from quantkit.cli.process import STOP, exits, joined, started
 from quantkit.core.memory_limits import require_memory_for_imports
-from quantkit.errors import Option, QuantkitError
+from quantkit.errors import Option, QuantkitError, RecipeError
 from quantkit.keys import OPTIONS, Key, built, keys_of
-from quantkit.names import LAYOUTS
+from quantkit.names import LAYOUTS, Json
 from quantkit.progress import Progress
 from quantkit.text.sources import FILES, NAMED, PACKAGED
 
@@ -84,7 +84,7 @@ def numbers(value: Any) -> tuple[int, ...]:
         raise click.BadParameter(f"{value!r} is no list of numbers: write it like 0,1,2") from None
 
 
-def json_object(value: Any, example: str) -> dict[str, Any]:
+def json_object(value: Any, example: str) -> Json:
     """Read arguments by name, like the `example`: a JSON object, or one as KEY=VALUE, whose value
     is JSON or else a text.
     """
@@ -101,12 +101,12 @@ def json_object(value: Any, example: str) -> dict[str, Any]:
         return {key: text}
 
 
-def engine_args(value: Any) -> dict[str, Any]:
+def engine_args(value: Any) -> Json:
     """Read arguments of an engine."""
     return json_object(value, "quantization=quantkit")
 
 
-def template_args(value: Any) -> dict[str, Any]:
+def template_args(value: Any) -> Json:
     """Read arguments of a chat template."""
     return json_object(value, "enable_thinking=false")
 
@@ -182,8 +182,11 @@ def command(
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
             with joined() as together, exits(), together():
-                if not shared:
-                    require_one(name)
+                if not shared and started() > 1:
+                    raise RecipeError(
+                        f"{started()} processes were started, and quantkit {name} uses one: start "
+                        "it without torchrun or accelerate launch"
+                    )
                 _require_usable_process(computes)
                 if computes:
                     _be_deterministic()
@@ -271,7 +274,7 @@ def flag(name: str, help: str, *variable: str, **more: Any) -> Callable[[Functio
 
 
 #: Placeholder of a value in help -> its type and completion.
-VALUES: dict[str, dict[str, Any]] = {
+VALUES: dict[str, Json] = {
     "BYTES": {"type": number_of_bytes},
     "CHECKPOINT": {"shell_complete": folders},
     "DIR": {"shell_complete": folders},
@@ -283,7 +286,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "SOURCE,NAME=SOURCE": {"shell_complete": texts},
 }
 #: Further arguments of click for a key of a recipe, by keyword.
-_MORE: dict[str, dict[str, Any]] = {
+_MORE: dict[str, Json] = {
     "group_size": {"type": group_size, "metavar": "COLUMNS"},
     "override": {
         "type": override,
@@ -364,7 +367,7 @@ def _option(key: Key, of_recipe: bool = False) -> Callable[[Function], Function]
     name = key.keyword.replace("_", "-")
     default = None if of_recipe else key.default
     flags = [f"--{name}"]
-    more: dict[str, Any] = {"help": key.help_text, "default": default}
+    more: Json = {"help": key.help_text, "default": default}
     if default is ...:
         more = {"help": key.help_text, "required": True}
     if key.is_switch and key.negated and not of_recipe:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import click
 
 from quantkit.core.memory_limits import unused_memory
-from quantkit.errors import QuantkitError, RecipeError, is_out_of_memory, reason
+from quantkit.errors import QuantkitError, is_out_of_memory, reason
 from quantkit.progress import Progress, Stop
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
@@ -256,16 +256,6 @@ def silence_others() -> None:
 
     sys.excepthook = show
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
-def require_one(command: str) -> None:
-    """Raise RecipeError if several processes were started for a command that needs one."""
-    if started() > 1:
-        raise RecipeError(
-            f"{started()} processes were started, and quantkit {command} uses one: start it "
-            "without torchrun or "
-            "accelerate launch"
-        )
 
 
 @contextmanager

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
+from quantkit.names import JsonView
 from quantkit.progress import Progress
 from quantkit.reporting.tables import facts as facts, table as table
 
 
-def as_json(result: Mapping[str, Any]) -> str:
+def as_json(result: JsonView) -> str:
     """Format a result as one JSON object."""
     return json.dumps(result, indent=1, allow_nan=False)
 
@@ -25,7 +24,7 @@ def of_level(progress: Progress, line: str, text: str, more: str = "") -> str:
     return f"{text}\n\n{more}" if progress.verbose and more else text
 
 
-def report(found: Mapping[str, Any], progress: Progress) -> str:
+def report(found: JsonView, progress: Progress) -> str:
     """Format the report of a run."""
     from quantkit.reporting import summary
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
@@ -22,6 +22,10 @@ from quantkit.core import sparsity
 from quantkit.core.formats import FORMATS, Format, raw_bytes
 from quantkit.errors import LayoutError, RecipeError, Setting, Words
 
+#: The sizes `[n, k]` of a weight; its packed tensors by suffix, and their shapes.
+Shape = tuple[int, int]
+Tensors = Mapping[str, Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
 Sparsity = Literal["2:4"] | None
 #: Name of the hash function, which is also the prefix of a digest.
 DIGEST = "xxh3_128"

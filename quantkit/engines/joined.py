@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.reader import Checkpoint
@@ -21,6 +20,7 @@ from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import grouped
 from quantkit.layouts import Layout, quantkit_key
 from quantkit.layouts.schemes import ANY_HEAD, Schemes, is_head, literal
+from quantkit.names import Json
 from quantkit.version import __version__
 
 #: The name of the joined linear, and its members. The first row with a member counts. A row may
@@ -109,11 +109,11 @@ def output_config(
     schemes: Schemes | None,
     true_shapes: Mapping[str, Sequence[int] | None],
     recipe_sha256: str | None,
-) -> dict[str, Any]:
+) -> Json:
     """Make the config.json of an output; `true_shapes` has every changed linear, with its shape if
     it is padded.
     """
-    config: dict[str, Any] = without_paths(src.dense_config(), src.path)
+    config: Json = without_paths(src.dense_config(), src.path)
     if src.written_dtype is not None:
         for part in (config, *config.values()):  # the parts of an image-text model state theirs too
             if isinstance(part, dict):
@@ -133,7 +133,7 @@ def output_config(
 
 def quantization_config(
     layout: Layout, schemes: Schemes, modules: Collection[str], recipe_sha256: str | None
-) -> dict[str, Any]:
+) -> Json:
     """Make the public config of a layout and the `quantkit` key; `modules` are the quantized
     linears.
     """

@@ -108,15 +108,6 @@ class Trait:
     is_unknown: bool = False
 
 
-def _part_of_a_name(folder: Folder) -> bool:
-    names = "\n".join(folder.linears)
-    return any(module in names for module in folder.dense)
-
-
-def _has_encoder(folder: Folder) -> bool:
-    return folder.config.get("is_encoder_decoder") is True
-
-
 DENSE_HEAD = Words("leave it dense: drop", Setting("head"))
 DENSE_EMBEDDINGS = Words("leave them dense: drop", Setting("embeddings"))
 #: Name -> trait. A trait belongs to the format or the layout; docs/models.md has the traits of
@@ -202,6 +193,20 @@ TRAITS = {
         Words("quantize with", Setting("dense_dtype", "bfloat16")),
         lambda f: f.is_half and any(s.format.is_microscaled for s in f.schemes),
     ),
+    "beyond INT4": Trait(
+        "other weights than those of linears in symmetric INT4, which were not tried",
+        Words("use", Setting("format", "int4")),
+        lambda f: any(
+            is_expert(m) or not s.symmetric or (s.format.name, s.sparsity) != ("int4", None)
+            for m, (s, _) in f.linears.items()
+        ),
+        is_unknown=True,
+    ),
+    "widths in SGLang": Trait(
+        "integers of other widths than 4 and 8 bits, which SGLang 0.5.23 refuses",
+        Words("use", Setting("format", "int4")),
+        lambda f: any(not s.format.is_float and s.format.bits not in (4, 8) for s in f.schemes),
+    ),
     "linears in MXFP4": Trait(
         "MXFP4 outside of experts, for which SGLang 0.5.23 has no method",
         Words("use", Setting("format", "nvfp4")),
@@ -275,10 +280,13 @@ TRAITS = {
         "a dense linear whose name is a part of a quantized one's, which the public config cannot "
         "tell apart",
         Words("use", Setting("layout", "compressed-tensors")),
-        _part_of_a_name,
+        lambda f: any(module in "\n".join(f.linears) for module in f.dense),
     ),
     "encoder": Trait(
-        "an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True
+        "an encoder-decoder",
+        "load it with another reader",
+        lambda f: f.config.get("is_encoder_decoder") is True,
+        is_unknown=True,
     ),
     "family": Trait(
         "its family, whose packed weights vLLM 0.26.0 has no place for",
@@ -307,12 +315,15 @@ def _odd_rows(folder: Folder) -> str | None:
     (module, shape), *_ = odd
     return (
         f"{len(odd)} weights have n % 256 != 0 (first {module} {list(shape)}): the published "
-        "MARLIN kernel does not "
-        "take them, readers that ask n % 64 do"
+        "MARLIN kernel does not take them, readers that ask n % 64 do"
     )
 
 
 _HALF_ONLY = "run float16 only: load this model with dtype float16"
+_ROUNDED_BY_VLLM = (
+    "vLLM 0.33.0 rounds the activations of MXFP4 linears to FP8 on an H100 or H200: start it with "
+    "--linear-backend marlin"
+)
 #: Layouts with a remark for folders that readers open only in some cases (LAYOUTS 3.1, 3.5 and 10).
 CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
     (("marlin",), _odd_rows),
@@ -320,6 +331,10 @@ CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
     (
         ("gptq", "gptq-v2"),
         lambda f: None if f.is_half else f"GPTQ kernels other than MARLIN's {_HALF_ONLY} there",
+    ),
+    (
+        ("compressed-tensors",),
+        lambda f: _ROUNDED_BY_VLLM if any(s.format.name == "mxfp4" for s in f.schemes) else None,
     ),
 )
 
@@ -382,7 +397,8 @@ def refusals(folder: Folder) -> list[str]:
             TRAITS[trait].way_out,
         )
         for trait, names in found.items()
-        if trait not in ("split", "padded")  # the former follows, a plan names the padded weights
+        # The first follows, a plan names padded weights, and the last has a reader of its own.
+        if trait not in ("split", "padded", "beyond INT4")
     ]
     mixed = folder.mixed_groups
     if mixed:
@@ -394,12 +410,6 @@ def refusals(folder: Folder) -> list[str]:
         )
         lines.append(Words(rule, "folder:", TRAITS["split"].way_out))
     return lines
-
-
-def cautions(folder: Folder) -> list[str]:
-    """Name the limits of readers that open the layout."""
-    found = (say(folder) for layouts, say in CAUTIONS if folder.layout in layouts)
-    return [line for line in found if line is not None]
 
 
 def refusal(folder: Folder, engine: Engine) -> tuple[str, str | None] | None:
@@ -417,11 +427,6 @@ def refusal(folder: Folder, engine: Engine) -> tuple[str, str | None] | None:
     if first.is_unknown:
         return f"it was not asked to open {first.words}", None
     return f"it does not open a folder with {first.words}", first.way_out
-
-
-def has_own_linears(folder: Folder, engine: Engine) -> bool:
-    """Return True if an engine opens a folder with quantkit's own linears."""
-    return any(reader.is_own for reader, _ in readers_of(folder, [engine]))
 
 
 def engine_kernel(

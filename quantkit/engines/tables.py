@@ -136,6 +136,7 @@ _OF_WIDTHS = ("zeros of other widths", "experts of other widths", "zeros of INT8
 _FP4 = "vLLM 0.26.0's source, read on 2026-11-29, and its loader for an H200, run on a CPU"
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 _FP4_GPUS = (HOPPER, AMPERE, ADA, (8, 6))
+_FP4_ON_HOPPER = "vLLM 0.33.0, run on an H200, 2026-11-29; 0.26.0 has Marlin there"
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
@@ -273,6 +274,15 @@ VLLM = Engine(
                 ("humming", "Humming"),
             )
         ),
+        Kernel(_WNA16, "Humming", _FP4_ON_HOPPER, (HOPPER,), is_float=True, groups=(16,)),
+        Kernel(
+            _WNA16,
+            "Humming, which rounds activations to FP8 too (not with --linear-backend marlin)",
+            _FP4_ON_HOPPER,
+            (HOPPER,),
+            is_float=True,
+            groups=(32,),
+        ),
         Kernel(_WNA16, "Marlin for FP4", _FP4, _FP4_GPUS, is_float=True, groups=(16, 32)),
         Kernel(_WNA16, "Marlin for FP4", _FP4, is_float=True, groups=(16,)),
         Kernel(
@@ -321,28 +331,38 @@ VLLM = Engine(
 
 _EXPERTS_PULL = "https://github.com/sgl-project/sglang/pull/17137, 2026-01-15"
 _HUMMING_KERNELS = "docs/layouts.md 9b, humming-kernels 0.1.19, 2026-11-23"
+_SGLANG = "SGLang 0.5.23, run on one H200, 2026-11-29"
 SGLANG = Engine(
     "sglang",
     readers=(
         Reader(
             "SGLang",
             ("compressed-tensors",),
+            (*_SHARED, "beyond INT4", "head in SGLang", "packed embeddings", "encoder"),
+            _SGLANG,
+        ),
+        Reader(
+            "SGLang",
+            ("compressed-tensors",),
             (
                 *_SHARED,
                 "experts",
+                "widths in SGLang",
                 "linears in MXFP4",
                 "head in SGLang",
                 "packed embeddings",
                 "encoder",
             ),
             PUBLISHED,
+            only="beyond INT4",
         ),
         Reader(
             "SGLang",
             ("gptq",),
             ("asymmetric", "wrapped", "head in SGLang", "encoder", *_SHARED),
-            PUBLISHED,
+            _SGLANG,
         ),
+        Reader("SGLang", ("awq",), ("mixed", "part", *_SHARED, "packed head", "encoder"), _SGLANG),
         Reader(
             "SGLang",
             ("humming",),

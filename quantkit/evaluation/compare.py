@@ -41,6 +41,7 @@ from quantkit.io import files
 from quantkit.io.staging import check_staging, claimed
 from quantkit.layouts import LAYOUTS
 from quantkit.models.weights import device_of, load_dense_model
+from quantkit.names import Json, JsonView
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.progress import Progress, Recorder
@@ -70,7 +71,7 @@ class Comparison(ShortRepr):
     unfinished: list[str]
     failed: dict[str, str]
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self) -> Json:
         return {
             "path": str(self.path),
             "rows": len(self.rows),
@@ -83,7 +84,7 @@ def compare(
     model: str | Path,
     out: str | Path,
     asked: CompareOptions,
-    settings: Mapping[str, Any],
+    settings: JsonView,
     progress: Progress,
 ) -> Comparison:
     """Quantize a model by each of several recipes, judge the results, and write one table into the
@@ -139,7 +140,7 @@ def compare(
 
 
 def entries_of(
-    recipes: Mapping[str, Mapping[str, Any]], calib: Mapping[str, str], seeds: Sequence[int]
+    recipes: Mapping[str, JsonView], calib: Mapping[str, str], seeds: Sequence[int]
 ) -> list[Entry]:
     """List the rows: the unquantized model, and each recipe with each text and seed if it needs
     text.
@@ -176,7 +177,7 @@ def command(
     model: str | Path,
     entry: Entry,
     sources: Mapping[str, str],
-    settings: Mapping[str, Any],
+    settings: JsonView,
     asked: CompareOptions,
 ) -> str:
     """Return the command that quantizes as a row did. For a scheme without a layout, return the
@@ -217,7 +218,7 @@ def command(
     return str(Command(name, model, Option("out", Words("OUT")), *words, *more))
 
 
-def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
+def _pairs(settings: JsonView, before: str = "") -> Iterator[str]:
     """Yield settings as KEY=VALUE."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and before + key != "overrides":
@@ -359,7 +360,7 @@ class Rows:
             )
         return known
 
-    def _scores(self, tasks: Exam, answers: Mapping[str, Any], unquantized: Entry | None) -> Row:
+    def _scores(self, tasks: Exam, answers: JsonView, unquantized: Entry | None) -> Row:
         others = None
         if unquantized is not None:
             base, names = self._journal(unquantized), {w: self._names["task", w] for w in answers}
@@ -383,7 +384,7 @@ class Rows:
         run = self._identity(entry)
         return Finished(self._out / ROWS / f"{self._slug(entry, run)}.jsonl", run)
 
-    def _identity(self, entry: Entry) -> dict[str, Any]:
+    def _identity(self, entry: Entry) -> Json:
         recipe = entry.recipe
         sources = recipe.calibration.sources if recipe and recipe.calibrated else ()
         return {
@@ -401,7 +402,7 @@ class Rows:
     def _work(self, entry: Entry) -> Path:
         return self._out / WORK / self._slug(entry, self._identity(entry))
 
-    def _slug(self, entry: Entry, run: Mapping[str, Any]) -> str:
+    def _slug(self, entry: Entry, run: JsonView) -> str:
         words = re.sub(r"[^\w.]+", "-", entry.title).strip("-")[:60]
         return f"{words}-{_digest(run)}"
 
@@ -454,7 +455,7 @@ class Rows:
         }
         return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
 
-    def _quantized(self, entry: Entry, folder: Path) -> dict[str, Any]:
+    def _quantized(self, entry: Entry, folder: Path) -> Json:
         """Return the report of a row's folder, which is made if it is not there."""
         assert entry.recipe is not None
         if not folder.exists():
@@ -477,7 +478,7 @@ class Rows:
         }
 
 
-def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, int]:
+def _as_if_stored(report: JsonView, src: Checkpoint) -> tuple[float, int]:
     """Count the bits of a weight and the bytes of all, as if codes, float16 scales and zero points
     were packed.
     """

@@ -33,7 +33,7 @@ from quantkit.evaluation.perplexity import (
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.weights import device_of
-from quantkit.names import MOST_TOKENS
+from quantkit.names import MOST_TOKENS, Json
 from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import LoadOptions, RunOptions
 from quantkit.text.tokenizer import token_ids
@@ -71,7 +71,7 @@ class TokenValues:
     losses: Sequence[Tensor]
     reference_losses: Sequence[Tensor]
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Json:
         """Summarize the divergence by the fields of `Figures`."""
         values = torch.cat([*self.kl]).double().numpy()
         low, high = interval(self.means()) or (None, None)
@@ -136,9 +136,7 @@ def evaluate(
     return replace(found, weights=describe_weights(model))
 
 
-def measurement(
-    data: str, model: str | Path, run: RunOptions
-) -> Callable[[Checkpoint], dict[str, Any]]:
+def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Checkpoint], Json]:
     """Prepare the comparison of a model with an output of a run: returns a function of the output.
 
     It takes the first windows of the text, at most `MOST_TOKENS` tokens together. The function
@@ -160,7 +158,7 @@ def measurement(
         )
     _require_memory(opened.src, run.device)
 
-    def measure(made: Checkpoint) -> dict[str, Any]:
+    def measure(made: Checkpoint) -> Json:
         progress = run.progress or QUIET
         try:
             with about(Option("eval")):

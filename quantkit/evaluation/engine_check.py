@@ -87,10 +87,8 @@ class EngineProof:
         by = "; ".join(f"{', '.join(kinds)} by {methods}" for methods, kinds in served.items())
         return (
             f"{self.engine} {self.version} in {self.dtype}: log-probabilities of {self.tokens} "
-            "tokens differ by "
-            f"{self.mean:.2g} nats on average (bound {self.mean_bound:.2g}), by {self.largest:.2g} "
-            "at most (bound "
-            f"{self.largest_bound:.2g}); {by}"
+            f"tokens differ by {self.mean:.2g} nats on average (bound {self.mean_bound:.2g}), by "
+            f"{self.largest:.2g} at most (bound {self.largest_bound:.2g}); {by}"
         )
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from quantkit.keys import Checked, Count, Positive, TwoOrMore, option
+from quantkit.names import Json
 from quantkit.text.sources import FILES, NAMED, PACKAGED
 
 Names = str | tuple[str, ...]
@@ -42,7 +43,7 @@ class TextOptions(Checked):
     )
 
     @property
-    def protocol(self) -> dict[str, Any]:
+    def protocol(self) -> Json:
         """The options of `perplexity.cut`."""
         return {name: getattr(self, name) for name in ("window", "stride", "bos", "tokens")}
 
@@ -171,7 +172,7 @@ class VerifyOptions(Checked):
     engine: Literal["vllm"] | None = option(
         "Installed engine whose log-probabilities must be right", default=None, section=""
     )
-    engine_args: dict[str, Any] | None = option(
+    engine_args: Json | None = option(
         'Further arguments of the engine: \'{"quantization": "quantkit"}\'',
         default=None,
         section="",

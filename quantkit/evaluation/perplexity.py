@@ -215,7 +215,17 @@ def cut(
     if window is None:
         window = int(max(2, min(LONGEST_WINDOW, positions - len(front), len(read))))
     stride = window if stride is None else stride
-    _require_fit(window, stride, positions, len(front))
+    if window < 2 or not 1 <= stride <= window:
+        raise RecipeError(
+            f"window {window}, stride {stride}",
+            "use a window of 2 or more and a stride of 1 to the window",
+        )
+    if window + len(front) > positions:
+        raise RecipeError(
+            f"the model has {positions} positions",
+            Words("use", Option("window", int(positions) - len(front)), "or less"),
+            subject=f"window {window}{' and BOS' if front else ''}",
+        )
     if len(read) < window and len(read) < len(ids):
         raise RecipeError(
             Words(Option("tokens", tokens), f"is less than one window of {window}"),
@@ -235,20 +245,6 @@ def cut(
     return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(read))
 
 
-def _require_fit(window: int, stride: int, positions: float, bos: int) -> None:
-    if window < 2 or not 1 <= stride <= window:
-        raise RecipeError(
-            f"window {window}, stride {stride}",
-            "use a window of 2 or more and a stride of 1 to the window",
-        )
-    if window + bos > positions:
-        raise RecipeError(
-            f"the model has {positions} positions",
-            Words("use", Option("window", int(positions) - bos), "or less"),
-            subject=f"window {window}{' and BOS' if bos else ''}",
-        )
-
-
 def chunks(logits: Tensor) -> Iterator[slice]:
     """Yield slices of the rows of `[t, v]` whose working copies fit into little memory."""
     rows = max(1, CHUNK // logits.shape[-1])
@@ -262,8 +258,7 @@ def exponential(nll: float) -> float:
     if not nll < LARGEST_NLL:
         raise NumericError(
             f"the mean loss is {nll:.4g} nats, which is no language model's: its weights are "
-            "damaged, or its dtype "
-            "overflows"
+            "damaged, or its dtype overflows"
         )
     return math.exp(nll)
 

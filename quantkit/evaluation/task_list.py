@@ -19,6 +19,7 @@ from quantkit.errors import (
     reason,
 )
 from quantkit.io import hub
+from quantkit.names import Json
 from quantkit.text.records import records
 
 #: Ten usual zero-shot tasks under one name.
@@ -41,7 +42,7 @@ SPLITS = {"train": "training_split", "validation": "validation_split", "test": "
 _NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ ]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
 
 
-def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None) -> dict[str, Any]:
+def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None) -> Json:
     """Load tasks of lm-eval with their questions, by name in the order asked; groups and tags
     become their tasks.
 
@@ -106,9 +107,9 @@ def _leaves(index: Any, name: str) -> Iterator[str]:
         yield name
 
 
-def _local(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def _local(folder: Path) -> dict[str, list[Json]]:
     """Read the records of a task's folder by split; all of a file have the same keys."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[Json]] = {}
     for split in SPLITS:
         path = folder / f"{split}.jsonl"
         if path.is_file():
@@ -136,7 +137,7 @@ def _local(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def _load(
     manager: Any,
     name: str,
-    local: dict[str, list[dict[str, Any]]] | None,
+    local: dict[str, list[Json]] | None,
     data: Path | None,
     limit: int | None,
 ) -> Any:
@@ -150,7 +151,7 @@ def _load(
         raise RecipeError(
             f"{name} is a program that reads its own data", Words("leave", Option("data"), "out")
         )
-    changes: dict[str, Any] = {}
+    changes: Json = {}
     try:
         if local is not None:
             tables = {split: datasets.Dataset.from_list(rows) for split, rows in local.items()}

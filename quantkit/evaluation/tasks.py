@@ -8,7 +8,7 @@ import io
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,6 +24,7 @@ from quantkit.evaluation.options import TaskOptions, listed
 from quantkit.evaluation.task_list import load_tasks
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.io.files import hash_of
+from quantkit.names import Json, JsonView
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
 
@@ -97,7 +98,7 @@ def evaluate(
     models = {which or "model": each.digest() for which, each in opened.items()}
     run = {**models, **exam.about, "tasks": exam.asked, "device": load.device}
     finished = Finished(asked.journal, run)
-    answers: dict[str, dict[str, Any]] = {}
+    answers: dict[str, Json] = {}
     for which, each in opened.items():
         model = cache(partial(each.load, progress))
         answers[which] = {}
@@ -139,7 +140,7 @@ class Exam:
                 for name, task in self._tasks.items()
             }
         about = {name: getattr(options, name) for name in ("seed", "batch_size", "chat_template")}
-        self.about: dict[str, Any] = {**about, "lm_eval": __version__}
+        self.about: Json = {**about, "lm_eval": __version__}
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be asked so."""
@@ -153,7 +154,7 @@ class Exam:
 
     def answer(
         self, name: str, load: Callable[[], Any], opened: Opened, progress: Progress
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Return the metrics of a task, each with its error and its values of each question, as
         JSON has them.
         """
@@ -197,9 +198,7 @@ class Exam:
         }
         return {"metrics": metrics, **facts}
 
-    def scores(
-        self, answers: Mapping[str, Any], others: Mapping[str, Any] | None = None
-    ) -> list[TaskScore]:
+    def scores(self, answers: JsonView, others: JsonView | None = None) -> list[TaskScore]:
         """Return the scores of all tasks, compared in pairs with another model's."""
         return [
             score
@@ -245,7 +244,7 @@ def _language_model(
         hook.remove()
 
 
-def _asked(task: Any, shots: int | None, limit: int | None) -> dict[str, Any]:
+def _asked(task: Any, shots: int | None, limit: int | None) -> Json:
     """Set a task's number of examples, as lm-eval does; return the facts that its result depends
     on.
     """
@@ -263,12 +262,10 @@ def _asked(task: Any, shots: int | None, limit: int | None) -> dict[str, Any]:
     return {"split": split, "shots": given, "questions": len(docs[:limit]), "data": digest}
 
 
-def _scores(
-    name: str, asked: dict[str, Any], answer: dict[str, Any], other: dict[str, Any] | None
-) -> Iterator[TaskScore]:
+def _scores(name: str, asked: Json, answer: Json, other: Json | None) -> Iterator[TaskScore]:
     facts = {key: asked[key] for key in ("questions", "split", "shots")}
     for metric, found in answer["metrics"].items():
-        beside: dict[str, Any] = {}
+        beside: Json = {}
         if other is not None:
             theirs = other["metrics"][metric]
             beside["against"] = theirs["value"]
@@ -283,14 +280,14 @@ def _scores(
         yield TaskScore(name, metric, found["value"], found["stderr"], **facts, **beside)
 
 
-def means(scores: Sequence[TaskScore]) -> dict[str, Any]:
+def means(scores: Sequence[TaskScore]) -> Json:
     """Average the first metric of each task, by the fields of `TaskScores`; errors of tasks are
     independent.
     """
     scores = list({score.task: score for score in reversed(scores)}.values())[::-1]
     count = len(scores)
     errors = [score.stderr for score in scores if score.stderr is not None]
-    found: dict[str, Any] = {
+    found: Json = {
         "mean": sum(score.value for score in scores) / count,
         "stderr": math.hypot(*errors) / count if len(errors) == count else None,
         **dict.fromkeys(("difference", "difference_low", "difference_high")),

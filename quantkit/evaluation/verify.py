@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Unpack
 
 from quantkit import kernels
 from quantkit.checkpoint import report
@@ -38,10 +37,14 @@ from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.kernels import proof
 from quantkit.keys import built
 from quantkit.models.weights import device_of
-from quantkit.names import VERIFICATION
+from quantkit.names import VERIFICATION, Json
 from quantkit.progress import QUIET, Clock, Progress
-from quantkit.recipes.keywords import VerifyKeywords
 from quantkit.reporting.summary import ShortRepr
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import VerifyKeywords
 
 #: Files of an output that its report does not list, because people edit the card and the proof is
 #: written later.
@@ -113,7 +116,7 @@ class Verification(ShortRepr):
             f"by {max(self.errors, default=0.0):.1e} at most (bound {self.bound:g}){asked}"
         )
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self) -> Json:
         facts = self.to_dict()
         shown = (
             "ok",
@@ -128,7 +131,7 @@ class Verification(ShortRepr):
         )
         return {name: facts[name] for name in shown}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Build the content of verify.json."""
         return {
             "ok": self.ok,

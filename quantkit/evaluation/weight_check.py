@@ -4,11 +4,10 @@ and multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import isfinite, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,12 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.core.formats import dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import QuantizedTensor, Tensors
 from quantkit.errors import KernelError, LayoutError, Option, QuantkitError, Words
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
+from quantkit.names import JsonView
 from quantkit.progress import Clock, Progress
 
 
@@ -62,7 +62,7 @@ class Job:
 
 
 def check_weights(
-    job: Job, layers: Mapping[str, Any] | None, progress: Progress
+    job: Job, layers: JsonView | None, progress: Progress
 ) -> tuple[list[Row], list[str], list[str]]:
     """Check each packed weight against its entry in the `layers` of a report, if there is one.
 
@@ -90,7 +90,7 @@ def check_weights(
 
 
 def _missing_weights(
-    modules: Sequence[str], layers: Mapping[str, Any] | None, other: Checkpoint | None
+    modules: Sequence[str], layers: JsonView | None, other: Checkpoint | None
 ) -> list[str]:
     """List each module that the folder, the report or the other checkpoint lacks."""
     found: list[str] = []
@@ -114,7 +114,7 @@ def only_in_one(
     ]
 
 
-def _check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, list[str]]:
+def _check_weight(job: Job, module: str, layer: JsonView | None) -> tuple[Row, list[str]]:
     """Check one packed weight, with its entry `layer` of the report; returns the row and notices.
 
     A weight that cannot be read is a failed row.
@@ -174,7 +174,7 @@ def _check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tup
 
 
 def _changed_by_repacking(
-    src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, notices: list[str]
+    src: Checkpoint, tensors: Tensors, q: QuantizedTensor, notices: list[str]
 ) -> list[str]:
     """List the suffixes whose stored bytes differ from the packed record.
 
@@ -269,9 +269,7 @@ def _differences(q: QuantizedTensor, other: QuantizedTensor) -> list[str]:
     return found
 
 
-def _multiply(
-    src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock
-) -> proof.Proof:
+def _multiply(src: Checkpoint, tensors: Tensors, q: QuantizedTensor, clock: Clock) -> proof.Proof:
     """Multiply with the stored tensors, or with packed copies if the kernel cannot read their
     dtypes and shapes.
     """

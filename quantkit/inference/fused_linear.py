@@ -20,7 +20,7 @@ from quantkit.models.families import CROSS_ATTENTION
 from quantkit.models.stored_rows import SharedProduct
 
 
-class FusedLinear(SharedProduct, PackedWeight):
+class FusedLinear(PackedWeight, SharedProduct):
     """Sibling linears whose packed weights can be stacked into one; each sibling has it as a
     submodule.
 
@@ -88,16 +88,6 @@ class FusedLinear(SharedProduct, PackedWeight):
     def bias_part(self, index: int) -> Tensor | None:
         """Slice the bias `[out_features]` of one part; None without a bias."""
         return None if self.bias is None else self.bias.detach()[self.rows[index]]
-
-    def multiply_part(self, x: Tensor, index: int) -> Tensor:
-        """Multiply activations with one part: `[..., out_features]`, a view of the product with all
-        parts.
-        """
-        return self.product(x, index)[..., self.rows[index]]
-
-    def multiply_all(self, x: Tensor) -> Tensor:
-        """Multiply activations with the stacked weight."""
-        return self.multiply(x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
         self.forget_products()

@@ -305,8 +305,7 @@ def refusal_by_transformers(
         for name in sorted(names):
             raise CheckpointError(
                 f"transformers {__version__} would open the output and {what} {name} ({len(names)} "
-                "in all), "
-                "without an error",
+                "in all), without an error",
                 Words("use", Setting("layout", "humming"), "or another"),
                 subject=src.path,
             )

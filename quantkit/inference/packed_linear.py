@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from quantkit import kernels
 from quantkit.core.formats import dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape, Tensors
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (
     decoded_product,
@@ -31,7 +31,6 @@ from quantkit.inference.products import (
     linear_product,
     pack_for_kernel,
 )
-from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import DAMAGED
 from quantkit.layouts.recast import recast
@@ -49,7 +48,7 @@ class DecodedWeight(Tensor):
     @staticmethod
     def __new__(
         cls,
-        shape: tuple[int, int],
+        shape: Shape,
         dtype: torch.dtype,
         device: torch.device,
         decode: Callable[[], Tensor],
@@ -94,8 +93,8 @@ class PackedWeight(nn.Module):
         self,
         layout: str,
         scheme: Scheme,
-        stored_size: tuple[int, int],
-        tensors: Mapping[str, Tensor],
+        stored_size: Shape,
+        tensors: Tensors,
         out: int,
     ) -> None:
         """Replace the packed tensors, and with them layout, scheme and stored size `[n, k]`, with
@@ -162,9 +161,9 @@ class PackedLinear(PackedWeight):
         self,
         layout: str,
         scheme: Scheme,
-        stored_size: tuple[int, int],
-        true_size: tuple[int, int],
-        tensors: Mapping[str, Tensor],
+        stored_size: Shape,
+        true_size: Shape,
+        tensors: Tensors,
         bias: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -202,12 +201,6 @@ class PackedLinear(PackedWeight):
         """
         q = LAYOUTS[self.layout].unpack(self.packed(), self.scheme)
         return recast(q, q.scheme, (self.out_features, q.scheme.padded_k(self.in_features)))
-
-    def is_multiplied_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return True if a kernel multiplies activations of this dtype on this device, False if
-        torch decodes.
-        """
-        return dtype in ACTIVATIONS and kernels.unusable(device) is None and self.has_kernel()
 
     def has_kernel(self) -> bool:
         """Return True if the layout's kernel accepts the packed tensors, wherever they are."""
@@ -284,7 +277,7 @@ class PackedLinear(PackedWeight):
         fused = self.fused
         if fused is None or not fused.is_fused:
             return self.multiply(input)
-        part: Tensor = fused.multiply_part(input, self.index)
+        part: Tensor = fused.product(input, self.index)[..., fused.rows[self.index]]
         return part
 
     def extra_repr(self) -> str:

@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from quantkit import kernels
 from quantkit.core.formats import dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape
 from quantkit.errors import KernelError, LayoutError
-from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_addresses, check_sizes
+from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_addresses
 from quantkit.kernels.grouped import GroupedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.portable import PortableKernel
@@ -43,7 +43,7 @@ class KernelWeight(NamedTuple):
 
     layout: str
     scheme: Scheme
-    shape: tuple[int, int]
+    shape: Shape
     tensors: dict[str, Tensor]
 
 
@@ -128,7 +128,7 @@ class DecodedProduct:
         return functional.linear(x, weight[: self.out, : x.shape[-1]].contiguous(), bias)
 
 
-def _kept_buffer(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _kept_buffer(shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return a thread's memory for a decoded weight `[n, k]`, which the next weight overwrites."""
     size, key = prod(shape), dtype_name(dtype)
     held: Tensor | None = getattr(_KEPT, key, None)
@@ -228,28 +228,14 @@ class ExpertsProduct:
 
 Product = TypeVar("Product", DecodedProduct, LinearProduct, ExpertsProduct)
 #: Handle and `out` -> product.
-PRODUCTS: dict[tuple[int, int], DecodedProduct | ExpertsProduct] = {}
+PRODUCTS: dict[Shape, DecodedProduct | ExpertsProduct] = {}
 _LOCK = Lock()
 
 
-@functools.cache
-def kernel_weight(layout: str, scheme: Scheme, n: int, k: int) -> Weight:
-    """Describe the tensors that a layout's kernels take; KernelError if they do not take such
-    weights.
-    """
-    if layout not in kernels.LAUNCHERS:
-        raise KernelError(kernels.none_for(layout))
-    weight = kernels.LAUNCHERS[layout].weight(scheme, n, k)
-    check_sizes(weight)
-    return weight
-
-
-def has_kernel(
-    layout: str, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]
-) -> bool:
+def has_kernel(layout: str, scheme: Scheme, shape: Shape, tensors: Mapping[str, Tensor]) -> bool:
     """Return True if a kernel of the layout takes these packed tensors, wherever they are."""
     try:
-        weight = kernel_weight(layout, scheme, *shape)
+        weight = kernels.weight_of(layout, scheme, *shape)
     except KernelError:
         return False
     named = kernels.LAUNCHERS[layout].named(tensors)
@@ -268,14 +254,14 @@ def decoded_product(
 
 @functools.cache
 def linear_product(
-    layout: str, scheme: Scheme, shape: tuple[int, int], names: tuple[str, ...], out: int
+    layout: str, scheme: Scheme, shape: Shape, names: tuple[str, ...], out: int
 ) -> LinearProduct:
     """Register a kind of product, without looking at a weight or a GPU.
 
     `shape` is `[n, k]` with padding, `out` the rows without it; `names` are the suffixes of tensors
     in the order of calls. KernelError if no kernel takes the weight.
     """
-    weight, aliases = kernel_weight(layout, scheme, *shape), kernels.LAUNCHERS[layout].aliases
+    weight, aliases = kernels.weight_of(layout, scheme, *shape), kernels.LAUNCHERS[layout].aliases
     named = [aliases.get(name, name) for name in names]
     if sorted(named) != sorted(weight.tensors) or not 1 <= out <= weight.n:
         wanted = ", ".join(weight.tensors)
@@ -332,7 +318,7 @@ def _taken(weight: KernelWeight, out: int, dtype: torch.dtype) -> LinearProduct:
 def prepare_experts(
     first: KernelWeight,
     second: KernelWeight,
-    sizes: tuple[int, int],
+    sizes: Shape,
     activation: str,
     dtype: torch.dtype,
 ) -> int:

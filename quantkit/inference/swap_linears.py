@@ -36,6 +36,7 @@ from quantkit.errors import (
     about,
 )
 from quantkit.inference.packed_linear import PackedEmbedding, PackedLinear
+from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout, half
 from quantkit.layouts.schemes import ORIGINAL, is_embedding, is_head
@@ -301,7 +302,9 @@ def describe_weights(model: PreTrainedModel) -> str:
     """
     kinds = Counter(
         f"by the {linear.layout} kernel"
-        if linear.is_multiplied_on(model.device, model.dtype)
+        if model.dtype in ACTIVATIONS
+        and kernels.unusable(model.device) is None
+        and linear.has_kernel()
         else "decoded"
         for linear in model.modules()
         if isinstance(linear, PackedLinear) and not isinstance(linear, PackedEmbedding)

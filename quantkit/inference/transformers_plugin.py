@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from quantkit.inference import fused_linear, swap_linears
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.models.outline import Outline
 from quantkit.models.weights import free_bytes
+from quantkit.names import Json, JsonView
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that
 #: `quantkit.load` made.
@@ -42,9 +42,9 @@ class QuantkitConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        stated: Mapping[str, Any],
+        stated: JsonView,
         decodes_without_kernels: bool = False,
-        config: Mapping[str, Any] | None = None,
+        config: JsonView | None = None,
     ) -> None:
         self.quant_method: Any = METHOD
         self.stated = dict(stated)
@@ -61,14 +61,12 @@ class QuantkitConfig(QuantizationConfigMixin):
         read_config(config.stated, "config.json")
         return (config, kwargs) if return_unused_kwargs else config
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Copy the entry that belongs into config.json."""
         return copy.deepcopy(self.stated)
 
 
-def as_ours(
-    stated: Mapping[str, Any], decodes_without_kernels: bool, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def as_ours(stated: JsonView, decodes_without_kernels: bool, config: JsonView) -> Json:
     """Wrap a `quantization_config` of any method so that transformers gives it to our quantizer."""
     values = dict(stated), decodes_without_kernels, dict(config)
     return {"quant_method": METHOD, **dict(zip(ENTRIES, values, strict=True))}

@@ -40,6 +40,8 @@ CHUNK = 64 * 2**20
 POINTER = b"version https://git-lfs"
 #: Error numbers of system calls that a file system, such as some network mounts, does not support.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+#: Error numbers of a disk that fails, and of a network folder that is no longer there.
+LOST = {errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT}
 #: Flags that Windows lacks, and one that other systems lack.
 O_NOFOLLOW, O_NONBLOCK, O_DIRECTORY, O_BINARY = (
     getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_DIRECTORY", "O_BINARY")
@@ -199,11 +201,10 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                (error.strerror or str(error)).lower(),
-                "check the path and its permissions",
-                subject=path,
-            ) from error
+            rule, way = (error.strerror or str(error)).lower(), "check the path and its permissions"
+            if error.errno in LOST:
+                way = Words("check the disk, or the network of that folder, and", AGAIN)
+            raise CheckpointError(rule, way, subject=path) from error
         folder = path.absolute().parent
         free = shutil.disk_usage(folder).free
         if free > needed and _lacks_inodes(folder):

@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.safetensors_files import NAME_LIMIT
+from quantkit.names import Json
 
 #: Type of a value -> its form in `struct`. A text is a length and its bytes; a list is a type, a
 #: count and its values.
@@ -67,7 +68,7 @@ class GgufHeader(NamedTuple):
     order of the file.
     """
 
-    metadata: dict[str, Any]
+    metadata: Json
     tensors: dict[str, GgufTensor]
 
 
@@ -100,7 +101,7 @@ class _Header:
         tensors, count = self.numbers("QQ")
         if tensors > TENSORS_LIMIT or count > TENSORS_LIMIT:
             self.damaged(f"states {tensors} tensors and {count} keys, the limit is {TENSORS_LIMIT}")
-        metadata: dict[str, Any] = {}
+        metadata: Json = {}
         for _ in range(count):
             key = self.name("key", metadata)
             metadata[key] = self.value(self.numbers("I")[0], key)
@@ -175,7 +176,7 @@ class _Header:
         self.skip(count * struct.calcsize(f"<{FORMS.get(kind, '0s')}"))
         return GgufList(kind, count, bytes(self.data[start : self.at]))
 
-    def name(self, what: str, known: dict[str, Any]) -> str:
+    def name(self, what: str, known: Json) -> str:
         name = self.text(what)
         if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
             self.damaged(

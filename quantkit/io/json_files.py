@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
+from quantkit.names import Json
 
 DEPTH_LIMIT = 64
 AGAIN = "download it again"
@@ -31,7 +32,7 @@ _SHORT.maxstring = 100
 _SHORT.maxother = 100
 
 
-def load_json(path: Path, *, special_floats: bool = False) -> dict[str, Any]:
+def load_json(path: Path, *, special_floats: bool = False) -> Json:
     """Read the object of a JSON file; CheckpointError if it is larger than `MOST_BYTES` or
     ambiguous.
 
@@ -88,7 +89,7 @@ def decode_floats(value: Any) -> Any:
     return {key: decode_floats(child) for key, child in value.items()}
 
 
-def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, Any]:
+def parse(data: bytes, path: Path, special_floats: bool = False) -> Json:
     """Parse the bytes of a JSON object. Raises CheckpointError, naming `path`, as
     `load_json` does.
     """
@@ -111,8 +112,8 @@ def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, An
             raise ValueError(f"{text} is not JSON")
         return SPECIAL_FLOATS[text]
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def unique(pairs: list[tuple[str, Any]]) -> Json:
+        found: Json = {}
         for key, value in pairs:
             if key in found:
                 raise ValueError(f"the key {shown(key)} is there twice")
@@ -191,7 +192,7 @@ _FREE_LAYERS, _FREE_PARTS, _FREE_SIZE = 1000, 2**16, 2**24
 WRITERS = re.compile("AutoModelFor(CausalLM|Seq2SeqLM|SpeechSeq2Seq|ImageTextToText|MultimodalLM)")
 
 
-def drop_auto_map(config: dict[str, Any], trust_remote_code: bool = False) -> list[str]:
+def drop_auto_map(config: Json, trust_remote_code: bool = False) -> list[str]:
     """Remove each `auto_map` beside a model type that transformers has code for; return a notice
     for each.
 
@@ -230,7 +231,7 @@ OWN_IMPLEMENTATIONS = re.compile(
 )
 
 
-def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = False) -> None:
+def check_config(config: Json, path: Path, trust_remote_code: bool = False) -> None:
     """Refuse a config whose keys, at any depth, make transformers load code (RELIABILITY 1.6).
 
     These are `auto_map` and `trust_remote_code`, unless the user trusts the model's code, and
@@ -266,7 +267,7 @@ def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = F
             )
 
 
-def check_sizes(config: dict[str, Any], path: Path, tensors: int, nbytes: int) -> None:
+def check_sizes(config: Json, path: Path, tensors: int, nbytes: int) -> None:
     """Refuse counts and sizes that weight files of `tensors` tensors in `nbytes` bytes cannot have.
 
     A library would build such a model before it compares any tensor, for hours or until memory is

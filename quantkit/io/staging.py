@@ -13,10 +13,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
 from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
+from quantkit.names import Json
 
 LOCK = "lock"
 #: Takes the place of LOCK's own lock where the file system has none: its existence is the lock.
@@ -335,7 +336,7 @@ def _same_file(file: BinaryIO, path: Path) -> bool:
 JOURNAL = "journal.jsonl"
 
 
-def append_journal(path: Path, line: dict[str, Any]) -> None:
+def append_journal(path: Path, line: Json) -> None:
     """Append one line to a journal and make it durable; first cut off an unfinished line that a
     crash left.
     """
@@ -354,7 +355,7 @@ def append_journal(path: Path, line: dict[str, Any]) -> None:
             files.sync_folder(path.parent)
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
+def read_journal(path: Path) -> list[Json]:
     """Read a journal's lines, [] if there is none, without an unfinished last line; CheckpointError
     if damaged.
     """

@@ -8,13 +8,15 @@ Begin with `launcher`, which has the kernels of each layout and the packed weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import gptq, loader, routing
+from quantkit.kernels.contract import Weight, check_sizes
 from quantkit.kernels.launcher import FAMILIES, Launcher
 from quantkit.kernels.loader import toolchain as toolchain
 from quantkit.names import KERNELS
@@ -52,6 +54,18 @@ def preferred() -> list[str]:
 def none_for(layout: str) -> str:
     """Say that a layout has no kernel."""
     return f"no kernel of quantkit's own multiplies {layout}"
+
+
+@cache
+def weight_of(layout: str, scheme: Scheme, n: int, k: int) -> Weight:
+    """Describe the tensors that a layout's kernels take; KernelError if they do not take such
+    weights.
+    """
+    if layout not in LAUNCHERS:
+        raise KernelError(none_for(layout))
+    weight = LAUNCHERS[layout].weight(scheme, n, k)
+    check_sizes(weight)
+    return weight
 
 
 def missing(layout: str, device: torch.device) -> str | None:

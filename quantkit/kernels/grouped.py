@@ -19,13 +19,12 @@ from torch import Tensor
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, driver, loader, none_for, routing as steps, unusable
+from quantkit.kernels import LAUNCHERS, driver, loader, routing as steps, unusable, weight_of
 from quantkit.kernels.contract import (
     ACTIVATIONS,
     Weight,
     check_addresses,
     check_operand,
-    check_sizes,
 )
 from quantkit.kernels.hopper import ROWS, RoutedHopper
 from quantkit.kernels.portable import PortableKernel, multiprocessors
@@ -70,12 +69,8 @@ class GroupedKernel:
         """Find the kernel of a layout; KernelError in one line if there is none for these weights
         or on `device`.
         """
-        if layout not in LAUNCHERS:
-            raise KernelError(none_for(layout))
-        launcher = LAUNCHERS[layout]
-        weight = launcher.weight(scheme, n, k)
-        check_sizes(weight)
-        kernels = launcher.kernels(scheme, n, k)
+        weight = weight_of(layout, scheme, n, k)
+        kernels = LAUNCHERS[layout].kernels(scheme, n, k)
         if not 1 <= experts <= steps.MAX_EXPERTS:
             raise KernelError(f"the kernels take 1 to {steps.MAX_EXPERTS} experts, not {experts}")
         problem = None if device is None else unusable(device)
@@ -172,8 +167,7 @@ class GroupedKernel:
         if routing.experts != self.experts or routing.list.device != device:
             raise KernelError(
                 f"rows were sorted for {routing.experts} experts on {routing.list.device}, and "
-                "there are "
-                f"{self.experts} on {device}"
+                f"there are {self.experts} on {device}"
             )
         if tuple([tensor.data_ptr() for tensor in tensors]) not in self.checked:
             check_addresses(self.weight, tensors, device, self.checked)

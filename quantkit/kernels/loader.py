@@ -279,8 +279,7 @@ def _decoded(entry: bytes) -> Binary:
 def _warn_once(folder: Path) -> None:
     warnings.warn(
         f"compiled kernels cannot be kept in {folder}, so that every start compiles them again: "
-        "make it writable, or "
-        "set QUANTKIT_CACHE to a folder that is",
+        "make it writable, or set QUANTKIT_CACHE to a folder that is",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -7,7 +7,7 @@ every wrong code, scale and metadata bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import QuantizedTensor, Tensors
 from quantkit.kernels import JUDGES, MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.progress import Clock
@@ -41,9 +41,7 @@ class Proof:
     problems: tuple[str, ...]
 
 
-def prove(
-    layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock | None = None
-) -> Proof:
+def prove(layout: str, tensors: Tensors, q: QuantizedTensor, clock: Clock | None = None) -> Proof:
     """Multiply with the packed `tensors` of a layout in MATMULS and compare with the record `q`,
     both on one GPU.
 
@@ -132,7 +130,7 @@ def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
 
 
 def _multiply(
-    kernel: Kernel, tensors: Mapping[str, Tensor], q: QuantizedTensor, exact: bool, x: Tensor
+    kernel: Kernel, tensors: Tensors, q: QuantizedTensor, exact: bool, x: Tensor
 ) -> Tensor:
     """Multiply `x` `[m, k]` into a tensor of NaN: float32 if `exact`, else of the dtype of `x`."""
     n, k = q.shape

@@ -245,13 +245,6 @@ class HopperTile:
         return self.warpgroups if self.shared else 1
 
     @property
-    def holds_group_sums(self) -> bool:
-        """Whether threads have registers for the sums of one group beside the sums of
-        all groups.
-        """
-        return self.words * self.tokens <= 128
-
-    @property
     def resident(self) -> int:
         """Blocks that run on a multiprocessor at the same time."""
         return 2 if self.warpgroups == 1 else 1
@@ -297,12 +290,9 @@ class HopperTiles:
         """
         if dtype == torch.float16 or not self.scaled_by_group:
             return self.tiles
-        return tuple(tile for tile in self.tiles if not tile.shared or tile.holds_group_sums)
-
-    def stage_bytes(self, tile: HopperTile) -> int:
-        """Compute the shared memory of one stage of the weight: codes, scales and metadata."""
-        needed = int(tile.columns * K_STEP * self.stage_bytes_per_weight)
-        return ceil(needed, self.stage_alignment) * self.stage_alignment
+        return tuple(
+            tile for tile in self.tiles if not tile.shared or tile.words * tile.tokens <= 128
+        )
 
     def shared_bytes(self, tile: HopperTile) -> int:
         """Compute the shared memory of a block, as `Frame` in kernels/hopper_matmul.cuh lays it
@@ -319,7 +309,9 @@ class HopperTiles:
             tile.cluster > 0 and sums * tile.owners <= 32
         )  # neighbours' sums have memory beside the stages
         neighbours = 512 * tile.owners * unit * places if few_sums else 0
-        stages = tile.stages * (tile.tokens * 2 * K_STEP + self.stage_bytes(tile) + 16)
+        weights = int(tile.columns * K_STEP * self.stage_bytes_per_weight)
+        weights = ceil(weights, self.stage_alignment) * self.stage_alignment
+        stages = tile.stages * (tile.tokens * 2 * K_STEP + weights + 16)
         return 1024 + stages + handed_over + out + neighbours + 16
 
     def estimate(self, tile: HopperTile, m: int, n: int, k: int, sms: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 
@@ -24,6 +24,7 @@ from quantkit.layouts.humming import Humming
 from quantkit.layouts.marlin import Marlin, Marlin24, Marlin24CompressedTensors
 from quantkit.layouts.schemes import ORIGINAL, Schemes, check_amount, pattern, read
 from quantkit.layouts.tcfpx import TcFpx
+from quantkit.names import Json, JsonView
 
 LAYOUTS: dict[str, Layout] = {
     layout.NAME: layout
@@ -61,7 +62,7 @@ class OwnConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     padded: dict[str, tuple[Positive, Positive]] | UnsetType = UNSET
 
 
-def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tuple[Layout, Schemes]:
+def read_config(quantization_config: JsonView, path: Path | str) -> tuple[Layout, Schemes]:
     """Read the layout and the schemes from the `quantization_config` of the file `path`.
 
     The `quantkit` key has precedence, because public configs cannot state everything.
@@ -84,13 +85,13 @@ def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tup
 
 def quantkit_key(
     layout_name: str, schemes: Schemes, version: str, recipe_sha256: str | None
-) -> dict[str, Any]:
+) -> Json:
     """Make the `quantkit` key of a config, which `read_config` reads back exactly."""
     overrides: dict[str, str] = {}
     for name, scheme in schemes.overrides:
         overrides.setdefault(name, scheme.label)
     return cast(
-        "dict[str, Any]",
+        "Json",
         to_builtins(
             OwnConfig(
                 version=version,
@@ -105,7 +106,7 @@ def quantkit_key(
     )
 
 
-def _method(config: Mapping[str, Any]) -> str:
+def _method(config: JsonView) -> str:
     """Name the method of a config that no layout reads; early tools do not state theirs."""
     keys = (*FORMAT_KEYS, "quant_algo", "version", "backend")
     stated = [config[key] for key in keys if config.get(key) is not None]
@@ -116,7 +117,7 @@ def _method(config: Mapping[str, Any]) -> str:
     return " ".join(f"{value!r:.40}" for value in stated) or "a method without a name"
 
 
-def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
+def _read_own(config: JsonView) -> tuple[Layout, Schemes]:
     own = read(OwnConfig, config["quantkit"], "the 'quantkit' key", "use a newer quantkit")
     if own.layout not in LAYOUTS:
         raise CheckpointError(

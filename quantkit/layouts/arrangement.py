@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.core.formats import aligned
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, Shape
 from quantkit.errors import LayoutError
 
 #: Codes that a CPU packs or unpacks at a time, so that intermediate tensors stay in its cache.
@@ -52,7 +52,7 @@ class Arrangement:
         split = matrix.reshape(self._sizes(*matrix.shape))
         return split.flip(self._reversed).permute(self._permutation).reshape(-1)
 
-    def inverse(self, flat: Tensor, shape: tuple[int, int]) -> Tensor:
+    def inverse(self, flat: Tensor, shape: Shape) -> Tensor:
         """Copy the entries of `flat`, in memory order, to a matrix of `shape` `[rows, cols]`."""
         sizes = self._sizes(*shape)
         if flat.numel() != prod(sizes):
@@ -70,7 +70,7 @@ class Arrangement:
         self.packer(words, bits, (len(codes), codes.shape[1]))(0, codes)
         return words
 
-    def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+    def unpack(self, words: Tensor, bits: int, shape: Shape) -> Tensor:
         """Unpack int32 `words` (any shape) to uint8 codes `[rows, cols]` of `shape`, the inverse of
         `pack`.
         """
@@ -78,7 +78,7 @@ class Arrangement:
         self.unpacker(words, bits, shape)(0, codes)
         return codes
 
-    def packer(self, words: Tensor, bits: int, shape: tuple[int, int]) -> OnRows:
+    def packer(self, words: Tensor, bits: int, shape: Shape) -> OnRows:
         """Make a function that packs uint8 rows `[some, cols]` of a matrix of `shape` into its flat
         int32 `words`.
 
@@ -99,7 +99,7 @@ class Arrangement:
 
         return pack_rows
 
-    def unpacker(self, words: Tensor, bits: int, shape: tuple[int, int]) -> OnRows:
+    def unpacker(self, words: Tensor, bits: int, shape: Shape) -> OnRows:
         """Make a function that fills contiguous uint8 rows from `words` (any shape): the inverse of
         `packer`.
         """
@@ -205,7 +205,7 @@ class _Split:
 
 
 @lru_cache(maxsize=64)
-def _split_words(order: Arrangement, bits: int, shape: tuple[int, int]) -> _Split:
+def _split_words(order: Arrangement, bits: int, shape: Shape) -> _Split:
     """Find the axes within a word; raise LayoutError if the axes do not divide `shape`."""
     order, inner = _halved(order, bits)
     outer = [axis for axis in order._permutation if axis not in inner]

@@ -10,7 +10,6 @@ are MARLIN's in another order, which depends on `n`. Scales and zero points are 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,12 +17,13 @@ from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, Shape, Shapes, Tensors
 from quantkit.errors import LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows
 from quantkit.layouts.base import Layout, SideFile, Stored, matrix
 from quantkit.layouts.gptq import zero_points
 from quantkit.layouts.schemes import GroupSize, Schemes, literal
+from quantkit.names import JsonView
 
 #: Codes `[n, k]` and zero points `[n, g]`: the even outputs of eight lie in the low half of a word.
 WORDS = Arrangement("N h:4 o:2", "K", "K N o h")
@@ -46,7 +46,7 @@ class AwqConfig(Struct, kw_only=True):
     lm_head: bool | UnsetType = UNSET
 
 
-def _older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def _older_keys(config: JsonView) -> dict[str, Any]:
     """Make the side file: the loader takes exactly these keys, and the version in capitals
     (docs/layouts.md 8.4).
     """
@@ -81,15 +81,15 @@ class Awq(Layout):
             "scales": (torch.float16, (g, n)),
         }
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Shapes, scheme: Scheme) -> Shape:
         k, words = matrix(shapes, "qweight")
         return 8 * words, k
 
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -98,7 +98,7 @@ class Awq(Layout):
         return WORDS.packer(tensors["qweight"].view(-1), 4, shape)
 
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         n, k = shape
         zeros = zeros_of_record(WORDS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
@@ -119,7 +119,7 @@ class Awq(Layout):
             lm_head=schemes.quantizes_head or UNSET,
         )
 
-    def claims(self, config: Mapping[str, Any]) -> bool:
+    def claims(self, config: JsonView) -> bool:
         """Recognize the version, whose words are in an order of their own, by each of its names."""
         stated = [
             config[key] for key in ("version", "format", "checkpoint_format") if config.get(key)
@@ -127,7 +127,7 @@ class Awq(Layout):
         versions = {str(version).lower() for version in stated or [Awq.VERSION]}
         return versions == {self.VERSION} and config.get("backend") != "llm-awq"
 
-    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entries(self, config: JsonView) -> JsonView:
         """Read the older keys `w_bit` and `q_group_size` too."""
         older = {"w_bit": "bits", "q_group_size": "group_size"}
         return {**config, **{new: config[old] for old, new in older.items() if old in config}}
@@ -174,15 +174,15 @@ class Quick(Awq):
             "scales": (torch.float16, (g, 2 * n)),
         }
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Shapes, scheme: Scheme) -> Shape:
         rows, columns = matrix(shapes, "qweight")
         return 2 * columns, 4 * rows
 
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -193,7 +193,7 @@ class Quick(Awq):
         return CODES.packer(tensors["qweight"].view(-1), 4, shape)
 
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         n, g = shape[0], scheme.groups(shape[1])
         scales = _first_copy(tensors["scales"].contiguous().view(g, n, 2, 1), "scales")

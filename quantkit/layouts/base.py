@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import INT4, Format, dtype_name
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape, Shapes, Tensors
 from quantkit.errors import (
     CheckpointError,
     Command,
@@ -29,6 +29,7 @@ from quantkit.errors import (
 )
 from quantkit.layouts.arrangement import OnRows
 from quantkit.layouts.schemes import ORIGINAL, Schemes, read
+from quantkit.names import Json, JsonView
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 #: A number of rows that is a whole number of tiles in every layout.
@@ -45,7 +46,7 @@ class SideFile(NamedTuple):
     """
 
     name: str
-    contents: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    contents: Callable[[JsonView], Json] = dict
 
 
 class Packing(NamedTuple):
@@ -66,7 +67,7 @@ class Unpacking(NamedTuple):
     """
 
     scheme: Scheme
-    shape: tuple[int, int]
+    shape: Shape
     scales: Tensor
     zeros: Tensor | None
     fill: OnRows
@@ -125,9 +126,9 @@ class Layout(ABC):
     #: The layout's name in messages, the multiples that `n` and `k` must be, and the way out if
     #: they are not.
     TITLE: ClassVar[str]
-    MULTIPLES: ClassVar[tuple[int, int]]
+    MULTIPLES: ClassVar[Shape]
     #: The multiples of a weight with zero points, if they differ.
-    MULTIPLES_WITH_ZEROS: ClassVar[tuple[int, int] | None] = None
+    MULTIPLES_WITH_ZEROS: ClassVar[Shape | None] = None
     WAY_OUT: ClassVar[str] = Words(USUAL, ", or", Setting("skip"), "the weight")
     #: The way out for a format that `holds` does not accept.
     OTHER_FORMAT: ClassVar[str] = USUAL
@@ -154,7 +155,7 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Shapes, scheme: Scheme) -> Shape:
         """Compute `(n, k)` of a packed weight from the shapes of its stored tensors, by suffix."""
 
     def shape_in_words(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
@@ -166,9 +167,9 @@ class Layout(ABC):
     @abstractmethod
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -181,7 +182,7 @@ class Layout(ABC):
 
     @abstractmethod
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Read the scales and zero points of checked `tensors`, and make the function that unpacks
         rows of codes; LayoutError for values that the record does not have.
@@ -195,18 +196,18 @@ class Layout(ABC):
     def schemes(self, config: Any) -> Schemes:
         """Read the schemes from a CONFIG. CheckpointError for an entry that cannot be read."""
 
-    def claims(self, config: Mapping[str, Any]) -> bool:
+    def claims(self, config: JsonView) -> bool:
         """Return True if a config with one of QUANT_METHODS is of this layout."""
         return True
 
-    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entries(self, config: JsonView) -> JsonView:
         """Return the entries of a config under the names of CONFIG; configs of older versions may
         lack some.
         """
         return config
 
     def packing(
-        self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None
+        self, scheme: Scheme, shape: Shape, scales: Tensor, zeros: Tensor | None
     ) -> Packing:
         """Make a row-wise packer with its output tensors; scales and zero points are already filled
         in.
@@ -220,7 +221,7 @@ class Layout(ABC):
         }
         return Packing(tensors, self.packer(tensors, scheme, shape, half(scales), zeros))
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    def unpacking(self, tensors: Tensors, scheme: Scheme) -> Unpacking:
         """Make a row-wise unpacker; raise LayoutError for wrong dtypes, shapes, scales or zero
         points.
         """
@@ -228,13 +229,13 @@ class Layout(ABC):
         scales, zeros, fill = self.unpacker(tensors, scheme, shape)
         return Unpacking(scheme, shape, half(scales), zeros, fill)
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
+    def write_config(self, schemes: Schemes) -> Json:
         """Make the `quantization_config` that public readers of the layout expect."""
         self.check_all(schemes)
-        entries: dict[str, Any] = msgspec.to_builtins(self.config(schemes))
+        entries: Json = msgspec.to_builtins(self.config(schemes))
         return {"quant_method": self.QUANT_METHODS[0], **entries}
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
+    def read_config(self, config: JsonView) -> Schemes | None:
         """Read the schemes from a `quantization_config`; None if it is of another layout.
 
         CheckpointError for a config of this layout that is malformed or cannot be read.
@@ -270,7 +271,7 @@ class Layout(ABC):
                 Words("quantize with", Setting("group_size", "channel")),
             )
 
-    def multiples(self, scheme: Scheme) -> tuple[int, int]:
+    def multiples(self, scheme: Scheme) -> Shape:
         """Give the multiples that `n` and `k` of a weight of the scheme must be, groups aside."""
         return self.MULTIPLES if scheme.symmetric else self.MULTIPLES_WITH_ZEROS or self.MULTIPLES
 
@@ -294,7 +295,7 @@ class Layout(ABC):
         for scheme in (schemes.default, *(scheme for _, scheme in schemes.overrides)):
             self.check_scheme(scheme)
 
-    def check_tensors(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
+    def check_tensors(self, tensors: Tensors, scheme: Scheme) -> Shape:
         """Compute `(n, k)` of a stored weight; raise LayoutError unless dtypes and shapes agree
         with `stored`.
         """
@@ -309,15 +310,13 @@ class Layout(ABC):
         packing.add(0, q.codes)
         return packing.tensors
 
-    def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+    def unpack(self, tensors: Tensors, scheme: Scheme) -> QuantizedTensor:
         """Unpack tensors, by suffix, to a record; raise LayoutError for wrong dtypes, shapes or
         contents.
         """
         return self.unpacking(tensors, scheme).record()
 
-    def decode_ordered(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype
-    ) -> Tensor:
+    def decode_ordered(self, tensors: Tensors, scheme: Scheme, dtype: torch.dtype) -> Tensor:
         """Decode a weight `[n, k]` whose columns are in the groups that the tensor ORDER states.
 
         LayoutError as `unpack`, and unless each group has as many columns as the scheme says.
@@ -335,7 +334,7 @@ class Layout(ABC):
         )
         return weight
 
-    def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def stack(self, scheme: Scheme, parts: Sequence[Tensors]) -> dict[str, Tensor]:
         """Stack the packed tensors, by suffix, of weights of one scheme and `k` to `[n + n', k]`,
         in new memory.
 
@@ -343,9 +342,7 @@ class Layout(ABC):
         """
         return {suffix: torch.cat([part[suffix] for part in parts], 1) for suffix in parts[0]}
 
-    def cut(
-        self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range
-    ) -> dict[str, Tensor]:
+    def cut(self, scheme: Scheme, tensors: Tensors, n: int, rows: range) -> dict[str, Tensor]:
         """Copy the packed tensors of some rows of a stacked weight `[n, k]`: the inverse of
         `stack`.
         """
@@ -357,13 +354,13 @@ class Layout(ABC):
             )
         return found
 
-    def gather(self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor, k: int) -> Tensor:
+    def gather(self, scheme: Scheme, tensors: Tensors, rows: Tensor, k: int) -> Tensor:
         """Decode the rows with the numbers `rows`, int64 `[t]`, of a checked weight `[n, k]` to
         float32 `[t, k]`, without waiting for a GPU. Only layouts with GATHERS have it.
         """
         raise NotImplementedError
 
-    def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
+    def stored_as(self, tensors: Tensors, scheme: Scheme) -> str:
         """Name the variant of this layout that the data show; it may differ from the label in the
         config.
         """
@@ -403,7 +400,7 @@ def half(scales: Tensor) -> Tensor:
 
 
 def match(
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     optional: Collection[str] = (),
 ) -> None:
@@ -431,7 +428,7 @@ def match(
             )
 
 
-def matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
+def matrix(shapes: Shapes, name: str) -> Shape:
     """Give both sizes of the stored matrix `name`; raise LayoutError if it is missing
     or no matrix.
     """

@@ -19,7 +19,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format, aligned
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, Shape, Tensors
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import (
     OnRows,
@@ -44,6 +44,7 @@ from quantkit.layouts.schemes import (
     literal,
     pattern,
 )
+from quantkit.names import Json
 
 T = TypeVar("T")
 
@@ -98,10 +99,10 @@ class CompressedTensorsConfig(Struct, kw_only=True):
     quantization_status: Any = "compressed"
     global_compression_ratio: Any = None
     ignore: list[str] | None = None
-    kv_cache_scheme: dict[str, Any] | None = None
+    kv_cache_scheme: Json | None = None
     config_groups: dict[str, Group]
-    transform_config: dict[str, Any] | UnsetType | None = UNSET
-    sparsity_config: dict[str, Any] | UnsetType | None = UNSET
+    transform_config: Json | UnsetType | None = UNSET
+    sparsity_config: Json | UnsetType | None = UNSET
 
 
 class CompressedTensors(Layout):
@@ -145,7 +146,7 @@ class CompressedTensors(Layout):
         packed = {"weight_packed": (torch.int32, (n, along(k)))}
         return {**packed, **scales, "weight_shape": (torch.int64, (2,)), **zeros}
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> Shape:
         """Compute `(n, k)`; with one scale per row `k` is the most that the words hold, as shapes
         say no more.
         """
@@ -161,9 +162,9 @@ class CompressedTensors(Layout):
 
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -184,7 +185,7 @@ class CompressedTensors(Layout):
         return stream_packer(tensors["weight_packed"], scheme.format.bits, shape[1])
 
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Make a row-wise unpacker, which raises LayoutError for FP8 values that are not of the
         format.
@@ -200,7 +201,7 @@ class CompressedTensors(Layout):
             zeros = unpack_zeros(tensors["weight_zero_point"], bits, n, "weight_zero_point")
         return scales, zeros, stream_unpacker(tensors["weight_packed"], bits, k, "weight_packed")
 
-    def check_tensors(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
+    def check_tensors(self, tensors: Tensors, scheme: Scheme) -> Shape:
         if scheme.format.is_float:
             return super().check_tensors(tensors, scheme)
         shape = {name: tensor for name, tensor in tensors.items() if name == "weight_shape"}
@@ -216,7 +217,7 @@ class CompressedTensors(Layout):
         check_static(tensors, "weight_g_idx", scheme, k)
         return n, k
 
-    def gather(self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor, k: int) -> Tensor:
+    def gather(self, scheme: Scheme, tensors: Tensors, rows: Tensor, k: int) -> Tensor:
         if scheme.format.is_microscaled:
             words = aligned(tensors["weight_packed"]).view(torch.int32)
             scales = _scales(tensors["weight_scale"], scheme.format)
@@ -331,7 +332,7 @@ def _microscaled(fmt: Format, n: int, k: int, g: int) -> Stored:
     return stored
 
 
-def _store_scales(tensors: Mapping[str, Tensor], scales: Tensor, fmt: Format) -> None:
+def _store_scales(tensors: Tensors, scales: Tensor, fmt: Format) -> None:
     """Fill in the scales of eight bits, and the tensor scale, by which readers divide them;
     LayoutError for a scale that the format does not store.
     """
@@ -349,7 +350,7 @@ def _store_scales(tensors: Mapping[str, Tensor], scales: Tensor, fmt: Format) ->
         tensors["weight_global_scale"].fill_(1 / fmt.scale_unit)
 
 
-def _check_divisor(tensors: Mapping[str, Tensor], fmt: Format) -> None:
+def _check_divisor(tensors: Tensors, fmt: Format) -> None:
     """Raise LayoutError for a tensor scale that quantkit does not write."""
     found = tensors.get("weight_global_scale")
     if found is not None and float(found) != 1 / fmt.scale_unit:

@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, Shape, Tensors
 from quantkit.errors import LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows
 from quantkit.layouts.base import DAMAGED, Layout, SideFile, Stored, matrix, static_groups
@@ -30,6 +30,7 @@ from quantkit.layouts.schemes import (
     read_dynamic,
     write_dynamic,
 )
+from quantkit.names import Json
 
 CODES = Arrangement("N", "K i:8", "K N i")
 ZEROS = Arrangement("N i:8", "G", "G N i")
@@ -57,7 +58,7 @@ class GptqConfig(Struct, kw_only=True):
             )
 
     @staticmethod
-    def settings(scheme: Scheme) -> dict[str, Any]:
+    def settings(scheme: Scheme) -> Json:
         """Give the entries that state a scheme."""
         return {"bits": 4, "group_size": scheme.group_size or -1, "sym": scheme.symmetric}
 
@@ -110,15 +111,15 @@ class Gptq(Layout):
             "g_idx": (torch.int32, (k,)),
         }
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> Shape:
         words, n = matrix(shapes, "qweight")
         return n, 8 * words
 
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -134,7 +135,7 @@ class Gptq(Layout):
         return CODES.packer(tensors["qweight"].view(-1), 4, shape)
 
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Make a row-wise unpacker; a missing `g_idx` counts as `k // g`.
 
@@ -146,7 +147,7 @@ class Gptq(Layout):
         fill = CODES.unpacker(tensors["qweight"], 4, shape)
         return tensors["scales"].t(), self._zeros(stored, scheme), fill
 
-    def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
+    def stored_as(self, tensors: Tensors, scheme: Scheme) -> str:
         if not scheme.symmetric or "qzeros" not in tensors:
             return self.NAME
         all_8 = 0x88888888 - 2**32  # a word of zero points of 8, in two's complement
@@ -154,7 +155,7 @@ class Gptq(Layout):
 
     def config(self, schemes: Schemes) -> GptqConfig:
         """Make the config; overrides and dense linears go to `dynamic`."""
-        dynamic: dict[str, dict[str, Any] | None] = {}
+        dynamic: dict[str, Json | None] = {}
         for module in schemes.ignore:
             if module.startswith("re:"):
                 dynamic[f"-:{module[3:]}"] = {}
@@ -219,7 +220,7 @@ def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
     return torch.full_like(scales, INT4.zero_code, dtype=torch.uint8) if zeros is None else zeros
 
 
-def check_static(tensors: Mapping[str, Tensor], name: str, scheme: Scheme, k: int) -> None:
+def check_static(tensors: Tensors, name: str, scheme: Scheme, k: int) -> None:
     """Raise LayoutError if the file states the group of each column, and it is not `k // g`."""
     order = tensors.get(name)
     if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):

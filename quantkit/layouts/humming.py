@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, FP5, FP6, Format
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, Shape, Tensors
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.keys import Count
 from quantkit.layouts.arrangement import (
@@ -34,6 +33,7 @@ from quantkit.layouts.schemes import (
     read_dynamic,
     write_dynamic,
 )
+from quantkit.names import Json, JsonView
 
 #: A config's name for each format. Codes of integers are unsigned there, and half of their number
 #: is zero.
@@ -85,15 +85,15 @@ class Humming(Layout):
             **zeros,
         }
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> Shape:
         n, words = matrix(shapes, "weight")
         return n, codes_in_words(words, scheme.format)
 
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -103,14 +103,14 @@ class Humming(Layout):
         return stream_packer(tensors["weight"], scheme.format.bits, shape[1])
 
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         (n, k), bits, zeros = shape, scheme.format.bits, None
         if not scheme.symmetric:
             zeros = unpack_zeros(tensors["zero_point"], bits, n, "zero_point")
         return tensors["weight_scale"], zeros, stream_unpacker(tensors["weight"], bits, k, "weight")
 
-    def gather(self, scheme: Scheme, tensors: Mapping[str, Tensor], rows: Tensor, k: int) -> Tensor:
+    def gather(self, scheme: Scheme, tensors: Tensors, rows: Tensor, k: int) -> Tensor:
         found = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
         return decoded_rows(scheme, rows, k, *found)
 
@@ -123,7 +123,7 @@ class Humming(Layout):
         """
         usual = _settings(schemes.default)
 
-        def changes(scheme: Scheme) -> dict[str, Any]:
+        def changes(scheme: Scheme) -> Json:
             own = _settings(scheme)
             return {
                 key: value for key, value in own.items() if key == "b_dtype" or value != usual[key]
@@ -137,7 +137,7 @@ class Humming(Layout):
             dynamic=write_dynamic(schemes.overrides, changes) or UNSET,
         )
 
-    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entries(self, config: JsonView) -> JsonView:
         """Read the older keys `dtype` and `group_size` too."""
         older = {"dtype": "b_dtype", "group_size": "weight_scale_group_size"}
         return {new: config[old] for old, new in older.items() if old in config} | {**config}
@@ -145,14 +145,14 @@ class Humming(Layout):
     def schemes(self, config: HummingConfig) -> Schemes:
         default = _scheme(config)
 
-        def changed(changes: Mapping[str, Any]) -> Scheme:
+        def changed(changes: JsonView) -> Scheme:
             return _scheme(read(HummingConfig, {**_settings(default), **self.entries(changes)}))
 
         overrides, dense = read_dynamic(config.dynamic, changed)
         return Schemes(default, overrides, (*map(_ignored, config.ignore or ()), *dense))
 
 
-def _settings(scheme: Scheme) -> dict[str, Any]:
+def _settings(scheme: Scheme) -> Json:
     return {
         "has_zero_point": not scheme.symmetric,
         "b_dtype": _NAMES[scheme.format],

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.core import sparsity
 from quantkit.core.formats import INT4, aligned
-from quantkit.core.quantized_tensor import Scheme, Sparsity
+from quantkit.core.quantized_tensor import Scheme, Shape, Sparsity, Tensors
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts.arrangement import Arrangement, OnRows, blocks
 from quantkit.layouts.base import Layout, SideFile, Stored, matrix
@@ -33,6 +33,7 @@ from quantkit.layouts.compressed_tensors import (
 )
 from quantkit.layouts.gptq import GptqConfig
 from quantkit.layouts.schemes import ORIGINAL, Schemes
+from quantkit.names import JsonView
 
 CODES = Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")
 GROUPED_SCALES = Arrangement("G", "N a:8 b:8", "G N b a")
@@ -103,15 +104,15 @@ class Marlin(Layout):
             scales: (torch.float16, (scheme.groups(k), n)),
         }
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> Shape:
         rows, columns = matrix(shapes, self.TENSORS[0])
         return columns // 2, self.COLUMNS * rows
 
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -120,7 +121,7 @@ class Marlin(Layout):
         return self.code_packer(tensors, shape)
 
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         """Make a row-wise unpacker. Of Sparse-MARLIN, it raises LayoutError for metadata that do
         not describe two of four.
@@ -134,11 +135,11 @@ class Marlin(Layout):
         scales = order.inverse(stored, (len(stored), shape[0])).t()
         return scales, None, self.code_unpacker(tensors, shape)
 
-    def code_packer(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> OnRows:
+    def code_packer(self, tensors: Tensors, shape: Shape) -> OnRows:
         """Make the function that packs rows of codes."""
         return CODES.packer(tensors[self.TENSORS[0]].view(-1), 4, shape)
 
-    def code_unpacker(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> OnRows:
+    def code_unpacker(self, tensors: Tensors, shape: Shape) -> OnRows:
         """Make the function that unpacks rows of codes."""
         return CODES.unpacker(tensors[self.TENSORS[0]], 4, shape)
 
@@ -156,13 +157,13 @@ class Marlin(Layout):
             lm_head=schemes.quantizes_head,
         )
 
-    def claims(self, config: Mapping[str, Any]) -> bool:
+    def claims(self, config: JsonView) -> bool:
         """Recognize the published forms: a method, the name of a format and, of MARLIN, a flag."""
         flag = self.SPARSITY is None and config.get("is_marlin_format") is True
         stated = (config.get("checkpoint_format"), config.get("format"))
         return config["quant_method"] != "gptq" or flag or self.LABEL in stated
 
-    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entries(self, config: JsonView) -> JsonView:
         return {"bits": 4, "sym": True, **config}
 
     def schemes(self, config: Any) -> Schemes:
@@ -183,7 +184,7 @@ class Marlin24(Marlin):
     COLUMNS = 32
     SCALE_ORDERS = (PLAIN_SCALES, SPARSE_SCALES)  # docs/layouts.md 5.2
 
-    def code_packer(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> OnRows:
+    def code_packer(self, tensors: Tensors, shape: Shape) -> OnRows:
         n, k = shape
         words, meta = (tensors[name].view(-1).view(torch.int32) for name in self.TENSORS[:2])
         pack_pairs = PAIRS.packer(words, 4, (n, k // 2))
@@ -196,7 +197,7 @@ class Marlin24(Marlin):
 
         return add
 
-    def code_unpacker(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> OnRows:
+    def code_unpacker(self, tensors: Tensors, shape: Shape) -> OnRows:
         n, k = shape
         words, meta = (aligned(tensors[name]).view(torch.int32) for name in self.TENSORS[:2])
         fill_pairs = PAIRS.unpacker(words, 4, (n, k // 2))
@@ -234,10 +235,10 @@ class Marlin24CompressedTensors(Marlin24):
             group.format = MARLIN24
         return config
 
-    def claims(self, config: Mapping[str, Any]) -> bool:
+    def claims(self, config: JsonView) -> bool:
         return config.get("format") == MARLIN24
 
-    def entries(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entries(self, config: JsonView) -> JsonView:
         return config
 
     def schemes(self, config: CompressedTensorsConfig) -> Schemes:

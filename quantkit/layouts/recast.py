@@ -146,8 +146,7 @@ def check_padding(q: QuantizedTensor, n: int, k: int) -> None:
         row, column = values.nonzero()[0].tolist()
         raise LayoutError(
             f"{int(values.sum())} weights past its true shape [{n}, {k}] are not zero, first row "
-            f"{row}, column "
-            f"{column}: the file is damaged, or its 'padded' entry is wrong"
+            f"{row}, column {column}: the file is damaged, or its 'padded' entry is wrong"
         )
 
 
@@ -199,9 +198,8 @@ def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
         column = group * (k // g) + int(outside[row, group].nonzero()[0])
         raise LayoutError(
             f"{int(bad.sum())} of {bad.numel()} zero points cannot be re-centred to 8: first row "
-            f"{row}, group {group}, "
-            f"zero point {int(zeros[row, group])} and code {int(q.codes[row, column])} of column "
-            f"{column}"
+            f"{row}, group {group}, zero point {int(zeros[row, group])} and code "
+            f"{int(q.codes[row, column])} of column {column}"
         )
     return QuantizedTensor(
         replace(q.scheme, symmetric=True), codes.to(torch.uint8).view(n, k), q.scales

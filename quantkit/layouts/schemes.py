@@ -22,6 +22,7 @@ from msgspec import Meta, Struct, UnsetType, ValidationError, convert, structs
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError
+from quantkit.names import Json
 
 T = TypeVar("T")
 
@@ -75,8 +76,7 @@ def check_amount(patterns: Iterable[str]) -> None:
     if len(sizes) > MOST or sum(sizes) > LONGEST_IN_ALL:
         raise CheckpointError(
             f"{len(sizes)} patterns of {sum(sizes)} characters in the quantization config, the "
-            f"most are {MOST} "
-            f"of {LONGEST_IN_ALL}",
+            f"most are {MOST} of {LONGEST_IN_ALL}",
             "write fewer that match more, or names in full",
         )
 
@@ -165,7 +165,7 @@ S = TypeVar("S", bound=Struct)
 #: Columns of a group in a config, where -1 stands for one scale per row.
 GroupSize = Annotated[int, Meta(ge=-1)]
 #: The exceptions of a config: entries that differ, by a pattern of names.
-Dynamic = dict[str, dict[str, Any] | None] | UnsetType | None
+Dynamic = dict[str, Json | None] | UnsetType | None
 #: The last names of output heads.
 HEADS = ("lm_head", "embed_out")
 ANY_HEAD = rf"(?:.*\.)?(?:{'|'.join(HEADS)})"
@@ -245,8 +245,8 @@ def read(kind: type[S], entries: object, where: str = "", way_out: str = ORIGINA
 
 
 def write_dynamic(
-    overrides: Iterable[tuple[str, Scheme]], settings: Callable[[Scheme], dict[str, Any]]
-) -> dict[str, dict[str, Any] | None]:
+    overrides: Iterable[tuple[str, Scheme]], settings: Callable[[Scheme], Json]
+) -> dict[str, Json | None]:
     """Make `dynamic`, the exceptions in a config; LayoutError for a pattern that cannot be
     embedded.
 
@@ -254,7 +254,7 @@ def write_dynamic(
     from the start of a name, and the first that matches wins. Source: the documentation of
     GPTQModel; vLLM 0.26.0 reads humming's so too.
     """
-    dynamic: dict[str, dict[str, Any] | None] = {}
+    dynamic: dict[str, Json | None] = {}
     for text, scheme in overrides:
         dynamic.setdefault(f"+:^{anchored(text)}", settings(scheme))
     return dynamic

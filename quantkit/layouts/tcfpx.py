@@ -18,7 +18,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.quantized_tensor import Scheme, Shape, Tensors
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts.arrangement import Arrangement, OnRows
 from quantkit.layouts.base import Layout, Stored, Unpacking, codes_in_words, matrix
@@ -62,7 +62,7 @@ class TcFpx(Layout):
             "scales": (torch.float16, (n,)),
         }
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> Shape:
         n, words = matrix(shapes, "weight")
         return n, codes_in_words(words, scheme.format)
 
@@ -72,9 +72,9 @@ class TcFpx(Layout):
 
     def packer(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         scheme: Scheme,
-        shape: tuple[int, int],
+        shape: Shape,
         scales: Tensor,
         zeros: Tensor | None,
     ) -> OnRows:
@@ -89,7 +89,7 @@ class TcFpx(Layout):
 
         return add
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    def unpacking(self, tensors: Tensors, scheme: Scheme) -> Unpacking:
         """Make a row-wise unpacker.
 
         `weight` may also have torchao's form, the same bytes as uint8 `[n, k*bits/8]`; `scales` may
@@ -98,7 +98,7 @@ class TcFpx(Layout):
         return super().unpacking({**tensors, **_as_stored(tensors)}, scheme)
 
     def unpacker(
-        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+        self, tensors: Tensors, scheme: Scheme, shape: Shape
     ) -> tuple[Tensor, Tensor | None, OnRows]:
         bits = scheme.format.bits
         high, low = planes(tensors["weight"].reshape(-1), bits)
@@ -130,16 +130,14 @@ class TcFpx(Layout):
             )
         return Schemes(Scheme(fmt), ignore=tuple(config.ignore or ()))
 
-    def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def stack(self, scheme: Scheme, parts: Sequence[Tensors]) -> dict[str, Tensor]:
         """Stack packed weights: `n` is the slowest axis of each plane, and each plane is joined."""
         planes = zip(*(_planes(part["weight"], scheme) for part in parts), strict=True)
         flat = torch.cat([piece.reshape(-1) for plane in planes for piece in plane])
         scales = torch.cat([part["scales"] for part in parts])
         return {"weight": flat.view(len(scales), -1), "scales": scales}
 
-    def cut(
-        self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range
-    ) -> dict[str, Tensor]:
+    def cut(self, scheme: Scheme, tensors: Tensors, n: int, rows: range) -> dict[str, Tensor]:
         pieces = [
             plane[rows.start : rows.stop].reshape(-1)
             for plane in _planes(tensors["weight"], scheme)
@@ -159,7 +157,7 @@ def _planes(words: Tensor, scheme: Scheme) -> list[Tensor]:
     return [plane.view(len(words), -1) for plane in planes(words.reshape(-1), scheme.format.bits)]
 
 
-def _as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _as_stored(tensors: Tensors) -> dict[str, Tensor]:
     """View a `weight` of bytes as words, and a column of `scales` as a vector."""
     changed = {}
     weight, scales = tensors.get("weight"), tensors.get("scales")

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import CheckpointError, Setting, Words
+from quantkit.names import Json, JsonView
 
 T = TypeVar("T")
 #: The way out for a model that does not run block by block.
@@ -39,7 +40,7 @@ USE_RTN = Words("use", Setting("method", "rtn"))
 
 #: `returned`: None, or one entry for each value that a block returns after its hidden state.
 #: `left`: name of the argument that is a mapping -> its new entries.
-Form = dict[str, Any]
+Form = Json
 
 
 class State(NamedTuple):
@@ -115,7 +116,7 @@ class Given(NamedTuple):
     """
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Json
     shape: torch.Size
     is_stored: bool
 
@@ -125,8 +126,8 @@ HIDDEN = object()
 
 
 def _exchanged(
-    args: Iterable[Any], kwargs: Mapping[str, Any], old: object, new: object
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: Iterable[Any], kwargs: JsonView, old: object, new: object
+) -> tuple[tuple[Any, ...], Json]:
     """Copy the arguments of a call with `new` in the place of `old`."""
     return (
         tuple(new if each is old else each for each in args),
@@ -265,7 +266,7 @@ def _outputs(out: Any, in_batch: bool, left: dict[str, dict[Any, Any]]) -> Passe
 
 @contextmanager
 def _sharing(
-    args: tuple[Any, ...], kwargs: dict[str, Any], left: dict[str, dict[Any, Any]]
+    args: tuple[Any, ...], kwargs: Json, left: dict[str, dict[Any, Any]]
 ) -> Iterator[None]:
     """Give mappings among a call's arguments the entries that were `left`, and collect their new
     entries there.
@@ -291,7 +292,7 @@ def watching(
     True.
     """
 
-    def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Json) -> None:
         if see(name, args[0] if args else kwargs["input"]):
             raise Stop
 
@@ -448,7 +449,7 @@ def unpack(state: State, form: Form, device: torch.device) -> Passed:
     )
 
 
-def _flatten(value: Any, found: list[Tensor]) -> dict[str, Any]:
+def _flatten(value: Any, found: list[Tensor]) -> Json:
     """Return the form of a value, and add its tensors to `found`."""
     if isinstance(value, Tensor):
         found.append(value)
@@ -465,7 +466,7 @@ def _flatten(value: Any, found: list[Tensor]) -> dict[str, Any]:
     )
 
 
-def _unflatten(form: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
+def _unflatten(form: JsonView, tensors: Sequence[Tensor]) -> Any:
     ((kind, inner),) = form.items()
     if kind == "unused":
         return Unused.of(inner)

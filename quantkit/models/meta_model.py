@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.threads import building
@@ -46,6 +47,8 @@ RESTRICTIONS = (
     "exponential_decay_length_penalty",
     "stop_strings",
 )
+#: Bytes of a new tensor that is no buffer.
+LARGE = 2**30
 #: Whether a thread builds a model whose parameters are on the meta device.
 _THREAD = threading.local()
 
@@ -236,7 +239,7 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     _hook()
     _THREAD.builds = True
     try:
-        with building():
+        with building(), _LargeOnMeta():
             module: PreTrainedModel = auto.from_config(
                 config, dtype=dtype, trust_remote_code=runs_code(src)
             )
@@ -247,6 +250,22 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     module.eval()
     _note_other_class(src, module)
     return module
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Make large tensors without values on the meta device. A layer's experts in float32 may be
+    larger than the memory, which refuses them, though no page of them would be touched.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            found: Tensor = func(*args, **{**kwargs, "device": "meta"})
+            if found.nbytes >= LARGE:
+                return found
+        return func(*args, **kwargs)
 
 
 def _note_other_class(src: Checkpoint, module: PreTrainedModel) -> None:

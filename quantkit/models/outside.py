@@ -29,6 +29,7 @@ from quantkit.models.families import (
     LAYER_START,
 )
 from quantkit.models.state_names import StateNames, head_state
+from quantkit.names import JsonView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,14 +127,20 @@ def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> lis
     ):
         declared.append(HEAD_PARTS)
     drafts = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
-    depth, identities = _depth(module), _identity_experts(module)
+    depth = _depth(module)
+    # Path -> number of real experts, where a model has identity experts after them.
+    identities = {
+        path: found.count
+        for path, found in module.named_modules()
+        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
+    }
     return [
         name
         for name in names
         if not any(pattern.search(name) for pattern in declared)
         and not _is_computed(src, name)
         and not depth <= _layer(name) < depth + drafts
-        and not (identities and _is_unread_expert(states.state_of(name), identities))
+        and not (identities and _is_identity_expert(states.state_of(name), identities))
     ]
 
 
@@ -183,16 +190,7 @@ def _is_computed(src: Checkpoint, name: str) -> bool:
     return mask or COMPUTED.search(name) is not None
 
 
-def _identity_experts(module: PreTrainedModel) -> dict[str, int]:
-    """Return path -> number of real experts, where a model has identity experts after them."""
-    return {
-        path: found.count
-        for path, found in module.named_modules()
-        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
-    }
-
-
-def _is_unread_expert(state: str, counts: Mapping[str, int]) -> bool:
+def _is_identity_expert(state: str, counts: Mapping[str, int]) -> bool:
     """Return True for a weight of an identity expert, which no model reads."""
     found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", state)
     return found is not None and int(found[2]) >= counts.get(found[1], math.inf)
@@ -242,7 +240,7 @@ def _depth(module: PreTrainedModel) -> float:
     return found if isinstance(found, int) else math.inf
 
 
-def _stated_depth(config: Mapping[str, Any]) -> float:
+def _stated_depth(config: JsonView) -> float:
     found = [
         value
         for key, value in _entries(config.get("text_config") or config)
@@ -257,7 +255,7 @@ def _layer(name: str) -> float:
     return -1 if found is None else int(found[1])
 
 
-def _entries(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _entries(stated: JsonView) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a configuration, and of those inside it."""
     for key, value in stated.items():
         yield str(key), value

@@ -49,19 +49,16 @@ class CachedProduct(NamedTuple):
 
 
 class SharedProduct:
-    """Base of a class that multiplies an input with all rows at once, by `multiply_all`, for
-    `readers` parts.
+    """Base of a class that multiplies an input with all rows at once, by `multiply`, for `readers`
+    parts.
 
     Its constructor calls `forget_products`.
     """
 
+    multiply: Callable[[Tensor], Tensor]
     readers: int
     cached: CachedProduct | None
     traced: tuple[Tensor, Tensor, tuple[int, ...]] | None
-
-    def multiply_all(self, x: Tensor) -> Tensor:
-        """Multiply activations with the rows of all parts."""
-        raise NotImplementedError
 
     def product(self, x: Tensor, index: int) -> Tensor:
         """Return the product of all parts for the part `index`: look it up, or compute it and cache
@@ -87,7 +84,7 @@ class SharedProduct:
         ):
             unread, y, source = cached.unread - {index}, cached.y, cached.x
         else:
-            unread, y = frozenset(range(self.readers)) - {index}, self.multiply_all(x)
+            unread, y = frozenset(range(self.readers)) - {index}, self.multiply(x)
             source = weakref.ref(x, self._forget)  # an unread product is freed together with x
         self.cached = CachedProduct(source, version, y, unread) if unread else None
         return y
@@ -104,7 +101,7 @@ class SharedProduct:
         if traced is not None and traced[0] is x and index in traced[2]:
             y, unread = traced[1], tuple(i for i in traced[2] if i != index)
         else:
-            y, unread = self.multiply_all(x), tuple(i for i in range(self.readers) if i != index)
+            y, unread = self.multiply(x), tuple(i for i in range(self.readers) if i != index)
         self.traced = (x, y, unread) if unread else None
         return y
 
@@ -130,7 +127,7 @@ class StoredLinear(SharedProduct):
         self.linear, self.readers = linear, 0
         self.forget_products()
 
-    def multiply_all(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """Call the linear."""
         y: Tensor = self.linear(x)
         return y

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from quantkit.checkpoint.origin import Recorded, name_of, origin, recorded_hashe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, ROW_SUM, heading, load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter, Item, Packed
-from quantkit.core.quantized_tensor import Digest, QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import Digest, QuantizedTensor, Scheme, Shape
 from quantkit.core.threads import ahead
 from quantkit.engines.joined import is_expert, output_config
 from quantkit.engines.readers import sums_in_float16
@@ -47,6 +46,7 @@ from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import broken_rule, fitting, recast
 from quantkit.models.meta_model import generation_config_of
 from quantkit.models.outside import Outside
+from quantkit.names import Json, JsonView
 from quantkit.pipeline.publish import finish, write
 from quantkit.planning.output import Row
 from quantkit.planning.plan import Plan, plan_pack
@@ -88,7 +88,7 @@ def pack(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = QUIET,
-) -> dict[str, Any]:
+) -> Json:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`;
     return its report.
 
@@ -176,7 +176,7 @@ def repacked(
     src: Checkpoint,
     names: Iterable[str],
     planned: Plan,
-    recorded: Mapping[str, Mapping[str, Any]],
+    recorded: Mapping[str, JsonView],
     requantize: bool,
     progress: Progress,
     requantize_scales: bool = False,
@@ -228,9 +228,7 @@ def workers() -> int:
     return min(usable, MOST_WORKERS)
 
 
-def _lost(
-    layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]], key: str
-) -> list[dict[str, Any]]:
+def _lost(layers: list[Json], recorded: Mapping[str, JsonView], key: str) -> list[Json]:
     """Find the layers with an error of this run under a `key`; `recorded` has the facts of the
     source's report.
     """
@@ -241,7 +239,7 @@ def _lost(
     ]
 
 
-def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _losses(layers: list[Json], recorded: Mapping[str, JsonView]) -> list[str]:
     """Warn, in a line each, how much rounding again and rounding scales lost in this run."""
     found = []
     for key, (event, mean_key) in LOSSES.items():
@@ -257,7 +255,7 @@ def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, An
 
 def _begin_report(
     checkpoint: str | Path, src: Checkpoint, planned: Plan, outside: Outside
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+) -> tuple[Json, dict[str, Json]]:
     """Begin the report of a rewritten checkpoint; return it, and the facts of each layer of `src`.
 
     `outside` are the tensors that the model does not have. Unreadable facts of the origin become
@@ -315,7 +313,7 @@ class Repacker:
         self,
         src: Checkpoint,
         planned: Plan,
-        recorded: Mapping[str, Mapping[str, Any]],
+        recorded: Mapping[str, JsonView],
         requantize: bool,
         requantize_scales: bool = False,
     ) -> None:
@@ -390,7 +388,7 @@ class Repacker:
         return None
 
 
-def _round_scales(src: Checkpoint, module: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _round_scales(src: Checkpoint, module: str, tensors: dict[str, Tensor]) -> Json:
     """Round the scales among a weight's `tensors` to float16, in place; return their number and
     relative errors.
 
@@ -442,11 +440,11 @@ def _trusted_labels(src: Checkpoint) -> list[str]:
 def _as_planned(
     src: Checkpoint,
     q: QuantizedTensor,
-    before: Mapping[str, Any],
+    before: JsonView,
     row: Row,
     layout: Layout,
     requantize: bool,
-) -> tuple[QuantizedTensor, dict[str, Any]]:
+) -> tuple[QuantizedTensor, Json]:
     """Recast or round a weight to the planned scheme and shape; return it with its facts. `before`
     has its report's.
     """
@@ -470,7 +468,7 @@ def _as_planned(
     return value, facts | ({} if shape == true else {"true_shape": list(true)})
 
 
-def _ways_out(src: Checkpoint, layout: Layout, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
+def _ways_out(src: Checkpoint, layout: Layout, scheme: Scheme, shape: Shape) -> list[str]:
     names = [
         x.NAME
         for x in LAYOUTS.values()
@@ -488,11 +486,11 @@ def _ways_out(src: Checkpoint, layout: Layout, scheme: Scheme, shape: tuple[int,
 
 def _rounded(
     q: QuantizedTensor,
-    true: tuple[int, int],
+    true: Shape,
     scheme: Scheme,
-    shape: tuple[int, int],
+    shape: Shape,
     dtype: torch.dtype,
-) -> tuple[QuantizedTensor, dict[str, Any]]:
+) -> tuple[QuantizedTensor, Json]:
     """Round the decoded weight to nearest in another scheme, padded with zeros; return it with the
     loss.
 
@@ -539,6 +537,5 @@ def _check_scales(q: QuantizedTensor) -> None:
         row, group = lost.nonzero()[0].tolist()
         raise CheckpointError(
             f"{int(lost.sum())} of {lost.numel()} scales are 0 over codes that are not, first row "
-            f"{row}, group {group}:"
-            " those weights are lost, quantize the original model again"
+            f"{row}, group {group}: those weights are lost, quantize the original model again"
         )

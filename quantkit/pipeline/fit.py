@@ -10,15 +10,14 @@ bytes without this search.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from quantkit.calibration import divergence
 from quantkit.calibration.loop import new_run
@@ -43,6 +42,7 @@ from quantkit.io.staging import (
 )
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import key_of
+from quantkit.names import Json
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.publish import Measure, rewrite_report
 from quantkit.planning import survey as surveys
@@ -61,11 +61,16 @@ from quantkit.planning.output import bytes_of
 from quantkit.planning.plan import Plan
 from quantkit.progress import QUIET, Clock, Progress
 from quantkit.recipes.identity import DATE, date_of
-from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunKeywords, RunOptions
+from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunOptions
 from quantkit.recipes.recipe import Recipe
 from quantkit.text.sequences import Calibration
 from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import RunKeywords
 
 MIXED = "mixed"
 #: Uniform schemes of other formats are made up to this multiple of the least predicted loss:
@@ -188,7 +193,7 @@ class _Search:
             folder is not None and refusal(folder, TARGETS[self.asked.target]) is None
         )
 
-    def curve(self, increase: LossIncrease, mixes: bool) -> list[dict[str, Any]]:
+    def curve(self, increase: LossIncrease, mixes: bool) -> list[Json]:
         """List size and loss of each possible folder, the smallest first, and whether it fits."""
         bits, size = self.asked.target_bits, self.asked.target_size
         rows = [row for space in self.spaces for row in space.curve(increase, mixes)]
@@ -215,9 +220,8 @@ def plan(
     """
     if not fitted.is_asked:
         return surveys.plan(model, recipe, out=out, target=fitted.target, **options)
-    run = RunOptions(
-        **{name: each for name, each in options.items() if name in RunKeywords.__annotations__}
-    )
+    names = {each.name for each in fields(RunOptions)}
+    run = RunOptions(**{name: each for name, each in options.items() if name in names})
     if options.get("gpu") is not None:
         options["target"] = fitted.target
     try:
@@ -252,7 +256,7 @@ def quantize(
     asked: FitOptions,
     measure: Measure | None = None,
     **options: Unpack[RunKeywords],
-) -> dict[str, Any]:
+) -> Json:
     """Quantize a model into a folder that fits the target of `asked`, if there is one; return its
     report.
 
@@ -447,7 +451,7 @@ def _decide(
     return best.folder
 
 
-def _add_search(report: dict[str, Any], chosen: str) -> None:
+def _add_search(report: Json, chosen: str) -> None:
     """Add the time and the memory of the search to those of the `chosen` folder."""
     seconds = {name: each for name, each in report["fit"]["seconds"].items() if name != chosen}
     report["phases"] |= seconds

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from quantkit.inference.swap_linears import swap
 from quantkit.layouts.schemes import key_of
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline, decoder_weights, share_of
+from quantkit.names import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ OURS, THEIRS = "quantkit.load", "transformers"
 TRIED = "transformers (with compressed-tensors)"
 
 
-def describe(src: Checkpoint) -> dict[str, Any]:
+def describe(src: Checkpoint) -> Json:
     """Collect layout, schemes, counts, sizes and shapes of a checkpoint, whoever wrote it."""
     modules = {module: (src.scheme(module), src.true_size(module)) for module in src.modules()}
     padded = {
@@ -118,7 +119,7 @@ class Opening(NamedTuple):
     untried: dict[str, str]
 
 
-def open_folder(folder: Path, config: dict[str, Any], src: Checkpoint) -> Opening:
+def open_folder(folder: Path, config: Json, src: Checkpoint) -> Opening:
     """Open a folder made from `src` that gets `config` as its config.json.
 
     No reader is tried if transformers cannot build the model here. CheckpointError names the

@@ -8,7 +8,7 @@ report so far.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ from quantkit.io.safetensors_files import read_header
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import auto_class, config_of
+from quantkit.names import Json, JsonView
 from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, open_folder
 from quantkit.planning.output import dense_totals
 from quantkit.planning.survey import Job
@@ -54,12 +55,10 @@ from quantkit.reporting.model_card import model_card
 from quantkit.reporting.summary import ShortRepr, summary
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
-Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
+Measure: TypeAlias = Callable[[Checkpoint], Json]
 
 
-def begin_report(
-    job: Job, model: str | Path, revision: str | None
-) -> tuple[dict[str, Any], list[str]]:
+def begin_report(job: Job, model: str | Path, revision: str | None) -> tuple[Json, list[str]]:
     """Begin the report of a quantized or pruned model. Returns the report, and notices about
     unreadable facts of the origin.
     """
@@ -74,7 +73,7 @@ def begin_report(
 
 
 def identify(
-    writer: CheckpointWriter, report: dict[str, Any], readers: int, finite: bool, progress: Progress
+    writer: CheckpointWriter, report: Json, readers: int, finite: bool, progress: Progress
 ) -> None:
     """Hash the source with `readers` threads, and record the identity of the run, or compare it
     with the resumed run's.
@@ -91,25 +90,26 @@ def identify(
 def write(
     items: Iterable[Item | Commit],
     writer: CheckpointWriter,
-    report: Mapping[str, Any],
+    report: JsonView,
     clock: Clock,
     device: torch.device | None = None,
-    begin: Callable[[], object] | None = None,
-) -> list[dict[str, Any]]:
+    begin: Sequence[Callable[[], object]] = (),
+) -> list[Json]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every
     changed layer.
 
-    With a `device`, a thread writes its tensors and the journal beside other work; `begin` is the
-    first task. A commit records the seconds of each phase since the last one, the phases of `clock`
-    included. A failed run leaves `report`, with the layers so far, beside its resumable work
-    (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
+    With a `device`, a thread writes its tensors and the journal beside other work; its first tasks
+    are `begin`. A commit records the seconds of each phase since the last one, the phases of
+    `clock` included. A failed run leaves `report`, with the layers so far, beside its resumable
+    work (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
     """
-    layers: list[dict[str, Any]] = []
+    layers: list[Json] = []
     src, queue = writer.like, WorkQueue(device or torch.device("cpu"), device is not None)
     try:
         with queue:
-            if begin is not None:
-                queue.put(begin)
+            with clock.phase("write"):
+                for task in begin:
+                    queue.put(task)
             for item in items:
                 with clock.phase("write"):
                     if isinstance(item, Commit):
@@ -118,12 +118,7 @@ def write(
                         layers = []
                         continue
                     if isinstance(item.value, Tensor):
-                        with about(item.name):
-                            check_finite(item.value)
-                            stored = src.as_stored(item.name, item.value)
-                            if src.written_dtype is not None:
-                                check_finite(stored)
-                            item = item._replace(value=stored)
+                        item = item._replace(value=_as_stored(src, item.name, item.value))
                     tensors = writer.pack(item)
                     codes = [item.value.codes] if isinstance(item.value, QuantizedTensor) else []
                     if (
@@ -151,11 +146,32 @@ def write(
     return _layers(writer)
 
 
+def copy_aside(writer: CheckpointWriter, names: Iterable[str]) -> None:
+    """Copy dense tensors of the source, and set them aside; NumericError for one that is not
+    finite.
+    """
+    for name in names:
+        writer.add(Item(name, _as_stored(writer.like, name, writer.like.get(name))))
+    writer.set_aside()
+
+
+def _as_stored(src: Checkpoint, name: str, tensor: Tensor) -> Tensor:
+    """Convert a dense tensor to its stored form. NumericError if it is not finite before or
+    after.
+    """
+    with about(name):
+        check_finite(tensor)
+        stored = src.as_stored(name, tensor)
+        if src.written_dtype is not None:
+            check_finite(stored)
+        return stored
+
+
 def _store(
     writer: CheckpointWriter,
     item: Item,
     tensors: Mapping[str, Tensor],
-    layers: list[dict[str, Any]],
+    layers: list[Json],
 ) -> None:
     """Store an item as `tensors`, and add the facts of a changed layer."""
     writer.add(item, tensors)
@@ -167,27 +183,28 @@ def _commit(
     writer: CheckpointWriter,
     commit: Commit,
     seconds: Mapping[str, float],
-    layers: list[dict[str, Any]],
+    layers: list[Json],
 ) -> None:
     late = {} if commit.late is None else commit.late()
     phases = added_up([commit.facts.get("phases", {}), seconds])
-    writer.commit({**commit.facts, **late, "phases": phases, "layers": layers})
+    facts = {**commit.facts, **late, "phases": phases, "layers": layers}
+    writer.commit(facts, commit.aside)
 
 
-def _leave_report(writer: CheckpointWriter, report: Mapping[str, Any], error: Exception) -> None:
+def _leave_report(writer: CheckpointWriter, report: JsonView, error: Exception) -> None:
     """Write the report of a failed run beside its resumable work."""
     failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
     with suppress(CheckpointError):  # the first error matters more
         files.write_atomic(writer.partial / REPORT, dump_json({**failed, SEAL: seal(failed)}))
 
 
-def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
+def _layers(writer: CheckpointWriter) -> list[Json]:
     return [layer for line in writer.done for layer in line.get("facts", {}).get("layers", [])]
 
 
-def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
+def _layer(item: Item, writer: CheckpointWriter) -> Json:
     q = item.value
-    known: dict[str, Any] = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
+    known: Json = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
     if isinstance(q, Tensor):
         known |= {"scheme": "2:4", "layout": None}
     else:
@@ -203,13 +220,13 @@ def finish(
     writer: CheckpointWriter,
     out: Path,
     schemes: Schemes | None,
-    report: dict[str, Any],
+    report: Json,
     share: float | None,
     clock: Clock,
     overwrite: bool,
     recipe: Recipe | None = None,
     measure: Measure | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Open the folder as its readers do, write config, report, recipe and model card, then publish
     it.
 
@@ -283,7 +300,7 @@ def finish(
     return report
 
 
-def _report_and_card(report: dict[str, Any]) -> dict[str, bytes]:
+def _report_and_card(report: Json) -> dict[str, bytes]:
     """Seal a report; return the files of the report and of the model card."""
     # The model card names the report's hash, so the report cannot have the card's. People edit the
     # card.
@@ -291,13 +308,13 @@ def _report_and_card(report: dict[str, Any]) -> dict[str, bytes]:
     return {REPORT: dump_json(report), "README.md": model_card(report, digest(report)).encode()}
 
 
-def rewrite_report(folder: Path, report: dict[str, Any]) -> None:
+def rewrite_report(folder: Path, report: Json) -> None:
     """Replace the report of a finished folder, and the model card made of it."""
     for name, data in _report_and_card(report).items():
         files.write_atomic(folder / name, data)
 
 
-def _dense(partial: Path, files_: Iterable[str], report: Mapping[str, Any]) -> dict[str, Any]:
+def _dense(partial: Path, files_: Iterable[str], report: JsonView) -> Json:
     """Add up the bytes of the tensors that stay dense, from the headers of the shards."""
     stored = {
         name: (info.end - info.start, 8 * info.dtype.itemsize)
@@ -322,7 +339,7 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
 
 def publish_complete(
     partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool
-) -> dict[str, Any]:
+) -> Json:
     """Publish the folder of a run that was stopped before its last step, if the source and the
     recipe match.
     """
@@ -365,7 +382,7 @@ class Result(ShortRepr, Mapping[str, Any]):
         return str(self.report["scheme"])
 
     @property
-    def layers(self) -> list[dict[str, Any]]:
+    def layers(self) -> list[Json]:
         """The facts of each linear that was changed: name, shape, scheme,
         relative_error and more.
         """
@@ -405,7 +422,7 @@ class Result(ShortRepr, Mapping[str, Any]):
     def __str__(self) -> str:
         return summary(self.report)
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self) -> Json:
         return {
             "path": str(self.path),
             "layout": self.layout,

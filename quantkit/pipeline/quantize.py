@@ -7,21 +7,21 @@ the report.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from quantkit.calibration.budget import BESIDE, READERS
 from quantkit.calibration.loop import (
     calibrated,
+    copied,
     new_run,
     on_own_device,
     require_devices,
@@ -39,6 +39,7 @@ from quantkit.names import MOST_TOKENS
 from quantkit.pipeline.publish import (
     Measure,
     begin_report,
+    copy_aside,
     finish,
     identify,
     publish_complete,
@@ -53,9 +54,14 @@ from quantkit.planning.survey import (
     survey,
 )
 from quantkit.progress import Clock, Progress, Recorder
-from quantkit.recipes.options import RunKeywords, RunOptions
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.text.sequences import Calibration
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import RunKeywords
 
 
 def quantize(
@@ -160,6 +166,7 @@ def _lead(
         begin = partial(identify, writer, report, readers, finite, progress)
         # A resumed run must first be compared with the stopped run.
         hashes_beside = finite and BESIDE[kind]
+        first: list[Callable[[], object]] = [begin] if hashes_beside else []
         if not hashes_beside:
             with progress.loop(), clock.phase("hash"):
                 begin()
@@ -180,7 +187,9 @@ def _lead(
                 ranks=here,
                 held_out=held_out,
             )
-            items = calibrated(begun, writer.done)
+            aside = [name for name in copied(begun) if name not in writer.items_done()]
+            items = calibrated(begun, writer.done, aside=aside)
+            first += [partial(copy_aside, writer, aside)] if aside else []
         else:
             done = writer.items_done()
             rounded = streamed(src, recipe, job.goals, done, writer.packed, progress)
@@ -193,7 +202,7 @@ def _lead(
                 report,
                 clock,
                 job.model.device if BESIDE[kind] else None,
-                begin if hashes_beside else None,
+                first,
             )
         report |= _ranks_of(writer.done)
         if recipe.tune_scales:

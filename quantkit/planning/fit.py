@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.layouts.schemes import key_of
-from quantkit.names import Clip
+from quantkit.names import Clip, Json
 from quantkit.planning.output import bytes_of
 from quantkit.recipes.options import AUTO, DENSE
 from quantkit.recipes.recipe import KEYED, Recipe, from_mapping, matches, written
@@ -150,7 +149,7 @@ class Space:
             if taken > 0.5
         }
 
-    def curve(self, increase: LossIncrease, mixes: bool) -> list[dict[str, Any]]:
+    def curve(self, increase: LossIncrease, mixes: bool) -> list[Json]:
         """List bytes, bits and loss of each uniform scheme and, if asked, of mixes between them."""
         rows = [(label, choice) for label, choice in self.uniform.items()]
         sizes = [self.size(choice) for _, choice in rows]
@@ -293,9 +292,7 @@ def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
             overrides |= dict.fromkeys(patterns(named), label)
     stated = {key: mapping[key] for key in ("scheme", "method", "overrides")}
     before = from_mapping(stated).to_mapping()
-    kept: dict[str, Any] = {
-        key: value for key, value in mapping.items() if before.get(key) != value
-    }
+    kept: Json = {key: value for key, value in mapping.items() if before.get(key) != value}
     kept["gptq"] = {
         key: value for key, value in mapping["gptq"].items() if before["gptq"][key] != value
     }

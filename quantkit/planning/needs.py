@@ -332,7 +332,7 @@ def streamed_memory(
     others = min(sum(sizes[: at_once - 1]), max(0, MOST_BYTES - largest))
     return Memory(
         {
-            "program": program_bytes(cuda=False),
+            "program": program_bytes(cuda=False, linears=len(sizes)),
             "largest weight": largest + others,
         }
     )
@@ -359,7 +359,8 @@ def calibrated_memory(
     peaks = [stage.bytes(sizes) for stage in stages_of(recipe)]
     passes = [each for peak in peaks for each in peak.before]
     passes += divergence.pass_bytes(sizes) if sensitivities else []
-    program = program_bytes(sizes.on_gpu, training=bool(passes or recipe.tune_scales))
+    training = bool(passes or recipe.tune_scales)
+    program = program_bytes(sizes.on_gpu, training, len(linears))
 
     def placed(parts: Mapping[str, int]) -> Memory:
         """Divide parts between the host and a GPU, which holds the stores that fit."""
@@ -408,7 +409,7 @@ def _of_block(sizes: Sizes, peaks: Sequence[Peaks]) -> dict[str, int]:
     work = {part: size for part, size in parts.items() if part not in STORES}
     # The documents that run together: about two copies of a block's outputs.
     tokens = max(sizes.longest, TOKENS_AT_ONCE[sizes.device])
-    document = 2 * sizes.width * tokens * sizes.outputs
+    document = 2 * sizes.width * tokens * sizes.passed
     # The allocator of a GPU gives a document's memory to the solver.
     solver = work[SQUARES] + work[ROWS] if sizes.on_gpu else 0
     work[DOCUMENT] = max(0, document - solver)
@@ -433,11 +434,13 @@ def _beside(sizes: Sizes, found: Memory, waiting: int, gpu_memory: int | None) -
     if gpu_memory is not None:
         left = gpu_memory - sum(vram.values())
         vram[PASSES] = max(0, min(waiting, most_waiting(0, None, gpu_memory), left))
-    # The next block is read ahead. The tensors outside the blocks wait after the last block.
+    # The next block is read ahead. A tensor outside the blocks is copied, and perhaps cast, beside
+    # them; solved ones wait after the last block.
+    outside = min(MOST_BYTES, sizes.width * sum(sizes.outside))
     host = {
         **found.ram,
         "loading": round(PINNED * sizes.block),
-        WAITING: min(MOST_BYTES, sizes.width * sum(sizes.outside)),
+        WAITING: max(outside, 2 * sizes.width * max(sizes.outside, default=0)),
     }
     blocks = [size for block, size in sizes.blocks.items() if not TOWER.search(block)]
     return replace(found, ram=host, vram=vram, least_vram=sizes.width * max(blocks, default=0))

@@ -20,7 +20,7 @@ import torch
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.writer import planned_shards, texts_beside
-from quantkit.core.quantized_tensor import Goal, Scheme, label
+from quantkit.core.quantized_tensor import Goal, Scheme, Shape, label
 from quantkit.engines import readers
 from quantkit.engines.joined import is_expert, joined_name, output_config
 from quantkit.engines.readers import Folder
@@ -32,6 +32,7 @@ from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding, is_head
 from quantkit.models.outline import largest_others, share_of
 from quantkit.models.outside import Outside
+from quantkit.names import Json
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.reporting import facts
 
@@ -48,8 +49,8 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def dense_totals(
-    stored: Mapping[str, tuple[int, int]], packed: Collection[str], dense: Iterable[str]
-) -> dict[str, Any]:
+    stored: Mapping[str, Shape], packed: Collection[str], dense: Iterable[str]
+) -> Json:
     """Add up the bytes of the tensors that stay dense, and name the largest kinds: the same tensor
     of all blocks.
 
@@ -83,15 +84,13 @@ class Row:
     """
 
     module: str
-    shape: tuple[int, int]
+    shape: Shape
     goal: Goal | None
-    stored: tuple[int, int]
+    stored: Shape
     tensors: Forms
 
     @classmethod
-    def dense(
-        cls, forms: Forms, module: str, shape: tuple[int, int], goal: Goal | None = None
-    ) -> Row:
+    def dense(cls, forms: Forms, module: str, shape: Shape, goal: Goal | None = None) -> Row:
         """Make the row of a linear without codes; a tied one has none of the source's `forms`."""
         name = f"{module}.weight"
         return cls(module, shape, goal, shape, {name: forms[name]} if name in forms else {})
@@ -101,9 +100,9 @@ class Row:
         cls,
         layout: Layout,
         module: str,
-        shape: tuple[int, int],
+        shape: Shape,
         scheme: Scheme,
-        stored: tuple[int, int],
+        stored: Shape,
     ) -> Row:
         """Make the row of a linear with codes in a layout."""
         forms = layout.stored(scheme, *stored).items()
@@ -121,11 +120,11 @@ class Row:
         return bytes_of(self.tensors)
 
     @property
-    def padded(self) -> tuple[int, int] | None:
+    def padded(self) -> Shape | None:
         """The stored shape, if zeros are added."""
         return None if self.stored == self.shape else self.stored
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the row as `plan --json` prints it."""
         return {
             "module": self.module,
@@ -141,9 +140,9 @@ class Files:
     """The exact bytes of every file except report and model card, which together take at most
     `report_bytes`.
 
-    `before_last` are the bytes of tensors that are written before the last block and the tensors
-    outside the blocks, the last two commits. `joined` are the bytes of the largest file that is
-    joined from smaller files: it may exist twice meanwhile.
+    `before_last` are the bytes of tensors that are written before the last block: those outside the
+    blocks are written first, though their commit is the last one. `joined` are the bytes of the
+    largest file that is joined from smaller files: it may exist twice meanwhile.
     """
 
     sizes: Mapping[str, int]
@@ -313,7 +312,7 @@ class Output:
         report = REPORT_BYTES + LINEAR_BYTES * len(self.quantized) + NAME_BYTES * entries + names
         report += 4 * sum(map(len, (*lines, *self.readers)))
         joined = max(size for size, _ in shards.values()) if len(shards) < len(written) else 0
-        before_last = sum(sum(unit.values()) for unit in written[:-2])
+        before_last = sum(sum(unit.values()) for unit in (*written[:-2], *written[-1:]))
         files = Files(sizes, report, before_last, joined)
         notes: list[str] = []
         if self.layout is not None:
@@ -333,7 +332,7 @@ class Output:
             )
         return replace(self, schemes=schemes, config=config, files=files, size_notes=tuple(notes))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the output as `plan --json` prints it."""
         files = self.files
         return {

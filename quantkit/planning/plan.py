@@ -23,7 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import AHEAD, grouped
 from quantkit.engines.joined import is_expert, joined_name
-from quantkit.engines.readers import Folder, engine_kernel, has_own_linears, refusal
+from quantkit.engines.readers import Folder, engine_kernel, readers_of, refusal
 from quantkit.engines.tables import GPUS, TARGETS, Engine
 from quantkit.errors import (
     KernelError,
@@ -49,6 +49,7 @@ from quantkit.layouts.schemes import is_embedding
 from quantkit.models.families import BLOCK
 from quantkit.models.outline import decoder_weights
 from quantkit.models.outside import Outside
+from quantkit.names import Json
 from quantkit.planning import verdict as verdicts
 from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streamed_memory
 from quantkit.planning.output import Output, Row, converted_schemes
@@ -87,7 +88,7 @@ class Serving:
     kinds: tuple[Kind, ...]
     refusal: RecipeError | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Convert to plain data."""
         major, minor = self.capability
         return {
@@ -173,7 +174,7 @@ def _kind(
         why = "dense"
     elif is_embedding(rows[0].module):
         why = "its rows are gathered and decoded"
-    elif has_own_linears(folder, engine):
+    elif any(reader.is_own for reader, _ in readers_of(folder, [engine])):
         kernel, why = _own_kernel(folder.layout, goal, n, k, capability)
     else:
         kernel, why, source = engine_kernel(engine, folder.layout, goal, n, k, capability, experts)
@@ -310,7 +311,7 @@ class Plan(ShortRepr):
         """Spell options as keywords of the API."""
         return replace(self, verdict=self.verdict.to_python(), for_python=True)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the plan as plain data, as `plan --json` prints it."""
         return {
             **self.output.to_dict(),
@@ -322,7 +323,7 @@ class Plan(ShortRepr):
             "notices": [*self.size_notes, *self.notices],
         }
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self) -> Json:
         return {
             "layout": self.layout,
             "scheme": self.scheme,

@@ -11,10 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from typing_extensions import Unpack
 
 from quantkit.calibration.budget import (
     LEAST_LENGTH,
@@ -59,7 +58,7 @@ from quantkit.planning.plan import Plan, find_gpu, plan_quantize, serving
 from quantkit.planning.verdict import model_remarks
 from quantkit.progress import QUIET
 from quantkit.recipes.identity import date_of, difference, identity
-from quantkit.recipes.options import AUTO, DENSE, Calib, RunKeywords, RunOptions
+from quantkit.recipes.options import AUTO, DENSE, Calib, RunOptions
 from quantkit.recipes.recipe import (
     KEYED,
     Recipe,
@@ -70,6 +69,11 @@ from quantkit.recipes.recipe import (
 )
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantkit.recipes.keywords import RunKeywords
 
 #: The layouts to take in this order where the usual one opens in no program. vLLM was asked to open
 #: AWQ folders of the families that transformers does not open (docs/models.md).
@@ -249,11 +253,12 @@ def survey(
         opened = opened or [other for other in others if refusal(other, run) is None]
     opened.sort(key=lambda other: not _asked(other))  # equal ones stay in order
     padded = bool(opened) and opened[0].recipe.pad and not recipe.pad
+    microscaled = isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
     if not opened or recipe.layout_stated or padded:
         if opened and not isinstance(refused, LayoutError):  # else its ways out are known to help
             more = [Setting("pad", True)] if padded else []
             refused.ways_out = (Words("use", Setting("layout", opened[0].plan.layout), *more),)
-        elif not opened and isinstance(refused, CheckpointError) and _is_microscaled(recipe):
+        elif not opened and isinstance(refused, CheckpointError) and microscaled:
             refused.ways_out = (Words("use", Setting("format", "int4")),)
         return _with_verdict(job, refusal=refused)
     taken = opened[0]
@@ -280,11 +285,6 @@ def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
     except QuantkitError as error:
         return error
     return None
-
-
-def _is_microscaled(recipe: Recipe) -> bool:
-    """Return True if only one layout holds the format of a recipe."""
-    return isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
 
 
 def _asked(job: Job) -> list[str]:

@@ -37,15 +37,14 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
 from quantkit.models.outside import Outside, drafts_by_name
-from quantkit.names import KERNELS
+from quantkit.names import KERNELS, Json
 from quantkit.planning.output import Output
 from quantkit.recipes.recipe import Recipe, skip_pattern
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = Words(
     "2:4 without training costs quality: published 7B and 8B models about double their perplexity, "
-    "and "
-    "recover by fine-tuning with the mask held; late layers are the sensitive ones:",
+    "and recover by fine-tuning with the mask held; late layers are the sensitive ones:",
     Setting("skip"),
     "them first",
 )
@@ -103,7 +102,7 @@ class Verdict:
             problems=tuple(map(in_python, self.problems)),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the verdict as `plan --json` prints it."""
         error = self.refusal
         return {
@@ -131,7 +130,7 @@ class Misfit:
         assert isinstance(self.goal, Scheme)  # a pruning recipe has no layout to change
         return self.goal
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the misfit as `plan --json` prints it."""
         return {
             "module": self.module,
@@ -183,20 +182,15 @@ def ways_out(
             if recipe is None
             else "download or convert the model again"
         )
-        lines.append(
-            LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed
+        shapes = grouped((misfit.shape, misfit.module) for misfit in group)
+        weights = ", ".join(
+            f"{modules[0]} is "
+            f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
+            for shape, modules in shapes.items()
         )
+        error = LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last]))
+        lines.append(error.typed)
     return tuple(lines)
-
-
-def _by_shape(group: list[Misfit]) -> str:
-    """Name the first weight of each shape and count the others."""
-    shapes = grouped((misfit.shape, misfit.module) for misfit in group)
-    return ", ".join(
-        f"{modules[0]} is "
-        f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
-        for shape, modules in shapes.items()
-    )
 
 
 def _one_change(
@@ -324,7 +318,9 @@ def layout_remarks(output: Output) -> tuple[str, ...]:
     folder, layout = output.folder, output.layout
     if folder is None or layout is None:
         return ()
-    found = [*readers.refusals(folder), *readers.cautions(folder)]
+    found = readers.refusals(folder)
+    limits = (say(folder) for layouts, say in readers.CAUTIONS if folder.layout in layouts)
+    found += filter(None, limits)
     if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
         found.append(layout.ZEROS_NOTICE)
     padded = [row for row in output.quantized if row.padded]

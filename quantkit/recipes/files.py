@@ -13,7 +13,7 @@ from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import RecipeError, reason
 from quantkit.keys import Key, section_at
-from quantkit.names import Method
+from quantkit.names import Json, JsonView, Method
 from quantkit.recipes.recipe import written
 
 PACKAGE = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def load_named(recipe: str | Path) -> Mapping[str, Any]:
+def load_named(recipe: str | Path) -> JsonView:
     """Read the mapping of a YAML file or of a recipe that comes with quantkit; RecipeError if it is
     neither.
     """
@@ -39,7 +39,7 @@ def load_named(recipe: str | Path) -> Mapping[str, Any]:
     return load(Path(recipe) if Path(recipe).is_file() else shipped[str(recipe)])
 
 
-def load_named_or_scheme(recipe: str) -> Mapping[str, Any]:
+def load_named_or_scheme(recipe: str) -> JsonView:
     """Read a recipe as `load_named`, or make one of a scheme and a method, such as `fp6:g64:gptq`.
 
     RecipeError with the nearest names for anything else.
@@ -57,7 +57,7 @@ def load_named_or_scheme(recipe: str) -> Mapping[str, Any]:
     )
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Json:
     """Read the mapping of a recipe file; RecipeError if it is no YAML mapping or repeats a key."""
     try:
         with path.open(encoding="utf-8") as file:  # yaml names the file in its messages
@@ -75,12 +75,12 @@ def load(path: Path) -> dict[str, Any]:
     return mapping
 
 
-def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
+def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> Json:
     """Read the mapping that `--set KEY=VALUE` gives; RecipeError names an unknown key or a wrong
     value.
     """
     known = {key.name: key for key in keys}
-    found: dict[str, Any] = {}
+    found: Json = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
@@ -98,11 +98,11 @@ def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
     return found
 
 
-def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+def _nested(path: tuple[str, ...], value: Any) -> Json:
     return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
 
 
-def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: JsonView, flags: JsonView) -> Json:
     """Return `base` with `flags` merged over it, section by section; flags that are None change
     nothing.
     """

@@ -17,6 +17,7 @@ from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.kernels import gptq
 from quantkit.keys import Key, keys_of, shown
 from quantkit.models.weights import is_fast_in_bfloat16
+from quantkit.names import JsonView
 from quantkit.recipes.schema import RecipeKeys
 
 #: The number of threads, which decides the bytes of calibrated runs on a CPU.
@@ -40,7 +41,7 @@ class Difference(NamedTuple):
     words: str = ""
 
 
-def identity(report: Mapping[str, Any]) -> dict[str, Any]:
+def identity(report: JsonView) -> dict[str, Any]:
     """Collect everything that decides the bytes of a run, from its report before the work."""
     same = {
         key: report[key]
@@ -71,7 +72,7 @@ def date_of(partial: Path) -> str | None:
 
 
 def difference(
-    before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key] = keys_of(RecipeKeys)
+    before: JsonView, now: JsonView, keys: Sequence[Key] = keys_of(RecipeKeys)
 ) -> Words | None:
     """Say how `before` differs from `now`, and how to undo it; None if the two are the same.
 
@@ -89,9 +90,7 @@ def difference(
     return Words(", ".join(each.clause for each in found), ":", *remedy, ", or", overwrite)
 
 
-def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]
-) -> Iterator[Difference]:
+def _differences(before: JsonView, now: JsonView, keys: Sequence[Key]) -> Iterator[Difference]:
     for name in ("quantkit", "torch", "transformers"):
         if name in now and before.get(name) != now[name]:
             yield Difference(
@@ -128,9 +127,7 @@ def _differences(
         )
 
 
-def _recipes(
-    before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]
-) -> Iterator[Difference]:
+def _recipes(before: JsonView, now: JsonView, keys: Sequence[Key]) -> Iterator[Difference]:
     if ("layout" in before) != ("layout" in now):  # the options of prune have no layout
         command = Command("quantize" if "layout" in before else "prune")
         yield Difference(f"the command was {command.parts[0]}", words=Words("use", command))
@@ -163,7 +160,7 @@ def _undone(key: Key, value: Any) -> tuple[str, str]:
     return Words(*(Setting(key.keyword, each) for each in values)), ""
 
 
-def _flat(recipe: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+def _flat(recipe: JsonView) -> dict[tuple[str, ...], Any]:
     """Return a recipe's values by their path. Overrides are one value, and so are several
     calibration texts.
     """

@@ -15,7 +15,6 @@ from quantkit.engines.tables import GPUS
 from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.keys import Checked, Count, Fraction, Positive, check, key, option
 from quantkit.progress import Progress
-from quantkit.recipes.keywords import Settings
 from quantkit.text.conversations import RESERVED
 from quantkit.text.sources import PACKAGED
 
@@ -118,8 +117,7 @@ class Calib:
         section="Calibration",
         may_lack=True,
         more="A record is broken if it is no JSON, breaks the form of messages, or is refused by "
-        "the chat template. "
-        "Records without text are always left out, and counted.",
+        "the chat template. Records without text are always left out, and counted.",
         when="For large data sets with a few faults.",
     )
 
@@ -138,12 +136,6 @@ class Calib:
     def sources(self) -> Sources:
         """The sources of `data`, also if it is a single one."""
         return (self.data,) if isinstance(self.data, str) else self.data
-
-
-class RunKeywords(Settings, total=False):
-    """The fields of `RunOptions` as keywords of a function."""
-
-    progress: Progress | None
 
 
 @dataclass(frozen=True)

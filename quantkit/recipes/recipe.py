@@ -30,7 +30,7 @@ from quantkit.layouts import LAYOUTS, Layout
 from quantkit.layouts.recast import fitting
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, compiled, key_of, matches as matches_whole
 from quantkit.models.experts import ROUTER
-from quantkit.names import Method, Rule
+from quantkit.names import Json, JsonView, Method, Rule
 from quantkit.recipes.options import AUTO, DENSE, Calib
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.text.sources import name_of_text
@@ -130,12 +130,12 @@ class Recipe(RecipeKeys):
             return self
         return replace(self, signed=False, gptq=replace(self.gptq, signed=False))
 
-    def to_mapping(self) -> dict[str, Any]:
+    def to_mapping(self) -> Json:
         """Return a mapping of which `from_mapping`, or `pruning_from_mapping`, makes an equal
         recipe.
         """
         keys = pruning_keys(type(self)) if self.only_prunes else keys_of(type(self))
-        found: dict[str, Any] = {}
+        found: Json = {}
         for key in keys:
             value = self._written(key)
             if not (key.may_lack and value == key.default):
@@ -315,7 +315,7 @@ def skip_pattern(modules: Collection[str], schemes: Mapping[str, Goal | None]) -
     )
 
 
-def written(scheme: Scheme) -> dict[str, Any]:
+def written(scheme: Scheme) -> Json:
     """Return a scheme as the section of a recipe."""
     return {
         "format": scheme.format.name,
@@ -325,7 +325,7 @@ def written(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
+def pruning_from_mapping(mapping: JsonView) -> Recipe:
     """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
     asked = read(mapping, pruning_keys(Recipe))
     rule: Rule = asked.pop("method", "sparsegpt")
@@ -335,7 +335,7 @@ def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     return Recipe(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))
 
 
-def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Recipe:
+def from_mapping(mapping: JsonView, kind: type[Recipe] = Recipe) -> Recipe:
     """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong
     value.
     """
@@ -356,7 +356,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     labels = {**keyed, **(asked.pop("overrides", None) or {}), **keyed}
     overrides = tuple((_pattern(p), Scheme.parse(label)) for p, label in labels.items())
     if any(pattern.endswith(HEADS) for pattern, _ in overrides):  # it is skipped by default
-        skip = Counter(asked.get("skip", RecipeKeys.skip)) - Counter(RecipeKeys.skip)
+        skip = Counter[str](asked.get("skip", RecipeKeys.skip)) - Counter(RecipeKeys.skip)
         asked["skip"] = [*skip.elements()]  # it stays if it is stated too
     schemes = [scheme, *(other for _, other in overrides)]
     refined = method == "gptq" and any(map(takes_signed, schemes))
@@ -378,7 +378,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     return found
 
 
-def _with_usual_damp(solver: dict[str, Any], sparse: bool) -> dict[str, Any]:
+def _with_usual_damp(solver: Json, sparse: bool) -> Json:
     """Add the usual damping of 2:4, or of another unit than the median, unless one is stated."""
     if solver.get("damp_kind", "median") != "median":
         return {"damp": OTHER_DAMP, **solver}
@@ -393,7 +393,7 @@ def _scheme(
     return Scheme(number, None if size == "channel" else size, symmetric, sparsity)
 
 
-def _read_shared(asked: dict[str, Any]) -> dict[str, Any]:
+def _read_shared(asked: Json) -> Json:
     """Make the calibration text and the patterns that stay dense from the values read."""
     calib = asked.get("calibration", {})
     if len(calib.get("data", ())) == 1:  # a list of one source

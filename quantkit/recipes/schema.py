@@ -91,8 +91,7 @@ class RecipeKeys:
         form=Method,
         pruning=Rule,
         more="`gptq` lets later columns make up for rounding errors, and needs text. `rtn` rounds "
-        "each weight to "
-        "nearest.",
+        "each weight to nearest.",
         when="`rtn` for speed.",
     )
     clip: Clip = key(
@@ -104,8 +103,7 @@ class RecipeKeys:
         "The error that the search minimises",
         usual="gptq: block, rtn: mse",
         more="`mse` is the weight's own. `diag` is weighted by each channel's activations, `block` "
-        "by their "
-        "correlations in the group; both need text.",
+        "by their correlations in the group; both need text.",
         when="`block` with `rtn`, if there is text.",
     )
     signed: bool = key(
@@ -114,8 +112,7 @@ class RecipeKeys:
         usual="gptq of symmetric integers: on, else off",
         more="The extreme weight of a group then gets the code −8 exactly.",
         when="`false` for W4A8 in vLLM (`VLLM_MARLIN_INPUT_DTYPE=int8`), which reads negative "
-        "scales as positive, and "
-        "for an engine that refuses them. `true` for accuracy with `rtn`.",
+        "scales as positive, and for an engine that refuses them. `true` for accuracy with `rtn`.",
     )
     gptq: Options = section("Damping, column order and what follows the sweep.", Options)
     output_aware: bool = key(
@@ -123,8 +120,7 @@ class RecipeKeys:
         default=False,
         may_lack=True,
         more="Needs `tune`. See [algorithms.md](algorithms.md) 8.2. For models whose blocks pass "
-        "on nothing but a "
-        "hidden state.",
+        "on nothing but a hidden state.",
         when="`true` for accuracy, if a forward and a backward pass over 65,536 tokens are "
         "affordable.",
     )

@@ -6,13 +6,14 @@ Values are data: none is taken for markup.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quantkit.core.units import format_bytes, format_seconds
+from quantkit.names import JsonView
 from quantkit.reporting.layer_errors import Point, Series, bits, weights
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def ticks(top: float) -> list[float]:
     return [i * step for i in range(math.ceil(top / step - 1e-9) + 1)]
 
 
-def times(report: Mapping[str, Any]) -> list[Bar]:
+def times(report: JsonView) -> list[Bar]:
     """List the time of each phase, and the rest of the run."""
     phases = list(report.get("phases", {}).items())
     total = report.get("totals", {}).get("seconds")
@@ -167,14 +168,14 @@ def times(report: Mapping[str, Any]) -> list[Bar]:
     return [Bar(name, seconds, format_seconds(seconds)) for name, seconds in phases]
 
 
-def sizes(report: Mapping[str, Any]) -> list[Bar]:
+def sizes(report: JsonView) -> list[Bar]:
     """List the bytes of the weights before and after."""
     totals = report.get("totals", {})
     found = {"before": totals.get("source_bytes"), "after": totals.get("bytes")}
     return [Bar(name, float(count), format_bytes(count)) for name, count in found.items() if count]
 
 
-def memory(report: Mapping[str, Any]) -> list[Bar]:
+def memory(report: JsonView) -> list[Bar]:
     """List the peak of each kind of memory."""
     return [
         Bar(str(kind).upper(), float(count), format_bytes(count))
@@ -183,7 +184,7 @@ def memory(report: Mapping[str, Any]) -> list[Bar]:
     ]
 
 
-def widths(report: Mapping[str, Any]) -> list[Bar]:
+def widths(report: JsonView) -> list[Bar]:
     """List the weights of each scheme, fewest bits first."""
     found: dict[tuple[float, str], tuple[int, int]] = {}
     for layer in report.get("layers", []):

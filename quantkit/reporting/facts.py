@@ -16,6 +16,7 @@ from quantkit.engines.tables import BY_QUANTKIT, UNTRIED
 from quantkit.errors import FILE, Setting, Words, more_samples
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import key_of
+from quantkit.names import JsonView
 from quantkit.reporting import layer_errors as errors
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
@@ -51,7 +52,7 @@ _TINY = 1e-9
 _COUNTED = re.compile(r"(\d+) tokens for (\d+) input channels")
 
 
-def schemes(report: Mapping[str, Any]) -> str:
+def schemes(report: JsonView) -> str:
     """Name the scheme of the linears; if there are several, each with its number of linears.
     Embeddings and heads are named.
     """
@@ -66,7 +67,7 @@ def schemes(report: Mapping[str, Any]) -> str:
     return " + ".join(f"{scheme} ({leaf or count})" for (scheme, leaf), count in found)
 
 
-def same_values(report: Mapping[str, Any]) -> tuple[str, str]:
+def same_values(report: JsonView) -> tuple[str, str]:
     """Say how many packed weights a conversion left with the same values; ("", "") if nothing was
     converted.
     """
@@ -79,7 +80,7 @@ def same_values(report: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-def sizes(totals: Mapping[str, Any]) -> str:
+def sizes(totals: JsonView) -> str:
     """Describe the bytes before and after, and the bits per weight."""
     bits, before, after = (totals.get(key) for key in ("bits_per_weight", "source_bytes", "bytes"))
     parts = [
@@ -89,7 +90,7 @@ def sizes(totals: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
-def dense(totals: Mapping[str, Any]) -> str:
+def dense(totals: JsonView) -> str:
     """Describe the tensors that stay dense, the largest by name, empty if the report
     does not know.
     """
@@ -105,7 +106,7 @@ def dense(totals: Mapping[str, Any]) -> str:
     return f"{format_bytes(size)} of it, in {bits} bits: {', '.join([*named, *tied])}"
 
 
-def explained_size(report: Mapping[str, Any]) -> list[str]:
+def explained_size(report: JsonView) -> list[str]:
     """Explain an output that is larger than its source, and one of which dense tensors outside the
     blocks take over a quarter.
     """
@@ -149,7 +150,7 @@ def explained_size(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def share(report: Mapping[str, Any]) -> str:
+def share(report: JsonView) -> str:
     """Describe how much of the decoder is quantized or pruned, empty if the report does
     not know.
     """
@@ -157,7 +158,7 @@ def share(report: Mapping[str, Any]) -> str:
     return "" if found is None else f"{100 * found:.2f} % of the decoder's weights"
 
 
-def readers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def readers(report: JsonView) -> list[tuple[str, str]]:
     """List the programs that load the folder: tried on it before it was published, known to, and
     said to by their documentation.
     """
@@ -175,7 +176,7 @@ def readers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("loads in", others), ("perhaps in", by_pages)]
 
 
-def methods(layers: Iterable[Mapping[str, Any]]) -> str:
+def methods(layers: Iterable[JsonView]) -> str:
     """List the methods of the linears."""
     return (
         ", ".join(sorted({str(layer["method"]) for layer in layers if layer.get("method")}))
@@ -183,7 +184,7 @@ def methods(layers: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def weight_error(layers: Sequence[Mapping[str, Any]]) -> str:
+def weight_error(layers: Sequence[JsonView]) -> str:
     """Describe the mean and the worst relative error of the weights, empty if no layer has it."""
     found = errors.worst(layers, errors.weight_error, len(layers))
     if not found:
@@ -193,7 +194,7 @@ def weight_error(layers: Sequence[Mapping[str, Any]]) -> str:
     return f"relative, mean {mean:.4g}, worst {worst:.4g} ({layer.get('name')})"
 
 
-def sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
+def sparsity(layers: Iterable[JsonView]) -> str:
     """Describe the 2:4 pruning, empty if no layer was pruned."""
     pruned = [layer for layer in layers if layer.get("zeros") is not None]
     zeros, kept = (sum(layer.get(key) or 0 for layer in pruned) for key in ("zeros", "kept"))
@@ -204,7 +205,7 @@ def sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def ratios(layers: Iterable[Mapping[str, Any]], over: str = "rtn_loss") -> list[tuple[float, str]]:
+def ratios(layers: Iterable[JsonView], over: str = "rtn_loss") -> list[tuple[float, str]]:
     """List (loss / `over`, name) of each layer that has both figures; `rtn_loss` is the loss of
     rounding to nearest.
     """
@@ -215,7 +216,7 @@ def ratios(layers: Iterable[Mapping[str, Any]], over: str = "rtn_loss") -> list[
     ]
 
 
-def losses(layers: Iterable[Mapping[str, Any]]) -> str:
+def losses(layers: Iterable[JsonView]) -> str:
     """Describe the output losses relative to rounding to nearest, or to the outputs of a pruned
     model.
     """
@@ -231,7 +232,7 @@ def losses(layers: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def held_out(layers: Iterable[Mapping[str, Any]]) -> str:
+def held_out(layers: Iterable[JsonView]) -> str:
     """Describe the losses on text that did not calibrate, relative to rounding's, by source."""
     means = (
         f"{source} {math.exp(sum(math.log(max(r, _TINY)) for r, _ in found) / len(found)):.3f}"
@@ -241,7 +242,7 @@ def held_out(layers: Iterable[Mapping[str, Any]]) -> str:
     return text and f"{text} of rounding's, in the geometric mean over linears"
 
 
-def tuned_scales(report: Mapping[str, Any]) -> str:
+def tuned_scales(report: JsonView) -> str:
     """Describe the tuning of the scales of the whole model; losses are of before."""
     found = report.get("tuned_scales")
     if not found or "reason" in found:
@@ -252,7 +253,7 @@ def tuned_scales(report: Mapping[str, Any]) -> str:
     return f"{text}, after {found['steps']} steps on the whole model {found['after']:.4g}"
 
 
-def _by_source(layers: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, str]]]:
+def _by_source(layers: Iterable[JsonView]) -> dict[str, list[tuple[float, str]]]:
     """List (ratio, name) of the linears for each held-out source, the worst first."""
     found = grouped(
         (source, (ratio, str(layer.get("name"))))
@@ -262,7 +263,7 @@ def _by_source(layers: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[floa
     return {source: sorted(each, reverse=True) for source, each in found.items()}
 
 
-def _behind(layers: Iterable[Mapping[str, Any]]) -> list[str]:
+def _behind(layers: Iterable[JsonView]) -> list[str]:
     """Warn of the linears that are behind rounding on a held-out source, in one line for each."""
     lines: list[str] = []
     for source, found in _by_source(layers).items():
@@ -278,7 +279,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
-def protocol(report: Mapping[str, Any]) -> str:
+def protocol(report: JsonView) -> str:
     """Describe the calibration text."""
     facts = report.get("calibration") or {}
     if not facts:
@@ -301,7 +302,7 @@ def protocol(report: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def fit(report: Mapping[str, Any]) -> str:
+def fit(report: JsonView) -> str:
     """Describe the choice of schemes for a target size, empty if there was no target."""
     found = report.get("fit", {})
     kld, size, bits = found.get("kld", {}), found.get("target_size"), found.get("target_bits")
@@ -314,12 +315,11 @@ def fit(report: Mapping[str, Any]) -> str:
         judged += "; no uniform scheme fits"
     return (
         f"{asked} asked, {found.get('chosen')} chosen: KL divergence on {held.get('tokens', '?')} "
-        "held-out tokens of "
-        f"{held.get('source', '?')}: {judged}"
+        f"held-out tokens of {held.get('source', '?')}: {judged}"
     )
 
 
-def evaluation(report: Mapping[str, Any]) -> str:
+def evaluation(report: JsonView) -> str:
     """Describe perplexity before and after, the KL divergence and their protocol, empty if nothing
     was evaluated.
     """
@@ -335,14 +335,13 @@ def evaluation(report: Mapping[str, Any]) -> str:
     )
     return (
         f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %), "
-        "KL divergence "
-        f"{kld:.6f} nats{f' ({more})' if more else ''}, top-1 agreement {100 * top1:.2f} %, on "
-        f"{found.get('data', '?')}: {pieces}, {found.get('tokens', '?')} predictions; "
-        f"{found.get('weights', 'unknown products')}"
+        f"KL divergence {kld:.6f} nats{f' ({more})' if more else ''}, top-1 agreement "
+        f"{100 * top1:.2f} %, on {found.get('data', '?')}: {pieces}, {found.get('tokens', '?')} "
+        f"predictions; {found.get('weights', 'unknown products')}"
     )
 
 
-def tails(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def tails(found: JsonView) -> list[tuple[str, str]]:
     """List the interval and the tails of a KL divergence in nats, each with its label. Older
     reports have none.
     """
@@ -357,13 +356,13 @@ def tails(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return list(shown.items())
 
 
-def left_out(report: Mapping[str, Any]) -> str:
+def left_out(report: JsonView) -> str:
     """List the files of the source that did not go along, empty if there are none."""
     names = [str(name) for name in report.get("left_out", [])]
     return f"{_listed(names)}: no data that belongs to these weights" if names else ""
 
 
-def events(report: Mapping[str, Any]) -> list[str]:
+def events(report: JsonView) -> list[str]:
     """List one line for each notice, for the dense linears, and for each kind of event."""
     found = [str(notice) for key in ("layout_notices", "notices") for notice in report.get(key, [])]
     dense = [str(name) for name in report.get("dense", [])]
@@ -381,7 +380,7 @@ def events(report: Mapping[str, Any]) -> list[str]:
     return found + _behind(layers) + _row_sums(layers, len(layers))
 
 
-def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
+def _row_sums(layers: Iterable[JsonView], count: int) -> list[str]:
     """Warn in one line of sums near the most that vLLM's kernel holds, if any of `count` layers has
     them (ROW_SUM).
     """
@@ -400,9 +399,7 @@ def _row_sums(layers: Iterable[Mapping[str, Any]], count: int) -> list[str]:
     return [Words(what, why, *ways)]
 
 
-def _way_out(
-    fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[str, Any]
-) -> list[str]:
+def _way_out(fact: str, hit: Iterable[JsonView], calibration: JsonView) -> list[str]:
     """Compute the number of samples with which each expert would see a token for each channel, from
     the facts of a report.
     """

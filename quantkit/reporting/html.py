@@ -7,10 +7,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from quantkit.core.units import format_bytes, format_percent, format_seconds
+from quantkit.names import JsonView
 from quantkit.reporting import charts, facts, layer_errors as errors
 from quantkit.reporting.charts import Bar, Cell, Chart, Table, raw, render
 from quantkit.reporting.layer_errors import Layer, number
@@ -29,7 +30,7 @@ class Proof(NamedTuple):
     sentence: str
 
 
-def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = None) -> str:
+def page(report: JsonView, verification: JsonView | None = None) -> str:
     """Write the page of a report; `verification` is the content of verify.json, if it is there."""
     from markupsafe import escape
 
@@ -74,7 +75,7 @@ def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = Non
     )
 
 
-def _proof(report: Mapping[str, Any], verification: Mapping[str, Any] | None) -> Proof:
+def _proof(report: JsonView, verification: JsonView | None) -> Proof:
     if report.get("command") == "prune":
         return Proof(
             "",
@@ -107,7 +108,7 @@ def _proof(report: Mapping[str, Any], verification: Mapping[str, Any] | None) ->
     )
 
 
-def _tiles(report: Mapping[str, Any], layers: Sequence[Layer]) -> Iterator[tuple[str, str, str]]:
+def _tiles(report: JsonView, layers: Sequence[Layer]) -> Iterator[tuple[str, str, str]]:
     """Yield the headline figures that the report has, each with a label and a note."""
     totals = report.get("totals", {})
     before, after = number(totals.get("source_bytes")), number(totals.get("bytes"))
@@ -135,7 +136,7 @@ def _tiles(report: Mapping[str, Any], layers: Sequence[Layer]) -> Iterator[tuple
 
 
 def _facts(
-    report: Mapping[str, Any], source: Mapping[str, Any], layers: Sequence[Layer], verified: str
+    report: JsonView, source: JsonView, layers: Sequence[Layer], verified: str
 ) -> list[tuple[str, Any]]:
     return [
         ("Model", " ".join(str(source[key]) for key in ("name", "revision") if source.get(key))),
@@ -150,7 +151,7 @@ def _facts(
     ]
 
 
-def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
+def _quality(report: JsonView) -> tuple[Table | None, str]:
     """Compare quality before and after, if the run measured it, and name the text."""
     found = report.get("evaluation", {})
     before, after, kld, top1 = (
@@ -182,7 +183,7 @@ def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
     ) if rows else None, about
 
 
-def _sizes(report: Mapping[str, Any]) -> Table:
+def _sizes(report: JsonView) -> Table:
     """Tabulate the schemes for a target size in the layout of the output, by predicted loss and, of
     some, measured.
     """
@@ -259,7 +260,7 @@ def _worst(layers: Sequence[Layer]) -> Table | None:
     return Table(head, rows, "cards worst", range(1, len(head) - 1))
 
 
-def _costs(report: Mapping[str, Any]) -> list[tuple[str, str, list[Bar]]]:
+def _costs(report: JsonView) -> list[tuple[str, str, list[Bar]]]:
     """List the charts of sizes, widths, time and memory."""
     found = (
         ("Size of the weights", "", charts.sizes(report)),
@@ -270,7 +271,7 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, str, list[Bar]]]:
     return [(title, about, bars) for title, about, bars in found if bars]
 
 
-def _unopened(report: Mapping[str, Any]) -> Iterator[str]:
+def _unopened(report: JsonView) -> Iterator[str]:
     for key, what in (
         ("not_opened_by", "did not load the folder"),
         ("not_tried", "was not tried on the folder"),
@@ -278,13 +279,13 @@ def _unopened(report: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{reader} {what}: {why}" for reader, why in report.get(key, {}).items())
 
 
-def _versions(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _versions(report: JsonView) -> list[tuple[str, Any]]:
     environment = report.get("environment")
     known = [("quantkit", report.get("quantkit")), ("compute type", report.get("compute_dtype"))]
     return known + (list(environment.items()) if isinstance(environment, dict) else [])
 
 
-def _calibration(report: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _calibration(report: JsonView) -> Iterator[tuple[str, Any]]:
     found = report.get("calibration", {})
     if not found:
         yield "text", facts.protocol(report)
@@ -295,7 +296,7 @@ def _calibration(report: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _digests(report: Mapping[str, Any]) -> Iterator[tuple[str, Table]]:
+def _digests(report: JsonView) -> Iterator[tuple[str, Table]]:
     for title, files in (
         ("Files", report.get("files", {})),
         ("Source files", report.get("source", {}).get("files")),

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.report import CARD_KEYS, REPORT
 from quantkit.engines.readers import CAUSAL, engine_of, use_of
+from quantkit.names import Json, JsonView
 from quantkit.reporting import charts, facts, layer_errors as errors
 from quantkit.reporting.tables import pieces
 
@@ -20,7 +21,7 @@ TASKS = {
 }
 
 
-def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
+def model_card(report: JsonView, sha256: str | None = None) -> str:
     """Write the text of the README.md: YAML front matter, then scheme, readers, calibration and
     figures.
 
@@ -60,12 +61,18 @@ def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
     )
 
 
-def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+def _front(report: JsonView, source: JsonView) -> dict[str, Any]:
     """Collect the YAML front matter. The hub refuses a `base_model` that is no id, and has no
     relation for pruning.
     """
     pruned = report.get("command") == "prune"
-    kept = {key: source[key] for key in CARD_KEYS if _is_words(source.get(key))}
+    stated = {key: source.get(key) for key in CARD_KEYS}
+    kept: Json = {
+        key: value
+        for key, value in stated.items()
+        if isinstance(value, str)
+        or (isinstance(value, list) and all(isinstance(word, str) for word in value))
+    }
     layout, scheme = str(report.get("layout")), str(report.get("scheme")).split(":")
     ours = (
         ["pruned", "quantkit", ":".join(scheme)]
@@ -85,13 +92,7 @@ def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _is_words(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(word, str) for word in value)
-    )
-
-
-def _uses(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+def _uses(report: JsonView) -> Iterator[tuple[str, str, str, str]]:
     """Yield the commands of each reader that opens this folder: title, language, commands, and the
     limit of a reader for signed scales. A pruned model opens as any dense one.
     """
@@ -109,7 +110,7 @@ def _uses(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield "transformers" if pruned else title, language, commands, note
 
 
-def _facts(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _facts(report: JsonView) -> list[tuple[str, Any]]:
     layers, totals, layout = (
         report.get("layers", []),
         report.get("totals", {}),

@@ -314,8 +314,7 @@ def plots(rows: Sequence[Row], text: str, names: Sequence[str]) -> list[Plot]:
                 x(float(row[size])),
                 y(math.log10(row[key])),
                 names.index(_series(row)),
-                f"{name(row)}: {1000 * row[key]:.3g} thousandths of a nat, "
-                f"{row['bits']:.3f} bits, "
+                f"{name(row)}: {1000 * row[key]:.3g} thousandths of a nat, {row['bits']:.3f} bits, "
                 f"{format_bytes(row['bytes'])}",
             )
             for row in shown

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from quantkit.core.units import format_bytes
+from quantkit.names import JsonView
 from quantkit.reporting import facts, tables
 from quantkit.reporting.charts import printable
 
 
-def summary(report: Mapping[str, Any], above: Collection[str] = ()) -> str:
+def summary(report: JsonView, above: Collection[str] = ()) -> str:
     """Format the closing table for a terminal: figures, then one line for each event that must not
     be silent. Notes that stand `above` in the same output are only counted.
     """
@@ -51,7 +52,7 @@ def summary(report: Mapping[str, Any], above: Collection[str] = ()) -> str:
     return tables.facts([(label, printable(text)) for label, text in rows], 13)
 
 
-def line(report: Mapping[str, Any]) -> str:
+def line(report: JsonView) -> str:
     """Format a report as one line: action, size, mean error, and the number of notes."""
     layers, notes = report.get("layers", []), len(list(facts.events(report)))
     head = (
@@ -68,7 +69,7 @@ def line(report: Mapping[str, Any]) -> str:
     return printable("; ".join(filter(None, parts)))
 
 
-def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def rows(report: JsonView) -> list[tuple[str, ...]]:
     """List each layer: name, shape, scheme, relative error, loss relative to rounding, seconds."""
     found = []
     for layer in report.get("layers", []):
@@ -85,7 +86,7 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
-def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
+def _times(report: JsonView, totals: JsonView) -> str:
     found = report.get("phases", {}).items()
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found if seconds >= 0.05)
     total = totals.get("seconds")

@@ -26,7 +26,7 @@ from quantkit.errors import CheckpointError, LayoutError, QuantkitError, Setting
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS, Layout
 from quantkit.layouts.schemes import EMBEDDINGS, HEADS, Schemes, is_embedding, literal, matches
-from quantkit.names import KERNELS
+from quantkit.names import KERNELS, JsonView
 
 #: The name of the method: `--quantization quantkit`.
 METHOD = "quantkit"
@@ -167,7 +167,7 @@ class EngineConfig:
 
     @classmethod
     def override_quantization_method(
-        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
+        cls, hf_quant_cfg: JsonView, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """Claim folders in layouts of quantkit's kernels, and any that it reads if the user asks;
         None for others.
@@ -333,7 +333,7 @@ def reordered(name: str, engine: str) -> LayoutError:
     )
 
 
-def is_kernel_layout(config: Mapping[str, Any]) -> bool:
+def is_kernel_layout(config: JsonView) -> bool:
     """Return True for a `quantization_config` of a layout that one of quantkit's kernels
     multiplies.
 

@@ -66,8 +66,7 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
             ):
                 raise ValueError(
                     f"{prefix} are packed experts, which quantkit's plug-in does not serve in "
-                    "SGLang: use the layout "
-                    "compressed-tensors without --quantization quantkit"
+                    "SGLang: use the layout compressed-tensors without --quantization quantkit"
                 )
             return None
         if isinstance(layer, ParallelLMHead) and self.head(prefix) is not None:

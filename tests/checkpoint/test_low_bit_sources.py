@@ -15,6 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quantkit.algorithms import rtn
 from quantkit.api import compare
+from quantkit.checkpoint import low_bit_sources
+from quantkit.checkpoint.low_bit_weights import unpack_float8
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError
@@ -248,3 +250,10 @@ def test_low_bit_folders_are_sources_alone(llama: Path, tmp_path: Path) -> None:
         load(low, device="cpu")
     with pytest.raises(CheckpointError, match=r"is FP8 .32x32 block scales., and packed"):
         verify(low)
+
+
+def test_all_codes_of_float8_have_torch_s_values() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    for dtype in low_bit_sources.FP8:
+        found, known = unpack_float8(codes.view(dtype)), codes.view(dtype).float()
+        assert torch.equal(found.view(torch.int32), known.view(torch.int32))

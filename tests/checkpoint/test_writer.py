@@ -228,6 +228,21 @@ def test_files_are_joined_in_order_and_named_to_their_end(tmp_path: Path, monkey
     assert CheckpointWriter(tmp_path / "out", writer.like, None).hashes() == writer.hashes()
 
 
+def test_files_joined_while_others_follow_have_the_bytes_of_those_joined_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for early in (False, True):
+        monkeypatch.setattr(writer_module, "LEAST_BYTES", 2 * (32 + 6) if early else 2**30)
+        (folder := tmp_path / f"{early}").mkdir()
+        writer = filled(folder / "out", 5)  # in the end the last file joins one that is joined already
+        assert (len(writer.hashes()) == 3) == early
+        monkeypatch.setattr(writer_module, "LEAST_BYTES", 2 * (32 + 6))
+        writer.arrange()
+        found.append({path.name: path.read_bytes() for path in (folder / "out").glob("*.safetensors")})
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
 def test_a_tensor_that_changed_on_the_disk_is_not_sealed_by_a_join(tmp_path: Path) -> None:
     writer = filled(tmp_path / "out", 3)
     path = tmp_path / "out" / "model-00002.safetensors"

@@ -162,6 +162,12 @@ def test_an_error_names_path_and_bytes(tmp_path: Path) -> None:
         write_atomic(tmp_path / "missing" / "file", b"")
 
 
+def test_a_disk_or_network_that_is_lost_leaves_a_run_to_be_resumed(tmp_path: Path) -> None:
+    for number in (errno.ESTALE, errno.EIO, errno.ENOTCONN):
+        with faults(failing(2, number, once=False)), pytest.raises(CheckpointError, match=r"the network.*--resume"):
+            write_atomic(tmp_path / "file", b"1")
+
+
 def test_a_disk_without_inodes_is_told_from_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.statvfs(tmp_path)
     fields = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail")

@@ -56,6 +56,19 @@ def test_threads_that_build_models_leave_the_default_dtype(tiny_llama: Path, mon
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.parametrize("make", [torch.empty, torch.zeros])  # Llama 4 makes its experts of zeros
+def test_experts_larger_than_the_memory_are_built(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    def build(*args: Any, **more: Any) -> nn.Module:
+        module = nn.Module()
+        module.experts = nn.Parameter(make(2**8, 2**20, 2**20))
+        module.register_buffer("positions", make(8).fill_(1))
+        return module
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", build)
+    built: Any = skeleton(Checkpoint(tiny_llama), torch.float32)
+    assert built.experts.is_meta and built.positions.sum() == 8
+
+
 def test_an_implementation_in_the_config_needs_no_package_here_and_stays_in_the_output(tmp_path: Path) -> None:
     folder = families.write("gemma3", tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())

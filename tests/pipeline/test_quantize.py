@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.census import families
 from quantkit.calibration.budget import SAVED_BLOCKS
+from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, digest
 from quantkit.errors import CheckpointError, NumericError
@@ -27,7 +28,7 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.text import sequences
-from tests.faults import Killed, faults
+from tests.faults import Killed, faults, killer
 from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model
 
@@ -121,6 +122,29 @@ def test_activations_that_overflow_late_leave_the_finished_blocks_for_resume(
     (partial,) = tmp_path.glob("out.partial-*")
     assert [line["facts"]["block"] for line in read_journal(partial / JOURNAL)[1:]] == [0, 1]
     assert "calibration document" in load_json(partial / REPORT)["failed"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_kill_while_tensors_set_aside_or_joined_are_half_written_costs_no_byte(
+    beside: bool, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(job.BESIDE, "cpu", beside)
+    monkeypatch.setattr(writer, "LEAST_BYTES", 2**17)  # two blocks
+    model = write_model("llama", tmp_path / "model", torch.bfloat16, num_hidden_layers=4)
+    recipe, seen = from_mapping(gptq(calib)), list[tuple[str, str]]()
+    with faults(lambda what, path: seen.append((what, path.name))):
+        quantize(model, tmp_path / "whole", recipe)
+    assert set(hashes(tmp_path / "whole")) >= {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
+    first = ("write", "model-00001.safetensors")
+    in_first = seen.index(first, seen.index(first) + 1) + 1
+    in_join = next(i for i, (what, name) in enumerate(seen) if what == "unlink" and name == "model-00002.safetensors")
+    for number, step in enumerate((in_first, in_join)):
+        out = tmp_path / f"{number}"
+        for stop in (step, in_first):  # once more while the resumed run writes them anew
+            with faults(killer(stop)), pytest.raises(Killed):
+                quantize(model, out, recipe, resume=True)
+        quantize(model, out, recipe, resume=True)
+        assert hashes(out) == hashes(tmp_path / "whole")
 
 
 def stopped_at_the_end(what: str, path: Path) -> None:

@@ -63,7 +63,7 @@ def divergence(model: Path, folder: Path) -> float:
 
 
 def small(family: str, folder: Path) -> Path:
-    return write_model(family, folder, torch.bfloat16, **({} if "moe" in family else SMALL))
+    return write_model(family, folder, torch.bfloat16, **({"num_hidden_layers": 1} if "moe" in family else SMALL))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_while_it_writes_scales_gives_the_same_folder(tmp_
         run(model, tmp_path / "counted", recipe())
     removed = next(at for at, (op, name) in enumerate(seen) if op == "unlink" and name.endswith(".safetensors"))
     recorded = max(at for at, (_, name) in enumerate(seen[:removed]) if name == JOURNAL)
-    for at in (recorded - 1, recorded, removed, removed + 1, removed + 2):
+    for at in (recorded - 1, removed, removed + 2):
         out = tmp_path / f"out-{at}"
         with pytest.raises(Killed), faults(stopping(lambda so_far, at=at: len(so_far) == at + 1)):  # type: ignore[misc]
             run(model, out, recipe())
@@ -172,10 +172,11 @@ def test_a_run_that_is_stopped_while_it_writes_scales_gives_the_same_folder(tmp_
 
 def test_a_device_without_memory_for_the_whole_model_is_refused_before_the_work(tmp_path: Path) -> None:
     model = small("llama", tmp_path / "model")
-    needs = plan(model, recipe(), gpu_memory=10**12).to_dict()["peak_memory"]
-    found = plan(model, recipe(), gpu_memory=needs["vram_least"] - 1).refusal
+    few = {"calibration": {"data": "packaged", "samples": 16, "max_length": 64}}
+    needs = plan(model, recipe(**few), gpu_memory=10**12).to_dict()["peak_memory"]
+    found = plan(model, recipe(**few), gpu_memory=needs["vram_least"] - 1).refusal
     assert found is not None and "tuning scales takes" in str(found) and "tune_scales=0" in str(found)
-    assert plan(model, recipe(0), gpu_memory=needs["vram_least"] - 1).refusal is None
+    assert plan(model, recipe(0, **few), gpu_memory=needs["vram_least"] - 1).refusal is None
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from math import prod
 from pathlib import Path
 
 import pytest
 
 from quantkit.algorithms.rtn import ROUNDING_BYTES
-from quantkit.calibration.budget import GRADIENTS
+from quantkit.calibration.budget import GRADIENTS, Sizes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.planning import needs
 from quantkit.planning.needs import Memory, disk_peak, streamed_memory
@@ -48,6 +49,23 @@ def test_rounding_needs_its_largest_linear_or_a_copy_of_its_largest_tensor(small
     for n, k in ((1, 1), (4096, 4096)):
         largest = streamed_memory(src, [(n, k), (1, 1)]).ram["largest weight"]
         assert largest == max(copied, ROUNDING_BYTES * n * k)
+
+
+def test_the_modules_of_many_experts_are_a_part_of_the_peak(small_llama: Path) -> None:
+    src = Checkpoint(small_llama)
+    few, many = (sum(streamed_memory(src, [(1, 1)] * count).ram.values()) for count in (1, 100_001))
+    assert many - few > 2_700_000_000  # measured: 2.8 GB of 92,401
+
+
+def test_of_a_layers_experts_a_pass_has_those_of_a_token_at_a_time(small_llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(small_llama, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 8}))
+    linears = {f"model.layers.0.mlp.experts.{number}.up_proj": (100, 64) for number in range(512)}
+    linears["model.layers.0.self_attn.q_proj"] = (64, 64)
+    routed, every = (Sizes.of(Checkpoint(path), linears, from_mapping({}), "cpu") for path in (folder, small_llama))
+    assert routed.passed == 64 + 512 * 2 and routed.outputs == 64 + 512 * 100  # 9 of 512, rounded up in each linear
+    assert every.passed == every.outputs  # a config that does not say how many
 
 
 def test_a_long_calibration_text_is_a_part_of_the_peak(

@@ -171,7 +171,7 @@ def test_a_failed_run_writes_a_report_of_the_finished_work(
     small_llama: Path, tmp_path: Path, calib: dict[str, Any]
 ) -> None:
     def broken(operation: str, path: Path) -> None:
-        if path.name == "model-00002.safetensors":
+        if path.name == "model-00003.safetensors":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with faults(broken), pytest.raises(CheckpointError, match="input/output error"):

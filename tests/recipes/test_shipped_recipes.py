@@ -34,7 +34,8 @@ def test_a_shipped_recipe_does_what_its_name_says(name: str, small_llama: Path, 
     expected = next(said for start, said in SAYS.items() if name.startswith(start))
     assert (recipe.layout, recipe.scheme.label) == expected
     if recipe.tune:
-        text = ("--calib", calib, "--samples", 8, "--max-length", 32, "--set", "tune=2")
+        steps = ("--set", "tune=2", *(("--set", "tune_scales=2") if recipe.tune_scales else ()))
+        text = ("--calib", calib, "--samples", 8, "--max-length", 32, *steps)
         call("quantize", small_llama, "-o", out, "--recipe", name, *text, "-q")
         found = Checkpoint(out)
         assert len(found.modules()) == 14 and found.scheme(found.modules()[0]).label == expected[1]

@@ -400,7 +400,8 @@ def killed_in_block(folder: Path, line: tuple[object, ...], out: Path, block: in
     """Kill a run when it opens the file of a block; returns the lines of the journal."""
 
     def hook(operation: str, path: Path) -> None:
-        if operation == "open" and path.name == f"model-{block:05}.safetensors":
+        # The first file has the tensors outside the blocks.
+        if operation == "open" and path.name == f"model-{block + 1:05}.safetensors":
             die()
 
     ended = run(hooked(command(*line, "-o", out), hook), folder)

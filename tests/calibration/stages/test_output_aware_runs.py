@@ -50,7 +50,7 @@ def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def interrupted(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run was killed after its first block. Tests must not change it."""
     folder = tmp_path_factory.mktemp("interrupted")
-    with faults(at("open", "model-00002", Killed())), pytest.raises(Killed):
+    with faults(at("open", "model-00003", Killed())), pytest.raises(Killed):
         quantize(small, folder / "out", aware(calib))
     return folder
 

@@ -1,11 +1,10 @@
 """The keywords of the API, typed for editors: made from the schema by `make docs`; do not edit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from quantkit.progress import Progress
 
 class Settings(TypedDict, total=False):
     """The options of a run."""
@@ -18,7 +17,6 @@ class Settings(TypedDict, total=False):
     act_budget: int | None
     min_share: float
 
-
 class FitKeywords(TypedDict, total=False):
     """The options of a target size."""
 
@@ -26,7 +24,6 @@ class FitKeywords(TypedDict, total=False):
     target_bits: float | None
     allowed: str | None
     target: str | None
-
 
 class SharedKeywords(TypedDict, total=False):
     """The keys of recipes that `prune` has too."""
@@ -48,7 +45,6 @@ class SharedKeywords(TypedDict, total=False):
     skip_bad_records: int | None
     dense_dtype: Literal["bfloat16", "float16"] | None
     skip: str | Iterable[str] | None
-
 
 class RecipeKeywords(SharedKeywords, total=False):
     """The keys of a recipe; None leaves the recipe's value."""
@@ -75,12 +71,10 @@ class RecipeKeywords(SharedKeywords, total=False):
     embeddings: str | None
     head: str | None
 
-
 class PruningKeywords(SharedKeywords, total=False):
     """The keys of `prune`; None leaves the default."""
 
     method: Literal["magnitude", "wanda", "sparsegpt"] | None
-
 
 class LoadKeywords(TypedDict, total=False):
     """The options of loading a model."""
@@ -90,14 +84,12 @@ class LoadKeywords(TypedDict, total=False):
     trust_remote_code: bool
     check: bool
 
-
 class PlanOnlyKeywords(TypedDict, total=False):
     """The options of a plan for another machine."""
 
     gpu: str | None
     gpu_memory: int | None
     probe: bool
-
 
 class PackKeywords(TypedDict, total=False):
     """The options of `pack` and `convert`."""
@@ -109,7 +101,6 @@ class PackKeywords(TypedDict, total=False):
     overwrite: bool
     trust_remote_code: bool
 
-
 class VerifyKeywords(TypedDict, total=False):
     """The options of `verify`."""
 
@@ -119,7 +110,6 @@ class VerifyKeywords(TypedDict, total=False):
     engine_args: Mapping[str, Any] | None
     trust_remote_code: bool
 
-
 class TextKeywords(LoadKeywords, total=False):
     """The options of `eval_ppl` and `eval_kld`."""
 
@@ -128,7 +118,6 @@ class TextKeywords(LoadKeywords, total=False):
     window: int | None
     stride: int | None
     bos: bool | None
-
 
 class TaskKeywords(LoadKeywords, total=False):
     """The options of `eval_tasks`."""
@@ -141,7 +130,6 @@ class TaskKeywords(LoadKeywords, total=False):
     seed: int
     batch_size: int
     journal: str | Path | None
-
 
 class CompareKeywords(TypedDict, total=False):
     """The options of `compare`."""
@@ -159,3 +147,17 @@ class CompareKeywords(TypedDict, total=False):
     batch_size: int
     revision: str | None
     trust_remote_code: bool
+
+class RunKeywords(Settings, total=False):
+    """The fields of `RunOptions`."""
+
+    progress: Progress | None
+
+class QuantizeKeywords(RecipeKeywords, FitKeywords, Settings, total=False):
+    """The keywords of `quantize`."""
+
+class PruneKeywords(PruningKeywords, Settings, total=False):
+    """The keywords of `prune`."""
+
+class PlanKeywords(RecipeKeywords, FitKeywords, PlanOnlyKeywords, Settings, total=False):
+    """The keywords of `plan`."""
