@@ -248,7 +248,7 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     finally:
         _THREAD.builds = False
     module.eval()
-    _note_other_class(src, module)
+    _note_other_class(src, type(module), config)
     return module
 
 
@@ -268,20 +268,17 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _note_other_class(src: Checkpoint, module: PreTrainedModel) -> None:
+def _note_other_class(src: Checkpoint, built: type[Any], config: PretrainedConfig) -> None:
     """Note a class in config.json that is not one of the model type's: its code may compute
     something else from the same weights, as BitNet's does that calls itself a Llama.
     """
     import transformers
 
-    named, built = src.config.get("architectures"), type(module)
-    known = [getattr(transformers, str(n), None) for n in named] if isinstance(named, list) else []
-    ours = (built.config_class, type(module.config))
-    if (
-        known
-        and not runs_code(src)
-        and not any(getattr(c, "config_class", 0) in ours for c in known)
-    ):
+    named = src.config.get("architectures")
+    classes = [getattr(transformers, str(n), 0) for n in named] if isinstance(named, list) else []
+    kinds = [getattr(each, "config_class", 0) for each in classes]
+    ours = (getattr(built, "config_class", None), type(config))
+    if kinds and not runs_code(src) and not any(kind in ours for kind in kinds):
         src.notices.append(
             f"{CONFIG} names {shown(named)}, and transformers builds {built.__name__} by its "
             "model_type: see that both compute the same"

@@ -208,14 +208,15 @@ def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str
 
 
 def _for_stray(states: StateNames, stray: Sequence[str]) -> list[str]:
-    """List the ways out for undeclared tensors, by their names. A layer that has another one, such
-    as a bias, computes with it: without it the model would write other text.
+    """List the ways out for undeclared tensors, by their names. A block or layer that has one more,
+    such as a bias or a norm, computes with it: without it the model would write other text.
     """
     if any(map(_ADAPTER.search, stray)):
         return [_MERGED]
     module = states.module
     layers = {path for path, found in module.named_modules() if found._parameters}
-    if any(states.state_of(name).rpartition(".")[0] in layers for name in stray):
+    owners = (states.state_of(name).rpartition(".")[0] for name in stray)
+    if any(owner in layers or 0 <= _layer(f"{owner}.") < _depth(module) for owner in owners):
         return [_DECLARED, "use the model that it was before a conversion"]
     depth, deepest = _depth(module), max(map(_layer, stray))
     past, ways = depth <= deepest, []

@@ -258,8 +258,10 @@ def test_masks_that_older_releases_stored_are_no_stray_tensors(family: str, tmp_
     LanguageModel(Checkpoint(tmp_path / "m"), torch.float32).require_complete()
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.bias", "lm_head.bias", "model.norm.bias"])
-def test_a_bias_that_the_config_does_not_declare_is_not_to_be_thrown_away(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj.bias", "lm_head.bias", "model.layers.0.self_attn.q_norm.weight"]
+)
+def test_a_part_of_a_layer_that_the_config_does_not_declare_is_not_to_be_thrown_away(name: str, tmp_path: Path) -> None:
     src = rewritten(tmp_path / "m", str, {name: torch.ones(128)})
     with pytest.raises(CheckpointError, match=r"is not part of the model.* declare it in config\.json") as caught:
         LanguageModel(src, torch.float32).require_complete()
