@@ -10,7 +10,7 @@ are MARLIN's in another order, which depends on `n`. Scales and zero points are 
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from msgspec import UNSET, Struct, UnsetType
@@ -44,19 +44,6 @@ class AwqConfig(Struct, kw_only=True):
     version: str | None = None
     modules_to_not_convert: list[str] | None = None
     lm_head: bool | UnsetType = UNSET
-
-
-def _older_keys(config: JsonView) -> dict[str, Any]:
-    """Make the side file: the loader takes exactly these keys, and the version in capitals
-    (docs/layouts.md 8.4).
-    """
-    return {
-        "zero_point": config["zero_point"],
-        "q_group_size": config["group_size"],
-        "w_bit": config["bits"],
-        "version": config["version"].upper(),
-        "modules_to_not_convert": config["modules_to_not_convert"],
-    }
 
 
 class Awq(Layout):
@@ -150,7 +137,17 @@ class Quick(Awq):
 
     NAME = "quick"
     VERSION = "quick"
-    SIDE_FILE = SideFile("quant_config.json", _older_keys)
+    #: The loader takes exactly these keys, and the version in capitals (docs/layouts.md 8.4).
+    SIDE_FILE = SideFile(
+        "quant_config.json",
+        lambda config: {
+            "zero_point": config["zero_point"],
+            "q_group_size": config["group_size"],
+            "w_bit": config["bits"],
+            "version": config["version"].upper(),
+            "modules_to_not_convert": config["modules_to_not_convert"],
+        },
+    )
     TITLE, MULTIPLES = "QUICK", (128, 32)
     WAY_OUT = Words(Setting("skip"), "the weight, or use", Setting("layout", "awq"))
 

@@ -133,7 +133,12 @@ def recast(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> Quanti
     if q.scheme.group_size is None:  # the scale of a row holds for its new columns too
         q = _reshaped(q, *shape)
     if scheme.group_size != q.scheme.group_size:
-        q = _regrouped(q, scheme.group_size)
+        # Smaller groups: each scale and zero point is repeated.
+        size = scheme.group_size
+        times = q.shape[1] // q.scales.shape[1] // (size or q.shape[1])
+        scales = q.scales.repeat_interleave(times, 1)
+        zeros = None if q.zeros is None else q.zeros.repeat_interleave(times, 1)
+        q = QuantizedTensor(replace(q.scheme, group_size=size), q.codes, scales, zeros)
     q = _reshaped(q, *shape)
     return q if scheme == q.scheme else QuantizedTensor(scheme, q.codes, q.scales, q.zeros)
 
@@ -203,15 +208,6 @@ def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
         )
     return QuantizedTensor(
         replace(q.scheme, symmetric=True), codes.to(torch.uint8).view(n, k), q.scales
-    )
-
-
-def _regrouped(q: QuantizedTensor, size: int | None) -> QuantizedTensor:
-    """Repeat each scale and zero point for smaller groups of `size` columns."""
-    times = q.shape[1] // q.scales.shape[1] // (size or q.shape[1])
-    zeros = None if q.zeros is None else q.zeros.repeat_interleave(times, 1)
-    return QuantizedTensor(
-        replace(q.scheme, group_size=size), q.codes, q.scales.repeat_interleave(times, 1), zeros
     )
 
 
