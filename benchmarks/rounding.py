@@ -73,6 +73,8 @@ def measure(source: Path, work: Path, cores: int, arguments: list[str]) -> dict[
         "planned_seconds": needs.get("duration"),
         "peak_gb": round(report["totals"]["peak_memory"]["ram"] / 1e9, 2),
         "planned_gb": round(needs["peak_memory"]["ram"] / 1e9, 2),
+        "peak_gpu_gb": round(report["totals"]["peak_memory"].get("vram", 0) / 1e9, 2),
+        "planned_gpu_gb": round(needs["peak_memory"].get("vram", 0) / 1e9, 2),
         "phases": {name: round(value, 2) for name, value in report["phases"].items()},
     }
 

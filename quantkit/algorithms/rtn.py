@@ -6,6 +6,7 @@ The facts of the report about any solved weight are computed here too.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -135,6 +136,11 @@ def published_codes(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
     """Compute `||W - Q|| / ||W||`, 0 for a weight of zeros; padding columns of Q do not count."""
+    return ratio([error_norms(weight, value)])
+
+
+def error_norms(weight: Tensor, value: QuantizedTensor | Tensor) -> Tensor:
+    """Compute `||W - Q||` and `||W||` of some rows at a time, float64 `[s, 2]` on the CPU."""
     norms = list[Tensor]()
     for some in row_slices(weight, weight.shape[1]):  # a float32 copy of all rows is large
         part = value.rows(some).dequantize() if isinstance(value, QuantizedTensor) else value[some]
@@ -142,7 +148,12 @@ def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
         difference = part[:, : rows.shape[1]].float() - rows
         with one_thread(weight.device):
             norms.append(torch.stack([torch.linalg.vector_norm(x) for x in (difference, rows)]))
-    error, norm = torch.linalg.vector_norm(torch.stack(norms).double(), dim=0).tolist()
+    return torch.stack(norms).double().cpu()
+
+
+def ratio(norms: Sequence[Tensor]) -> float:
+    """Compute the `relative_error` of a weight from the `error_norms` of all its rows."""
+    error, norm = torch.linalg.vector_norm(torch.cat([*norms]), dim=0).tolist()
     return float(error / max(norm, 1e-30))
 
 

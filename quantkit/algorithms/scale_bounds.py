@@ -63,7 +63,9 @@ def contenders(
     base = candidates.base.clamp(min=LEAST_BASE).unsqueeze(1)
     size, low, step = _grid(fmt, is_asymmetric)
     at = (x / (base * step)).add_(0.5 - low / step)
-    left, zeros = torch.arange(len(x)), candidates.of(torch.ones(1))[1]
+    device = x.device
+    left = torch.arange(len(x), device=device)
+    zeros = candidates.of(torch.ones(1, device=device))[1]
     if zeros is not None:
         at.add_((zeros * (1 / step + size)).unsqueeze(1))
     moved = math.sqrt(x.shape[1]) * step / 2 * 1.05
@@ -77,14 +79,14 @@ def contenders(
     for first in range(0, len(ratios), COLUMNS):
         some, later = ratios[first : first + COLUMNS], ratios[first + COLUMNS :]
         points, base, norm, beyond = parts
-        table = _table(fmt, some, later[:1], is_asymmetric)
+        table = _table(fmt, some, later[:1], is_asymmetric).to(device)
         distance = embedding_bag(points, table, mode="sum").sqrt_()
-        exact = torch.tensor(some + later[:1]) * base
+        exact = torch.tensor(some + later[:1], device=device) * base
         width = half_precision(exact, candidates.stored).sub_(exact).abs_().div_(exact)
         width.mul_(1.03).add_(rounding).mul_(distance + norm).add_(moved)
         width.masked_fill_(beyond, torch.inf)
         if zeros is not None:
-            tried = candidates.of(torch.tensor(some + later).unsqueeze(1), left)[1]
+            tried = candidates.of(torch.tensor(some + later, device=device).unsqueeze(1), left)[1]
             assert tried is not None
             other = tried != zeros[left]
             other[len(some) : width.shape[1]] = other[len(some) :].any(0)

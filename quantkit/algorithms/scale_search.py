@@ -30,7 +30,7 @@ from quantkit.algorithms.numerics import (
 from quantkit.algorithms.scale_bounds import ZERO_BITS, Candidates, contenders
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.core.threads import side_by_side
+from quantkit.core.threads import one_thread, side_by_side
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.kernels import gptq as kernels
 from quantkit.names import Clip, Metric
@@ -46,6 +46,8 @@ _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel 
 _DELTAS = 8  # arrays of candidates times columns that a search of whole rows without one may hold
 _LEAST_WEIGHTS = 2**16  # of which bounds exclude candidates: fewer are tried one by one sooner
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
+_SQUARED_ENTRIES = 2**24  # the same for plain squares, which need no large product
+_SEARCHED = 16  # parts of a usual slice of rows that a GPU searches at a time: its caches hold them
 _CPU_ENTRIES = 2**17  # the same, which its cache holds
 _MATRICES = (
     7  # float32 matrices of blocks of H while they are factored: the blocks, and three in float64
@@ -95,7 +97,8 @@ def choose_scales(
 
     together: GroupError | None
     if errors is None:
-        together, slices = square_error, row_slices(weight, k)
+        parts = 1 if weight.is_cpu else _SEARCHED
+        together, slices = square_error, row_slices(weight, parts * k)
     elif (together := _row_errors(weight, errors)) is not None:
         entries = _TEMPORARIES * groups if _has_kernel(weight, k // groups) else _DELTAS * k
         slices = row_slices(weight, entries * len(_ratios(scheme.format, clip)))
@@ -131,7 +134,10 @@ def fit_scales(
         best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
     else:
         errors = _errors(x, scales.masked_fill(overflow, torch.nan), zeros, fmt, error)
-        best = errors.masked_fill_(overflow, torch.inf).argmin(0, keepdim=True)
+        errors.masked_fill_(overflow, torch.inf)
+        if error is square_error:
+            errors = _by_cpu(x, None, scales, zeros, errors, fmt)
+        best = errors.argmin(0, keepdim=True)
     chosen = scales.gather(0, best)[0].to(torch.float16)
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
 
@@ -146,7 +152,8 @@ def _errors(
         return kernels.search_errors(x, scales, zeros, error.factors, fmt)
     errors = torch.empty_like(scales)
     # Each call takes many candidates, because on a GPU it starts several kernels.
-    step = max(1, (_CPU_ENTRIES if x.device.type == "cpu" else _GPU_ENTRIES) // x.numel())
+    at_once = _SQUARED_ENTRIES if error is square_error else _GPU_ENTRIES
+    step = max(1, (_CPU_ENTRIES if x.is_cpu else at_once) // x.numel())
     for i in range(0, len(scales), step):
         zero = None if zeros is None else zeros[i : i + step]
         delta = _deltas(x, scales[i : i + step], zero, fmt)
@@ -166,7 +173,7 @@ def _has_bounds(x: Tensor, scheme: Scheme, clip: Clip, error: GroupError, signed
     fmt = scheme.format
     is_tabled = not fmt.is_microscaled and (scheme.symmetric or fmt.bits <= ZERO_BITS)
     is_plain = clip == "search" and error is square_error and not signed
-    large = x.is_cpu and x.dtype == torch.float32 and x.numel() >= _LEAST_WEIGHTS
+    large = x.dtype == torch.float32 and x.numel() >= _LEAST_WEIGHTS
     return large and is_plain and is_tabled
 
 
@@ -175,27 +182,73 @@ def _least_square(
 ) -> Grid:
     """Find the grid of `fit_scales` for the least squared error: only contenders are tried."""
     fmt, ratios = scheme.format, _ratios(scheme.format, clip)
-    candidates, ratio = _candidates_of(x, scheme, stored), torch.tensor(ratios)
+    candidates, ratio = _candidates_of(x, scheme, stored), torch.tensor(ratios, device=x.device)
 
     def overflow(scales: Tensor, zeros: Tensor | None) -> Tensor:
         return ~(scales * largest_value(fmt, zeros) <= fmt.largest_weight)
 
-    refuse_overflow(overflow(*candidates.of(torch.ones(1))), row, groups, fmt)
+    refuse_overflow(overflow(*candidates.of(torch.ones(1, device=x.device))), row, groups, fmt)
     at, numbers = contenders(x, candidates, tuple(ratios))
     scales, zeros = candidates.of(ratio[numbers], at)
+    errors = _square_errors(x, at, scales, zeros, fmt)
+    errors.masked_fill_(overflow(scales, zeros), torch.inf)
+    errors = _by_cpu(x, at, scales, zeros, errors, fmt)
+    best = errors == _least(errors, at, len(x))[at]
+    first = torch.full_like(candidates.base, len(ratios), dtype=torch.int64)
+    first.scatter_reduce_(0, at[best], numbers[best], "amin")
+    scales, zeros = candidates.of(ratio[first])
+    return Grid(scales.to(torch.float16), None if zeros is None else zeros.to(torch.uint8))
+
+
+def _square_errors(
+    x: Tensor, at: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format
+) -> Tensor:
+    """Return the squared errors `[p]` of candidates `[p]` for the groups `at` `[p]` of `x`."""
     errors = torch.empty_like(scales)
-    step = max(2, _CPU_ENTRIES // x.shape[1])
+    step = max(2, (_CPU_ENTRIES if x.is_cpu else _SQUARED_ENTRIES) // x.shape[1])
     for i in range(0, len(at), step):
         some = slice(i, i + step)
         zero = None if zeros is None else zeros[some]
         errors[some] = square_error(_deltas(x.index_select(0, at[some]), scales[some], zero, fmt))
-    errors.masked_fill_(overflow(scales, zeros), torch.inf)
-    least = torch.full_like(candidates.base, torch.inf).scatter_reduce_(0, at, errors, "amin")
-    best = errors == least[at]
-    first = torch.full_like(least, len(ratios), dtype=torch.int64)
-    first.scatter_reduce_(0, at[best], numbers[best], "amin")
-    scales, zeros = candidates.of(ratio[first])
-    return Grid(scales.to(torch.float16), None if zeros is None else zeros.to(torch.uint8))
+    return errors
+
+
+def _by_cpu(
+    x: Tensor, at: Tensor | None, scales: Tensor, zeros: Tensor | None, errors: Tensor, fmt: Format
+) -> Tensor:
+    """Return the squared `errors` with which a CPU chooses among candidates of the groups `x`.
+
+    All have one shape: `[c, m]`, or `[p]` with the groups `at`.
+    """
+    return errors if x.is_cpu else _decided(x, at, scales, zeros, errors, fmt)
+
+
+def _decided(
+    x: Tensor, at: Tensor | None, scales: Tensor, zeros: Tensor | None, errors: Tensor, fmt: Format
+) -> Tensor:
+    """Let a CPU add up the errors of candidates that are nearly the best; all worse become
+    infinite.
+
+    A GPU gives the bits of a CPU in all but sums, whose order differs. In any order a sum of g
+    numbers errs by at most (g - 1) 2^-24 of it (Jeannerod and Rump, 2013), and zeros by nothing.
+    """
+    at = (torch.arange(len(x), device=x.device).expand_as(errors) if at is None else at).flatten()
+    found, bound = errors.flatten(), (x.shape[1] + 8) * torch.finfo(x.dtype).eps
+    close = found * (1 - bound) <= _least(found, at, len(x))[at] * (1 + bound)
+    rivals = torch.bincount(at[close], minlength=len(x))[at]
+    tied = (close & (found > 0) & (rivals > 1)).nonzero().flatten()
+    groups, places = at[tied].unique(return_inverse=True)
+    scale, zero = (None if y is None else y.flatten()[tied].cpu() for y in (scales, zeros))
+    assert scale is not None
+    with one_thread(torch.device("cpu")):
+        sums = _square_errors(x[groups].cpu(), places.cpu(), scale, zero, fmt)
+    found = found.masked_fill(~close, torch.inf).index_copy_(0, tied, sums.to(x.device))
+    return found.view_as(errors)
+
+
+def _least(errors: Tensor, at: Tensor, count: int) -> Tensor:
+    """Return the least of the `errors` `[p]` of each of `count` groups."""
+    return errors.new_full((count,), torch.inf).scatter_reduce_(0, at, errors, "amin")
 
 
 def takes_signed(scheme: Scheme) -> bool:

@@ -23,7 +23,7 @@ from quantkit.core.ranks import ROWS as UNIT, ranks
 from quantkit.core.threads import grouped
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.families import BLOCK, EXPERT
-from quantkit.models.weights import compute_dtype
+from quantkit.models.weights import compute_dtype, free_gpu_memory
 from quantkit.recipes.recipe import Recipe
 
 #: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to
@@ -43,6 +43,9 @@ SOLVED_WEIGHTS = 2**28
 AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
 #: Keys of a config that state to how many experts a token is routed.
 ROUTED = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
+#: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and there are at
+#: most so many threads.
+PART, PART_BYTES, ROUNDERS = 2**24, 64, 16
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
@@ -73,6 +76,15 @@ def rounding_bytes(goals: Iterable[Goal | None], dtype: torch.dtype) -> int:
     """Return the bytes for each weight `dtype` that is rounded or pruned to these goals."""
     sparse = any(goal is not None and is_sparse(goal) for goal in goals)
     return ROUNDING_BYTES if sparse else 2 * dtype.itemsize + SOLVED_BYTES
+
+
+def rounders(device: torch.device, free: int | None = None) -> int:
+    """Count the threads that round, on a GPU as many as its `free` bytes allow; None asks it."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        return threads
+    free = free_gpu_memory(device) if free is None else free
+    return max(1, min(threads, ROUNDERS, free // (PART * PART_BYTES)))
 
 
 def rows_at_once(k: int, device: str) -> int:

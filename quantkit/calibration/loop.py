@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.budget import SAVED_BLOCKS, rounding_bytes, split_documents
+from quantkit.calibration.budget import SAVED_BLOCKS, rounders, rounding_bytes, split_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.scales import INSTEAD
 from quantkit.calibration.stages import stages_of
@@ -65,21 +65,23 @@ def streamed(
     done: Collection[str],
     pack: Callable[[Item], Item],
     progress: Progress,
+    device: torch.device,
 ) -> Iterator[Item | Commit]:
-    """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned,
-    and packed by `pack`. Threads work on several weights, one thread on each.
+    """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned
+    on `device`, and packed by `pack`. Threads work on several weights, one thread on each.
     """
     names = [name for name in src.names() if name not in done]
     last = {unit[-1] for unit in units_of(src, names)}
     each = rounding_bytes(goals.values(), src.dtype_of_model)
     made = ahead(
         progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)),
-        lambda name: pack(_uncalibrated(src, name, goals, recipe)),
+        lambda name: pack(_uncalibrated(src, name, goals, recipe, device)),
         lambda name: each * prod(src.shape(name)),
-        workers=torch.get_num_threads(),
+        workers=rounders(device),
         most=MOST_BYTES,
         batch=BATCH,
         check=progress.check,
+        device=device,
     )
     with closing(made):
         for item in made:
@@ -95,7 +97,7 @@ def _uncalibrated(
     name: str,
     goals: Mapping[str, Goal | None],
     recipe: Recipe,
-    device: str | torch.device = "cpu",
+    device: torch.device,
     reason: str | None = None,
 ) -> Item:
     """Read a tensor; round or prune it on `device` if it is the weight of a linear with a goal."""
@@ -103,7 +105,7 @@ def _uncalibrated(
     goal = goals.get(linear) if linear != name else None
     if goal is None:
         return Item(name, src.get(name))
-    return solve_uncalibrated(linear, src.get(name).to(device), goal, recipe, reason)
+    return solve_uncalibrated(linear, src.get(name), goal, recipe, reason, device)
 
 
 def units_of(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.budget import RATE, gradient_documents, solving_work
+from quantkit.calibration.budget import RATE, gradient_documents, rounders, solving_work
 from quantkit.calibration.loop import calibrated, new_run
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.calibration.stages.solve import solve_uncalibrated
@@ -83,7 +83,7 @@ def probe(
     seconds = FIXED + src.source_bytes / BYTES_A_SECOND
     each = 1 / RATE[model.device.type]
     if not recipe.calibrated:
-        seconds += _rounding(src, recipe, goals)
+        seconds += _rounding(src, recipe, goals, model.device)
     else:
         meter = _Meter(model.linears, watch, each)
         try:
@@ -103,22 +103,25 @@ def probe(
     return low * seconds, high * seconds
 
 
-def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None]) -> float:
+def _rounding(
+    src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None], device: torch.device
+) -> float:
     """Estimate the seconds of a run without text from some linears of middle size, which all
     threads solve as the run does; the first one warms up.
     """
     chosen = {name: goal for name, goal in goals.items() if goal is not None}
     sizes = {name: prod(src.shape(f"{name}.weight")) for name in chosen}
-    threads = torch.get_num_threads()
+    threads = rounders(device)
 
     def solve(name: str) -> None:
-        solve_uncalibrated(name, src.get(f"{name}.weight"), chosen[name], recipe)
+        weight = src.get(f"{name}.weight")
+        solve_uncalibrated(name, weight, chosen[name], recipe, device=device)
 
     some = sorted(sizes, key=sizes.__getitem__)[len(sizes) // 2 :][: 2 * threads]
     solve(some[0])
     begun = time.perf_counter()
     each = {"workers": threads, "most": MOST_BYTES, "batch": 0}
-    for _ in ahead(some, solve, sizes.__getitem__, check=time.perf_counter, **each):
+    for _ in ahead(some, solve, sizes.__getitem__, check=time.perf_counter, device=device, **each):
         pass
     seconds = time.perf_counter() - begun
     return seconds * sum(sizes.values()) / sum(sizes[name] for name in some)

@@ -22,6 +22,7 @@ import torch
 K = TypeVar("K")
 T = TypeVar("T")
 R = TypeVar("R")
+CPU = torch.device("cpu")
 #: The lock of each process: a fork has its own.
 _BUILDS: dict[int, threading.RLock] = {}
 #: The most bytes of data in waiting tasks, unless a single task has more.
@@ -106,8 +107,10 @@ def ahead(
     most: int,
     batch: int,
     check: Callable[[], object],
+    device: torch.device = CPU,
 ) -> Generator[R, None, None]:
-    """Yield the results of `work` on items, in order, that `workers` threads make in advance.
+    """Yield the results of `work` on items, in order, that `workers` threads make in advance. On a
+    GPU `device` each has a stream of its own, and its results must be on the CPU.
 
     Items that are made or wait have at most `most` bytes by `size`, unless one has more. A thread
     takes small items together, up to `batch` bytes. `check` is called between items, and may raise.
@@ -116,7 +119,13 @@ def ahead(
     """
     threads = 1 if workers > 1 else torch.get_num_threads()
     waiting: deque[tuple[int, Future[deque[R]]]] = deque()
-    with ThreadPoolExecutor(workers, "quantkit-work", torch.set_num_threads, (threads,)) as pool:
+
+    def begin() -> None:
+        torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+
+    with ThreadPoolExecutor(workers, "quantkit-work", begin) as pool:
 
         def oldest() -> Iterator[R]:
             results = waiting[0][1].result()

@@ -192,7 +192,8 @@ def _lead(
             first += [partial(copy_aside, writer, aside)] if aside else []
         else:
             done = writer.items_done()
-            rounded = streamed(src, recipe, job.goals, done, writer.packed, progress)
+            device = job.model.device
+            rounded = streamed(src, recipe, job.goals, done, writer.packed, progress, device)
             items = clock.around("solve", rounded)
         # A signal that raised while this thread waits for the other could leave a lock taken.
         with progress.loop() if BESIDE[kind] or not recipe.calibrated else nullcontext():

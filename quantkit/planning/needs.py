@@ -24,6 +24,8 @@ from quantkit.calibration.budget import (
     DOCUMENT,
     GRADIENTS,
     LOADED,
+    PART,
+    PART_BYTES,
     PASS_STATES,
     READ,
     ROWS,
@@ -60,6 +62,8 @@ PASSES = "passes that wait"
 #: The text that is drawn from, with its tokens, if it has more characters than `SHORT_TEXT`; and
 #: the bytes for a character: measured are 3 to 11.
 TEXT, TEXT_BYTES, SHORT_TEXT = "calibration text", 12, 2**23
+#: The parts of weights that threads round on a GPU.
+ROUNDED = "weights being rounded"
 #: The other processes of a run on this machine.
 OTHERS = "other processes"
 #: Parts with values of all documents: a budget bounds them, and a GPU holds those that fit.
@@ -75,6 +79,8 @@ SMALLER = {
     GRADIENTS: Words("use", Setting("output_aware", False)),
     READ: Words("use", Setting("output_aware", False)),
 }
+#: The parts on a GPU that cannot be less, and what takes them.
+TAKEN = {WHOLE: "tuning scales takes", ROUNDED: "rounding takes"}
 OTHER_DEVICE = Words("use", Option("device", "cpu"), ", or a GPU with more memory")
 
 
@@ -137,15 +143,7 @@ class Memory:
                 "here"
             )
         there = self._gpu_memory()
-        if there is not None and not self.vram:
-            found.append(
-                Words(
-                    "nothing of this run is computed on a GPU:",
-                    Option("gpu_memory"),
-                    "has no effect",
-                )
-            )
-        elif there is not None and self.least_vram <= there < sum(self.vram.values()):
+        if there is not None and self.least_vram <= there < sum(self.vram.values()):
             estimate = f"peak GPU memory is estimated at {_gb(sum(self.vram.values()))},"
             way = _smaller(self.vram) or OTHER_DEVICE
             found.append(Words(estimate, self._there(there), ":", way))
@@ -204,9 +202,9 @@ class Memory:
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
-            whole = WHOLE in self.vram
-            what = "tuning scales takes" if whole else "the weights of the largest block take"
-            way = INSTEAD if whole else Words("use", Option("device", "cpu"))
+            taken = [what for part, what in TAKEN.items() if part in self.vram]
+            what = [*taken, "the weights of the largest block take"][0]
+            way = INSTEAD if WHOLE in self.vram else Words("use", Option("device", "cpu"))
             rule = Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there))
             raise QuantkitError(rule, way, "a GPU with more memory")
 
@@ -320,9 +318,11 @@ def streamed_memory(
     linears: Iterable[tuple[int, int]],
     each: int = ROUNDING_BYTES,
     at_once: int = 1,
+    on_gpu: int = 0,
 ) -> Memory:
     """Estimate the peak of rounding to nearest or repacking `linears` `(n, k)`, with `each` bytes
-    for each weight; beyond MOST_BYTES one is in memory at a time, else `at_once`.
+    for each weight; beyond MOST_BYTES one is in memory at a time, else `at_once`. Parts of weights
+    are `on_gpu` at a time.
     """
     copied = max(
         (prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0
@@ -330,11 +330,14 @@ def streamed_memory(
     sizes = sorted((each * n * k for n, k in linears), reverse=True)
     largest = max([2 * copied, *sizes[:1]])
     others = min(sum(sizes[: at_once - 1]), max(0, MOST_BYTES - largest))
+    part = PART_BYTES * min(PART, max(sizes, default=0) // each)
     return Memory(
         {
-            "program": program_bytes(cuda=False, linears=len(sizes)),
+            "program": program_bytes(cuda=on_gpu > 0, linears=len(sizes)),
             "largest weight": largest + others,
-        }
+        },
+        {"CUDA": CUDA_DEVICE, ROUNDED: on_gpu * part} if on_gpu else {},
+        least_vram=part if on_gpu else 0,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibration.budget import rounding_bytes
+from quantkit.calibration.budget import rounders, rounding_bytes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import AHEAD, grouped
@@ -386,7 +386,10 @@ def plan_quantize(
     else:
         each = rounding_bytes((row.goal for row in rows), src.dtype_of_model)
         rounded = [row.stored for row in output.quantized]
-        memory = streamed_memory(src, rounded, each, AHEAD * torch.get_num_threads() + 1)
+        here = torch.cuda.is_available() if device in (None, "auto") else device != "cpu"
+        place = torch.device("cuda" if here else "cpu")
+        threads = rounders(place, gpu_memory)
+        memory = streamed_memory(src, rounded, each, AHEAD * threads + 1, threads if here else 0)
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)
     found = verdicts.Verdict(

@@ -222,7 +222,8 @@ def test_a_gpu_that_is_not_here_is_judged_by_its_memory(small_llama: Path, calib
     assert "peak GPU memory" not in call(*args, "--gpu-memory", needed).stdout
     line = call(*args, "--gpu-memory", memory["vram_least"] - 1, code=1).stderr
     assert "the weights of the largest block take" in line and "use --device cpu" in line
-    assert "--gpu-memory has no effect" in call("plan", small_llama, *RTN, "--gpu-memory", "1GB").stdout
+    line = call("plan", small_llama, *RTN, "--gpu-memory", 1, code=1).stderr
+    assert "rounding takes" in line and "use --device cpu" in line
     assert "drop one of them" in call(*args, "--gpu-memory", "1GB", "--device", "cpu", code=2).stderr
 
 

@@ -10,6 +10,7 @@ import torch
 from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.hessian import Hessian
 from quantkit.algorithms.options import Options
+from quantkit.calibration import budget
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core import sparsity
 from quantkit.core.formats import FORMATS, FP5, FP6, INT4
@@ -17,11 +18,14 @@ from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.layouts import LAYOUTS
 from quantkit.models.weights import load_dense_model
+from quantkit.names import Clip
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.recipe import from_mapping
+from quantkit.planning.survey import plan
+from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from quantkit.text.tokenizer import load_tokenizer
 from tests.folders import TEXT, gptq as gptq_recipe, hashes
 from tests.layouts.samples import HELD, record
+from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +73,57 @@ def test_rtn_gives_the_record_of_a_cpu(scheme: Scheme) -> None:
     here, _ = rtn.quantize(weight.half(), scheme)
     there, _ = rtn.quantize(weight.half().cuda(), scheme)
     assert here.digest() == there.digest()
+
+
+@pytest.mark.parametrize("clip", ["none", "search"])
+@pytest.mark.parametrize(
+    "label", ["int4:g128", "int4:g32:asym", "int4:channel", "int2:g64", "int8:g128:asym", "fp6:channel", "nvfp4"]
+)
+def test_scales_are_those_of_a_cpu_where_the_order_of_a_sum_could_decide(label: str, clip: Clip) -> None:
+    weight = (torch.randn(1024, 4096, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    here, _ = rtn.quantize(weight, Scheme.parse(label), clip=clip)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    there, _ = rtn.quantize(weight.cuda(), Scheme.parse(label), clip=clip)
+    assert here.digest() == there.digest()
+    assert torch.cuda.max_memory_allocated() - before <= budget.PART_BYTES * weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked"),
+    [
+        (torch.bfloat16, {"scheme": {"format": "int4"}}),
+        (torch.float16, {"scheme": {"format": "int4", "group_size": 32, "symmetric": False}, "layout": "awq"}),
+        (
+            torch.float32,
+            {"scheme": {"format": "int8"}, "clip": "none", "embeddings": "int4:g64", "head": "fp6:channel"},
+        ),
+        (torch.bfloat16, {"scheme": {"format": "fp6"}}),
+        (torch.float16, {"scheme": {"format": "fp5"}, "clip": "search"}),
+        (torch.bfloat16, {"scheme": {"format": "nvfp4"}, "clip": "search"}),
+        (torch.float32, {"scheme": {"format": "mxfp4"}, "clip": "search"}),
+        (torch.bfloat16, {"scheme": {"format": "int4", "sparsity": "2:4"}, "layout": "marlin24", "pad": True}),
+        (torch.float16, None),
+    ],
+    ids=lambda given: str(given.get("scheme", "pruned") if isinstance(given, dict) else given).replace("'", ""),
+)
+def test_a_folder_that_is_rounded_has_the_bytes_of_a_cpu(
+    dtype: torch.dtype, asked: dict[str, object] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "PART", 2**18)  # all weights have several parts
+    sizes = {"hidden_size": 544 if asked and "pad" in asked else 512, "intermediate_size": 1536}
+    model = write_model("llama", tmp_path / "model", dtype, **sizes, num_hidden_layers=1)
+    recipe = (
+        pruning_from_mapping({"method": "magnitude"}) if asked is None else from_mapping({"method": "rtn", **asked})
+    )
+    for device in ("cpu", "cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        report = quantize(model, tmp_path / device, recipe, device=device)
+    here, there = (hashes(tmp_path / device) for device in ("cpu", "cuda"))
+    assert {**there, "README.md": ""} == {**here, "README.md": ""}  # the card names the report's hash
+    planned = plan(model, recipe, device="cuda").needs.memory.vram
+    used = report["totals"]["peak_memory"]["vram"]
+    assert 0 < used <= sum(planned.values())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

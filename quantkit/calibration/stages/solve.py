@@ -195,6 +195,8 @@ def solve(
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
             facts |= {**common, "seconds": seconds * len(weight)}
+            facts["relative_error"] = rtn.relative_error(weight, tensor)
+            facts |= rtn.zeroed(weight, tensor) if isinstance(tensor, QuantizedTensor) else {}
             items.append(_stored_item(name, weight, tensor, facts, recipe))
     return items
 
@@ -377,30 +379,68 @@ def _as_one(
 
 
 def solve_uncalibrated(
-    linear: str, weight: Tensor, goal: Goal, recipe: Recipe, reason: str | None = None
+    linear: str,
+    weight: Tensor,
+    goal: Goal,
+    recipe: Recipe,
+    reason: str | None = None,
+    device: torch.device | None = None,
 ) -> Item:
     """Round to nearest, or prune by magnitude, one weight `[n, k]` without a Hessian.
 
-    `reason` tells the report why, if the recipe asked for calibration. NumericError if the weight
-    is not finite or overflows.
+    `reason` tells the report why, if the recipe asked for calibration. Another `device` than the
+    weight's computes the same, some rows at a time. NumericError if the weight is not finite or
+    overflows.
     """
     started = time.perf_counter()
     with about(linear):
-        if isinstance(goal, Scheme):
-            wide = rtn.widened(weight, _solved_width(goal, weight.shape[1], recipe))
-            signed = recipe.solving(goal).signed
-            tensor, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
-            facts |= {"method": "rtn", "tokens": 0}
-            item, why = _stored_item(linear, weight, tensor, facts, recipe), "reason"
-        else:
-            check_weight(weight)
-            value = weight.masked_fill(~pruning.fixed_mask(weight, "magnitude", None), 0)
-            facts = {"method": "magnitude", **_counts_of_pruned(value)}
-            facts |= {"relative_error": rtn.relative_error(weight, value), "tokens": 0}
-            item, why = Item(f"{linear}.weight", value, facts), "by_magnitude"
+        value, facts = _by_parts(weight, goal, recipe, device or weight.device)
+        facts["relative_error"] = rtn.ratio(facts["relative_error"])
+        item = _stored_item(linear, weight, value, facts, recipe)
+    why = "reason" if isinstance(goal, Scheme) else "by_magnitude"
     reasons = {} if reason is None else {why: reason}
     seconds = time.perf_counter() - started
     return item._replace(facts={**(item.facts or {}), **reasons, "seconds": seconds})
+
+
+def _by_parts(
+    weight: Tensor, goal: Goal, recipe: Recipe, device: torch.device
+) -> tuple[QuantizedTensor | Tensor, dict[str, Any]]:
+    """Round or prune a weight on a device; the result is where the weight is. The facts of its
+    parts are added up, and of the `relative_error` the norms are listed.
+    """
+    size = budget.PART // max(1, weight.shape[-1]) if device != weight.device else len(weight)
+    values, facts = list[Any](), dict[str, Any]()
+    try:
+        for part in weight.split(max(1, size)):
+            value, found = _rounded(part.to(device), goal, recipe)
+            values.append(value if device == weight.device else value.to(weight.device))
+            for key, fact in found.items():
+                known = key in facts and not isinstance(fact, str)
+                facts[key] = facts[key] + fact if known else fact
+    except NumericError:
+        if device == weight.device:
+            raise
+        return _by_parts(weight, goal, recipe, weight.device)  # its line has the row and the count
+    if isinstance(values[0], QuantizedTensor):
+        return concatenated(values), facts
+    return torch.cat(values) if len(values) > 1 else values[0], facts
+
+
+def _rounded(
+    weight: Tensor, goal: Goal, recipe: Recipe
+) -> tuple[QuantizedTensor | Tensor, dict[str, Any]]:
+    """Round or prune rows of a weight where they are; the facts have the norms of their error."""
+    if isinstance(goal, Scheme):
+        wide = rtn.widened(weight, _solved_width(goal, weight.shape[1], recipe))
+        signed = recipe.solving(goal).signed
+        tensor, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
+        facts |= {"method": "rtn", "tokens": 0, "relative_error": [rtn.error_norms(weight, tensor)]}
+        return tensor, {**facts, **rtn.zeroed(weight, tensor)}
+    check_weight(weight)
+    value = weight.masked_fill(~pruning.fixed_mask(weight, "magnitude", None), 0)
+    facts = {"method": "magnitude", **_counts_of_pruned(value)}
+    return value, {**facts, "relative_error": [rtn.error_norms(weight, value)], "tokens": 0}
 
 
 def _solved_width(goal: Goal, k: int, recipe: Recipe) -> int:
@@ -420,9 +460,7 @@ def _stored_item(
     """Give a solved linear its stored shape, padded if the recipe asks for it, and the facts that
     depend on it.
     """
-    facts["relative_error"] = rtn.relative_error(weight, value)
     if isinstance(value, QuantizedTensor):
-        facts |= rtn.zeroed(weight, value)
         stored = stored_shape(recipe, value.scheme, *weight.shape)
         if stored != weight.shape:
             if "zeros" in facts:
