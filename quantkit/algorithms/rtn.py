@@ -165,14 +165,17 @@ def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
     the nonzero weights. Single small weights among normal weights are not counted.
     """
     columns = tensor.codes.shape[1]  # padded, so that the last group is whole
-    count = 0
+    groups, count = (tensor.scales.shape[1], -1), 0
     for rows in row_slices(weight, columns):
-        parts = widened(weight[rows], columns).unflatten(1, (tensor.scales.shape[1], -1))
-        least, largest = (x.to(working_dtype(weight)).unsqueeze(-1) for x in extent(parts))
-        if bool((least < largest * FAR_SMALLER).any()):  # few weights have such groups
-            small = (parts.abs() < largest * FAR_SMALLER) & (parts != 0)
-            small &= 8 * small.sum(-1, keepdim=True) >= (parts != 0).sum(-1, keepdim=True)
-            count += int((small.flatten(1) & (tensor.rows(rows).dequantize() == 0)).sum())
+        parts = widened(weight[rows], columns).unflatten(1, groups)
+        least, largest = (x.to(working_dtype(weight)) for x in extent(parts))
+        at = (least < largest * FAR_SMALLER).nonzero(as_tuple=True)  # few groups
+        some = parts[at]
+        small = (some.abs() < largest[at].unsqueeze(-1) * FAR_SMALLER) & (some != 0)
+        small &= 8 * small.sum(-1, keepdim=True) >= (some != 0).sum(-1, keepdim=True)
+        if bool(small.any()):
+            values = tensor.rows(rows).dequantize().unflatten(1, groups)[at]
+            count += int((small & (values == 0)).sum())
     return {"zeroed": count} if count else {}
 
 
