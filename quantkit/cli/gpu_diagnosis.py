@@ -27,21 +27,13 @@ def cuda_build() -> Check:
     """Check that torch sees the GPU. A machine without a GPU needs no CUDA build."""
     found = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     needs = "a CUDA build where there is an NVIDIA GPU"
-    if torch.cuda.is_available():
-        return Check("torch build", found, needs, True)
-    if not Path("/proc/driver/nvidia").exists() and shutil.which("nvidia-smi") is None:
-        return Check("torch build", found, needs, True if torch.version.cuda is None else None)
-    if torch.version.cuda is None:
-        return Check(
-            "torch build", found, needs, False, "pip install --force-reinstall --no-cache-dir torch"
-        )
-    return Check(
-        "torch build",
-        found,
-        needs,
-        False,
-        "nvidia-smi   # the driver does not answer torch: it says why",
-    )
+    works, for_cpu = torch.cuda.is_available(), torch.version.cuda is None
+    if works or (not Path("/proc/driver/nvidia").exists() and shutil.which("nvidia-smi") is None):
+        return Check("torch build", found, needs, True if works or for_cpu else None)
+    fix = "nvidia-smi   # the driver does not answer torch: it says why"
+    if for_cpu:
+        fix = "pip install --force-reinstall --no-cache-dir torch"
+    return Check("torch build", found, needs, False, fix)
 
 
 def cupy() -> Check:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from threading import Lock, local
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -421,9 +421,7 @@ def multiply(
     topk]`. `x` `[..., k]` may have no padding, no rows, any strides and any address. KernelError
     for a kind of weight that was not prepared.
     """
-    product = PRODUCTS.get((handle, out))
-    if product is None:
-        raise _unprepared(handle, out)
+    product = PRODUCTS.get((handle, out)) or _unprepared(handle, out)
     if isinstance(product, ExpertsProduct):
         return product.multiply(x, tensors, *others)
     if not isinstance(product, LinearProduct):
@@ -449,9 +447,7 @@ def multiply(
 def _on_cpu(
     x: Tensor, tensors: list[Tensor], others: list[Tensor], handle: int, out: int
 ) -> Tensor:
-    product = PRODUCTS.get((handle, out))
-    if product is None:
-        raise _unprepared(handle, out)
+    product = PRODUCTS.get((handle, out)) or _unprepared(handle, out)
     return product.decode(x, tensors, *others)
 
 
@@ -459,8 +455,8 @@ def _fake(x: Tensor, tensors: list[Tensor], others: list[Tensor], handle: int, o
     return x.new_empty((*x.shape[:-1], out))
 
 
-def _unprepared(handle: int, out: int) -> KernelError:
-    return KernelError(
+def _unprepared(handle: int, out: int) -> NoReturn:
+    raise KernelError(
         f"no weight of {out} rows was prepared as {handle}", "prepare the weights in the same order"
     )
 

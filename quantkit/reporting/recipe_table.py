@@ -115,9 +115,9 @@ def sections(rows: Sequence[Row]) -> dict[str, list[Column]]:
     texts, tasks = labels(rows, "text"), labels(rows, "task")
     columns = {
         QUALITY: [
-            Column("bits", "bits", _three_decimals),
+            Column("bits", "bits", "{:.3f}".format),
             Column("size", "bytes", format_bytes),
-            *(Column(f"ppl {text}", f"text:{text}:ppl", _three_decimals) for text in texts),
+            *(Column(f"ppl {text}", f"text:{text}:ppl", "{:.3f}".format) for text in texts),
             *(Column(f"KL {text}", f"text:{text}:kld", _thousandths) for text in texts),
             Column("tasks", "tasks:value", _percent),
         ],
@@ -239,10 +239,6 @@ def _cell(values: Sequence[float], column: Column) -> str:
 
 def _thousandths(value: float) -> str:
     return f"{1000 * value:.3g}" if value < 1 else f"{1000 * value:.0f}"
-
-
-def _three_decimals(value: float) -> str:
-    return f"{value:.3f}"
 
 
 def _percent(value: float) -> str:
