@@ -76,9 +76,11 @@ def resolve(
         or model.count("/") > 1
         or "\\" in model
     ):
-        what = "a file, not a folder" if folder.is_file() else "no such file or folder"
-        is_address = "://" in model or model.startswith(("huggingface.co/", "hf.co/"))
-        way = "write a model of the hub as org/name" if is_address else "check the path"
+        what, way = "no such file or folder", "check the path"
+        if folder.is_file():
+            what, way = "a file, not a folder", f"name it with {ENDING} at the end if it is GGUF"
+        elif "://" in model or model.startswith(("huggingface.co/", "hf.co/")):
+            way = "write a model of the hub as org/name"
         raise CheckpointError(what, way, subject=model or repr(model))
     return hub.snapshot(model, revision, trust_remote_code)
 

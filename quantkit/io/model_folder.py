@@ -108,13 +108,11 @@ def require_code(folder: Path) -> None:
     that is not there. `folder` is a real path.
     """
     for name in names_code(folder):
-        named = json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map") or {}
-        values = (each if isinstance(each, list) else [each] for each in dict(named).values())
-        for code in (each for some in values for each in some if each and "--" not in each):
-            file = f"{code.rpartition('.')[0]}.py"
-            if not (folder / file).is_file():
+        stated = json.loads((folder / name).read_text(encoding="utf-8"))
+        for module in re.findall(r'"([\w.]+)\.\w+"', json.dumps(stated.get("auto_map"))):
+            if not (folder / f"{module}.py").is_file():
                 raise CheckpointError(
-                    f"{name} names {shown(code)}, and {file} is missing",
+                    f"{name} names code in {module}.py, which is missing",
                     "fetch the Python files of the model too",
                     subject=folder,
                 )

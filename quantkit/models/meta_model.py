@@ -276,9 +276,12 @@ def _note_other_class(src: Checkpoint, built: type[Any], config: PretrainedConfi
 
     named = src.config.get("architectures")
     classes = [getattr(transformers, str(n), 0) for n in named] if isinstance(named, list) else []
-    kinds = [getattr(each, "config_class", 0) for each in classes]
-    ours = (getattr(built, "config_class", None), type(config))
-    if kinds and not runs_code(src) and not any(kind in ours for kind in kinds):
+    ours = {getattr(built, "config_class", None), type(config)}
+    if (
+        classes
+        and not runs_code(src)
+        and ours.isdisjoint(getattr(c, "config_class", 0) for c in classes)
+    ):
         src.notices.append(
             f"{CONFIG} names {shown(named)}, and transformers builds {built.__name__} by its "
             "model_type: see that both compute the same"

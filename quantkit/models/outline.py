@@ -95,8 +95,7 @@ class Outline:
         packed = {f"{module}.weight" for module in src.modules()}
         for state, name in self.states.stored.items():
             if name not in packed:
-                self._require_shape(state, name)
-        self._require_floats(packed)
+                self._require_form(state, name)
         if as_matrices:
             replace_transposed(module, self.states.stored, src)
 
@@ -180,32 +179,26 @@ class Outline:
                 strays.remove(bias)
                 outside.remove(bias)
                 stored[f"{path}.bias"] = bias
-                self._require_shape(f"{path}.bias", bias)
+                self._require_form(f"{path}.bias", bias)
 
     @cached_property
     def outside(self) -> Outside:
         """The tensors that the model does not have, such as draft layers."""
         return Outside.of(self.src, self.states.outside)
 
-    def _require_floats(self, packed: Collection[str]) -> None:
-        """Raise CheckpointError for codes in the place of a weight that is not `packed`."""
-        merged = ((each.states[0], name) for each in self.states.merged for name in each.names)
-        for state, name in (*self.states.stored.items(), *merged):
-            plain = name in packed or self.src.dtype(name) in FLOATS
-            if not plain and get_tensor(self.module, state).is_floating_point():
-                raise CheckpointError(
-                    f"{name} is stored as {dtype_name(self.src.dtype(name))}, and no "
-                    "quantization_config explains it",
-                    "restore it in config.json",
-                    ORIGINAL,
-                    subject=self.src.path,
-                )
-
-    def _require_shape(self, state: str, name: str) -> None:
-        asked, shape = tuple(get_tensor(self.module, state).shape), self.src.shape(name)
+    def _require_form(self, state: str, name: str) -> None:
+        wanted, shape = get_tensor(self.module, state), self.src.shape(name)
+        asked, dtype = tuple(wanted.shape), self.src.dtype(name)
         # An earlier model of this checkpoint may have transposed the tensor.
         if shape != asked and not (self.src.is_presented_otherwise(name) and shape[::-1] == asked):
             raise wrong_shape(self.src.path, name, shape, asked)
+        if wanted.is_floating_point() and dtype not in FLOATS:
+            raise CheckpointError(
+                f"{name} is stored as {dtype_name(dtype)}, and no quantization_config explains it",
+                "restore it in config.json",
+                ORIGINAL,
+                subject=self.src.path,
+            )
 
 
 class LanguageModel(Outline):

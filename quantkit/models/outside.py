@@ -166,8 +166,9 @@ def require_complete(
             rule = f"{inner}, as stored, is {missing[0]} in {kind}"
             ways = ["save the inner model, without its wrapper"]
         lost = {state.rpartition(".")[0] for state in missing if state.endswith(".weight")}
-        codes = (n for n in outside if states.state_of(n).rpartition(".")[0] in lost)
-        if code := next(codes, None):
+        if code := next(
+            (n for n in outside if states.state_of(n).rpartition(".")[0] in lost), None
+        ):
             rule = f"{code} is stored in place of a weight, and no quantization_config explains it"
             ways = ["restore it in config.json", ORIGINAL]
         if adapter := next(filter(_ADAPTER.search, outside), None):

@@ -487,7 +487,10 @@ def require_runnable(
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
     if job.src.home == job.src.path:  # a GGUF file has none of these files
-        made = _with_unknown_tokens(made, job, run)
+        lines = _unknown_tokens(job)
+        made = replace(made, verdict=made.verdict.with_remarks(*lines))
+        if run.progress is not None:
+            run.progress.note(*lines)
         generation_config_of(job.src)
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
@@ -523,20 +526,14 @@ def require_runnable(
     return job._replace(plan=replace(made, needs=needs))
 
 
-def _with_unknown_tokens(made: Plan, job: Job, run: RunOptions) -> Plan:
+def _unknown_tokens(job: Job) -> list[str]:
     """Note the tokens of the source's tokenizer for which the model has no embedding."""
     tokens = require_readable_tokenizer(job.src.path)
     rows = len(job.model.text.get_input_embeddings().get_parameter("weight"))
     beyond = sorted(at for at in tokens if at >= rows)
-    if not beyond:
-        return made
-    line = (
-        f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
-        f"{shown(tokens[beyond[0]])} ({len(beyond)} in all): a text with one stops an engine"
-    )
-    if run.progress is not None:
-        run.progress.note(line)
-    return replace(made, verdict=made.verdict.with_remarks(line))
+    line = f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
+    more = f"({len(beyond)} in all): a text with one stops an engine"
+    return [f"{line}{shown(tokens[beyond[0]])} {more}"] if beyond else []
 
 
 def calibration_text(
