@@ -66,12 +66,14 @@ def streamed(
     pack: Callable[[Item], Item],
     progress: Progress,
     device: torch.device,
+    hashes: Callable[[Iterable[str]], dict[str, str]],
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned
-    on `device`, and packed by `pack`. Threads work on several weights, one thread on each.
+    on `device`, and packed by `pack`. Threads work on several weights, one thread on each. A commit
+    records the `hashes` of the source's files that its tensors are from.
     """
     names = [name for name in src.names() if name not in done]
-    last = {unit[-1] for unit in units_of(src, names)}
+    last = {unit[-1]: unit for unit in units_of(src, names)}
     each = rounding_bytes(goals.values(), src.dtype_of_model)
     made = ahead(
         progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)),
@@ -89,7 +91,7 @@ def streamed(
             name = item.name
             del item  # its memory is free while the next one is made
             if name in last:
-                yield Commit({})
+                yield Commit({"source": hashes(last[name])})
 
 
 def _uncalibrated(

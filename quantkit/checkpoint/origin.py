@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -340,6 +340,77 @@ def source_hashes(
             with about(name):
                 check_finite(src.get(name))
     return hashes, edited
+
+
+class SourceHashes:
+    """Hash a source's files in a thread beside the work that reads them, so that the disk reads
+    each once: a file when its tensors are due, and the next one ahead.
+
+    `check` is called between pieces, and may raise. A weight file with another hash than recorded
+    is refused as `require_unchanged` does.
+    """
+
+    def __init__(self, src: Checkpoint, check: Callable[[], None]) -> None:
+        self._src, self._check, self._known = src, check, recorded_hashes(src)
+        self._pool = ThreadPoolExecutor(1, "quantkit-hash")
+        self._found: dict[str, Future[str]] = {}
+        self._is_over = False
+
+    def __enter__(self) -> SourceHashes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+        self._pool.shutdown(cancel_futures=True)
+
+    def first(self, used: Collection[str]) -> tuple[dict[str, str], list[str]]:
+        """Return the hashes of the weight files that a stopped run has `used`, and of all other
+        files; no lines yet. The next weight file is begun.
+        """
+        weights = [path.name for path in self._src.files() if path.name not in used]
+        names = [name for name in self._src.sources() if name not in weights]
+        found = {name: self._started(name) for name in (*names, *weights[:1])}
+        return {name: found[name].result() for name in names}, []
+
+    def start(self) -> None:
+        """Begin to hash all files, in their order: the page cache then has what is read next."""
+        for name in self._src.sources():
+            self._started(name)
+
+    def of(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the hashes of the files that tensors are read from, by file name."""
+        due, order = self._src.files_of(names), [*self._src.sources()]
+        started = {name: self._started(name) for name in due}
+        for name in order[order.index(due[-1]) + 1 :][:1] if due else ():
+            self._started(name)
+        return {name: found.result() for name, found in started.items()}
+
+    def all(self) -> tuple[dict[str, str], list[str]]:
+        """Return the hashes of all files, and a line for each other file that changed."""
+        self.start()
+        hashes = {name: self._found[name].result() for name in self._src.sources()}
+        others = {n: entry for n, entry in self._known.items() if not n.endswith(".safetensors")}
+        return hashes, require_unchanged(self._src, {}, others)
+
+    def _started(self, name: str) -> Future[str]:
+        if name not in self._found:
+            self._found[name] = self._pool.submit(self._hash, name)
+        return self._found[name]
+
+    def _hash(self, name: str) -> str:
+        entry = self._known.get(name)
+        like = None if entry is None else entry.digest
+        path = self._src.sources()[name]
+        found = files.hash_of_file(path, like, self._see)
+        self._src.require_unchanged()  # so this is the hash of the bytes that were read
+        if name.endswith(".safetensors"):
+            _require_whole(self._src, name, entry, found)
+        return found
+
+    def _see(self, start: int, piece: memoryview) -> None:
+        self._check()
+        if self._is_over:
+            raise CancelledError
 
 
 @contextmanager

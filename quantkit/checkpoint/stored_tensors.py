@@ -55,13 +55,14 @@ class StoredFile(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Hold shape, dtype and reader of a tensor; `stored` is its place in a file, unless it is
-    derived.
+    """Hold shape, dtype and reader of a tensor, and the names of the files that it is read from;
+    `stored` is its place in a file, unless it is derived.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int | slice | None], Tensor]
+    files: frozenset[str]
     stored: tuple[StoredFile, TensorInfo] | None = None
     restore: Callable[[Tensor], Tensor] | None = None
 
@@ -105,7 +106,8 @@ class StoredTensors:
                 read = partial(_read, path, shard, info)
                 if chosen.get(name, shard.name) == shard.name:
                     where = self._where if name in chosen else self.unlisted
-                    where[name] = _Place(info.shape, info.dtype, read, (shard, info))
+                    held = frozenset([shard.name])
+                    where[name] = _Place(info.shape, info.dtype, read, held, (shard, info))
 
     def admit(self, names: Iterable[str]) -> None:
         """Read these `unlisted` tensors too."""
@@ -119,8 +121,10 @@ class StoredTensors:
 
         self._shards += files
         self._supplied |= {file.name: file.path for file in files}
+        held = frozenset(file.name for file in files)
         for name, derived in tensors.items():
-            self._where[name] = _Place(derived.shape, derived.dtype, partial(derived.compute, read))
+            compute = partial(derived.compute, read)
+            self._where[name] = _Place(derived.shape, derived.dtype, compute, held)
 
     def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:
         """Replace stored tensors by tensors computed from them, each in the place of its first
@@ -141,6 +145,7 @@ class StoredTensors:
                 derived.shape,
                 derived.dtype,
                 partial(derived.compute, read),
+                frozenset().union(*(before[each].files for each in derived.inputs)),
                 restore=derived.restore,
             )
             at.setdefault(derived.inputs[0], {})[name] = place
@@ -193,6 +198,11 @@ class StoredTensors:
         since it was opened.
         """
         return self._at(name).read(index)
+
+    def files_of(self, names: Iterable[str]) -> list[str]:
+        """List the weight files that tensors are read from, in the order of the shards."""
+        held = frozenset().union(*(self._at(name).files for name in names))
+        return [shard.name for shard in self._shards if shard.name in held]
 
     def plain(self) -> dict[str, dict[str, TensorInfo]]:
         """Map each file name to the stored tensors that are read from it, in the order of their

@@ -156,6 +156,11 @@ class CheckpointWriter:
         return committed_files(self.done)
 
     @property
+    def used(self) -> dict[str, str]:
+        """File name -> hash of the source's files that the journal records."""
+        return {} if self._identity is None else _used([self._identity, *self.done])
+
+    @property
     def packed_bytes(self) -> int:
         """The bytes of the committed tensors that packed weights consist of."""
         return sum(line["packed_bytes"] for line in self.done)
@@ -383,12 +388,25 @@ class CheckpointWriter:
             self._file = None
 
 
+def _used(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Collect the hashes of the source's files, in a journal's identity and its commits."""
+    found = (line.get("source") or line.get("facts", {}).get("source", {}) for line in lines)
+    return {name: digest for each in found for name, digest in each.items()}
+
+
 def require_same(partial: Path, identity: Mapping[str, Any], difference: Compare) -> None:
     """Raise the CheckpointError of `identify` if work in a partial folder was begun with another
     identity.
     """
     lines = read_journal(partial / JOURNAL)
-    if lines and (differs := difference(lines[0], json.loads(json.dumps(identity)))):
+    if not lines:
+        return
+    before, now = lines[0], json.loads(json.dumps(identity))
+    if "source" in now and any("source" in line["facts"] for line in lines[1:]):
+        # without calibration: of files that no commit has used, nothing is known
+        before = {**before, "source": _used(lines)}
+        now["source"] = {k: v for k, v in now["source"].items() if k in before["source"]}
+    if differs := difference(before, now):
         raise CheckpointError(Words(f"{partial} was begun with other settings,", differs))
 
 

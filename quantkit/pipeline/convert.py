@@ -9,9 +9,8 @@ One more thread hashes the source's files.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.algorithms import rtn
-from quantkit.checkpoint.origin import Recorded, name_of, origin, recorded_hashes, require_unchanged
+from quantkit.checkpoint.origin import SourceHashes, name_of, origin
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, ROW_SUM, heading, load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter, Item, Packed
@@ -39,7 +38,6 @@ from quantkit.errors import (
     require_known,
 )
 from quantkit.inference.load import NotTried, refusal_by_transformers
-from quantkit.io import files
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
@@ -134,7 +132,7 @@ def pack(
                 refusal_by_transformers(outline, src, stated, dict(output.forms))
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
-    known, known_files = list(src.notices), recorded_hashes(src)
+    known = list(src.notices)
     report, recorded = _begin_report(checkpoint, src, planned, outside)
     with staging(
         Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append
@@ -147,7 +145,8 @@ def pack(
             expected=iter(planned.output.forms),
         )
         # A signal that raised while this thread waits for another could leave a lock taken.
-        with progress.loop(), _hashed_behind(src, known_files) as hashes:
+        with progress.loop(), SourceHashes(src, progress.check) as source:
+            source.start()
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
             with closing(
@@ -155,9 +154,10 @@ def pack(
             ) as items:
                 layers = write(clock.around("pack", items), writer, report, clock)
             with clock.phase("hash"):
-                report["layers"], report["source"]["files"] = layers, hashes()
+                report["layers"] = layers
+                report["source"]["files"], edited = source.all()
         src.require_unchanged()  # so these are the hashes of the bytes read
-        src.notices += require_unchanged(src, report["source"]["files"], known_files)
+        src.notices += edited
         # Those found in the data or on the disk.
         progress.note(*(line for line in src.notices if line not in known))
         for line in (lost := _losses(layers, recorded)):
@@ -198,27 +198,6 @@ def repacked(
         check=progress.check,
     )
     src.notices.extend(repacker.notices())
-
-
-@contextmanager
-def _hashed_behind(
-    src: Checkpoint, recorded: Mapping[str, Recorded]
-) -> Iterator[Callable[[], dict[str, str]]]:
-    """Hash the source's files in a thread; yield a function that waits for file name -> hash.
-
-    Files are hashed in order, so the thread also brings the workers' next bytes into the page
-    cache.
-    """
-    with ThreadPoolExecutor(1, "quantkit-hash") as pool:
-        like = {name: entry.digest for name, entry in recorded.items()}
-        found = {
-            name: pool.submit(files.hash_of_file, path, like.get(name))
-            for name, path in src.sources().items()
-        }
-        try:
-            yield lambda: {name: future.result() for name, future in found.items()}
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def workers() -> int:

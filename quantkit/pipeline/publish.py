@@ -73,18 +73,25 @@ def begin_report(job: Job, model: str | Path, revision: str | None) -> tuple[Jso
 
 
 def identify(
-    writer: CheckpointWriter, report: Json, readers: int, finite: bool, progress: Progress
+    writer: CheckpointWriter,
+    report: Json,
+    hashes: Callable[[], tuple[dict[str, str], list[str]]],
+    progress: Progress,
 ) -> None:
-    """Hash the source with `readers` threads, and record the identity of the run, or compare it
-    with the resumed run's.
-
-    NumericError for a number that is not `finite`.
+    """Hash the source by `hashes`, and record the identity of the run, or compare it with the
+    resumed run's.
     """
-    hashes, edited = source_hashes(writer.like, readers, finite, progress.check)
-    report["source"]["files"] = hashes
+    record_source(report, hashes(), progress)
+    writer.identify(identity(report), difference)
+
+
+def record_source(
+    report: Json, found: tuple[dict[str, str], list[str]], progress: Progress
+) -> None:
+    """Put the hashes of a source's files into the report, and a notice of each that was edited."""
+    report["source"]["files"], edited = found
     report["notices"] += edited
     progress.note(*edited)
-    writer.identify(identity(report), difference)
 
 
 def write(

@@ -29,6 +29,7 @@ from quantkit.calibration.loop import (
 )
 from quantkit.calibration.scales import ScaleTuning
 from quantkit.calibration.stages.tune import tuned_facts
+from quantkit.checkpoint.origin import SourceHashes, source_hashes
 from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.units import format_range
@@ -43,6 +44,7 @@ from quantkit.pipeline.publish import (
     finish,
     identify,
     publish_complete,
+    record_source,
     write,
 )
 from quantkit.planning.survey import (
@@ -150,9 +152,12 @@ def _lead(
     report, lacking = begin_report(job, model, run.revision)
     # of the source's card, what the file system cannot do, and files edited since they were
     # recorded
-    with staging(
-        out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append
-    ) as work:
+    with (
+        staging(
+            out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append
+        ) as work,
+        SourceHashes(src, progress.check) as source,
+    ):
         if is_complete(work):
             here.broadcast(None)
             return publish_complete(work, out, without_paths(recipe), src, run.overwrite)
@@ -162,8 +167,10 @@ def _lead(
         # A NaN in the last block would cost the whole run.
         finite = recipe.calibrated and not writer.done
         kind = job.model.device.type if recipe.calibrated else "cpu"
-        readers = READERS[kind] if recipe.calibrated else torch.get_num_threads()
-        begin = partial(identify, writer, report, readers, finite, progress)
+        hashes = partial(source_hashes, src, READERS[kind], finite, progress.check)
+        if not recipe.calibrated:  # the other files are hashed when they are read
+            hashes = partial(source.first, writer.used)
+        begin = partial(identify, writer, report, hashes, progress)
         # A resumed run must first be compared with the stopped run.
         hashes_beside = finite and BESIDE[kind]
         first: list[Callable[[], object]] = [begin] if hashes_beside else []
@@ -192,8 +199,8 @@ def _lead(
             first += [partial(copy_aside, writer, aside)] if aside else []
         else:
             done = writer.items_done()
-            device = job.model.device
-            rounded = streamed(src, recipe, job.goals, done, writer.packed, progress, device)
+            device, pack = job.model.device, writer.packed
+            rounded = streamed(src, recipe, job.goals, done, pack, progress, device, source.of)
             items = clock.around("solve", rounded)
         # A signal that raised while this thread waits for the other could leave a lock taken.
         with progress.loop() if BESIDE[kind] or not recipe.calibrated else nullcontext():
@@ -205,6 +212,9 @@ def _lead(
                 job.model.device if BESIDE[kind] else None,
                 first,
             )
+            if not recipe.calibrated:
+                with clock.phase("hash"):
+                    record_source(report, source.all(), progress)
         report |= _ranks_of(writer.done)
         if recipe.tune_scales:
             _tune_scales(job, writer, report, clock, progress)

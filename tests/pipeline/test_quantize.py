@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.census import families
+from quantkit.calibration import loop
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
@@ -271,6 +272,30 @@ def test_another_number_of_threads_is_refused_where_the_forward_may_depend_on_it
         quantize(small_llama, tmp_path / "out", recipe, resume=True)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_resumed_run_is_compared_by_the_shards_that_it_has_used(
+    number: int, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "COMMIT_BYTES", 1)
+    source, recipe = Path(shutil.copytree(small_llama, tmp_path / "source")), from_mapping({"method": "rtn"})
+
+    def stopped_soon(operation: str, path: Path) -> None:
+        if operation == "open" and path.name == "model-00003.safetensors":
+            raise Killed
+
+    with faults(stopped_soon), pytest.raises(Killed):
+        quantize(source, tmp_path / "out", recipe)
+    shard = Checkpoint(source).files()[number]
+    data = bytearray(shard.read_bytes())
+    data[-2] ^= 1
+    shard.write_bytes(data)
+    if number == 0:
+        assert refusal(source, tmp_path / "out", recipe).startswith(f"of the source {shard.name} has changed: ")
+    else:
+        found = quantize(source, tmp_path / "out", recipe, resume=True)["source"]["files"]
+        assert found == Checkpoint(source).hashes()
 
 
 def test_infinite_numbers_and_code_for_a_known_family_in_config_are_no_obstacle(
