@@ -28,6 +28,7 @@ from quantkit.models.meta_model import (
     config_of,
     generation_config_of,
     runs_code,
+    skeleton,
     unbuildable,
 )
 from quantkit.models.modules import computed
@@ -125,6 +126,8 @@ def _load(
         dtype = compute_dtype(src.dtype_of_model, torch.device("cuda" if gpu else "cpu"))
     if src.layout is None and device_map is None:
         _require_memory(src, place, dtype)
+    if src.layout is None:  # transformers drops what the model lacks, and takes codes for values
+        Outline(src, skeleton(src, dtype), as_matrices=False).require_complete()
     return _from_pretrained(src, device_map or {"": place}, dtype, device == "auto")
 
 
