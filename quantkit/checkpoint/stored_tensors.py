@@ -180,6 +180,10 @@ class StoredTensors:
         """List the tensors' names, in the order of the shards' names and of the bytes in them."""
         return list(self._where)
 
+    def __contains__(self, name: str) -> bool:
+        """Return True if there is a tensor of this name."""
+        return name in self._where
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Look up the shape of a tensor in its header."""
         return self._at(name).shape

@@ -154,7 +154,7 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
         for suffix, name in parts.items()
     }
     bias: Any = getattr(dense, "bias", None)
-    if bias is None and f"{module}.bias" in src.names():  # some programs always write one, of zeros
+    if bias is None and f"{module}.bias" in src:  # some programs always write one, of zeros
         bias = torch.empty(true[0], dtype=dense.get_parameter("weight").dtype, device="meta")
     if isinstance(dense, nn.Embedding):
         return PackedEmbedding(dense, src.layout.NAME, scheme, stored, true, tensors)
