@@ -53,6 +53,10 @@ LARGE = 2**30
 _THREAD = threading.local()
 
 
+class ContradictoryConfigError(CheckpointError):
+    """A config that readers understand differently, although they can build its model."""
+
+
 def runs_code(src: Checkpoint) -> bool:
     """Return True if the user trusts the code of a model, and its config names some."""
     return src.trusted and bool(src.config.get("auto_map"))
@@ -112,7 +116,7 @@ def _require_one_value(stated: Mapping[str, Any], config: Any, path: Path) -> No
     for one, other in twins.items():
         values = stated.get(one), {**stated, **flat}.get(other)
         if None not in values and values[0] != values[1] and not one.endswith("_token_id"):
-            raise CheckpointError(
+            raise ContradictoryConfigError(
                 f"{one} is {shown(values[0])} and {other} is {shown(values[1])}, which are the "
                 "same entry",
                 "remove the wrong one",

@@ -34,7 +34,7 @@ from quantkit.layouts import LAYOUTS, Layout
 from quantkit.layouts.recast import GROUP_SIZES, broken_rule, nearest, padded_shape, target
 from quantkit.layouts.schemes import is_embedding
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.meta_model import skeleton
+from quantkit.models.meta_model import ContradictoryConfigError, skeleton
 from quantkit.models.outline import Outline
 from quantkit.models.outside import Outside, drafts_by_name
 from quantkit.names import KERNELS, Json
@@ -410,8 +410,9 @@ def require_complete_source(src: Checkpoint) -> tuple[Outside, Outline | None]:
     """
     try:
         module = skeleton(src, src.dtype_of_model)
-    except CheckpointError:
-        if src.absent:  # nobody knows whether the model needs it
+    except CheckpointError as error:
+        # Nobody knows whether the model needs what is absent.
+        if src.absent or isinstance(error, ContradictoryConfigError):
             raise
         return Outside.of(src, drafts_by_name(src)), None
     outline = Outline(src, module, as_matrices=False)

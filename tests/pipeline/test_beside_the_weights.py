@@ -281,3 +281,12 @@ def test_tokens_without_an_embedding_are_noted_although_no_text_is_read(file: st
     (folder / file).write_text(json.dumps(stated))
     made = quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64)
     assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, made.notices))
+
+
+def test_a_packed_folder_with_two_bases_of_positions_is_not_packed_again(tmp_path: Path) -> None:
+    quantkit.quantize(families.write("llama", tmp_path / "m"), tmp_path / "packed", method="rtn", group_size=64)
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
+    with pytest.raises(CheckpointError, match=r"rope_theta is 500\.0 and rope_parameters\.rope_theta is"):
+        pack(tmp_path / "packed", tmp_path / "out", "gptq")
+    assert not (tmp_path / "out").exists()
