@@ -245,7 +245,7 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 LAYER_START = re.compile(rf".*?{LAYER.pattern}")
 #: Stored tables that are computed today.
 COMPUTED = re.compile(
-    r"inv_freq$|(^|\.)position_ids$|(cos|sin)_cached$|\.(masked_bias|causal_mask)$"
+    r"inv_freq$|(^|\.)(position_ids|version)$|(cos|sin)_cached$|\.(masked_bias|causal_mask)$"
 )
 #: A module's method that computes its weight. Checkpoints of Marian and Pegasus lack this weight.
 COMPUTES = "create_weight"

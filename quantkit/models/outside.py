@@ -128,6 +128,7 @@ def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> lis
         declared.append(HEAD_PARTS)
     drafts = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
     depth = _depth(module)
+    tables = {path for path, _ in module.named_buffers()}  # those that transformers computes
     # Path -> number of real experts, where a model has identity experts after them.
     identities = {
         path: found.count
@@ -139,6 +140,7 @@ def undeclared(states: StateNames, src: Checkpoint, names: Iterable[str]) -> lis
         for name in names
         if not any(pattern.search(name) for pattern in declared)
         and not _is_computed(src, name)
+        and states.state_of(name) not in tables
         and not depth <= _layer(name) < depth + drafts
         and not (identities and _is_identity_expert(states.state_of(name), identities))
     ]
@@ -216,7 +218,8 @@ def _for_stray(states: StateNames, stray: Sequence[str]) -> list[str]:
         return [_MERGED]
     module = states.module
     layers = {path for path, found in module.named_modules() if found._parameters}
-    owners = (states.state_of(name).rpartition(".")[0] for name in stray)
+    read = (name for name in stray if not name.endswith("_scale"))  # of the cache of an engine
+    owners = (states.state_of(name).rpartition(".")[0] for name in read)
     if any(owner in layers or 0 <= _layer(f"{owner}.") < _depth(module) for owner in owners):
         return [_DECLARED, "use the model that it was before a conversion"]
     depth, deepest = _depth(module), max(map(_layer, stray))

@@ -246,7 +246,7 @@ MASKS: dict[str, dict[str, torch.Tensor]] = {
         "attn.attention.masked_bias": torch.ones(()),
     },
     "gptj": {"attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "attn.masked_bias": torch.ones(())},
-    "codegen": {"attn.causal_mask": torch.ones(1, 1, 8, 8, dtype=torch.uint8)},
+    "codegen": {"attn.causal_mask": torch.ones(1, 1, 8, 8).byte(), "attn.embed_positions": torch.ones(8, 8)},
 }
 
 
