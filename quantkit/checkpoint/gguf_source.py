@@ -333,8 +333,9 @@ def _draw_as_stated(generation: Any, stated: Mapping[str, Any]) -> list[str]:
     keys = [key.removeprefix(SAMPLING) for key in stated if key.startswith(SAMPLING)]
     values = {key: stated[SAMPLING + key] for key in keys if key in DRAWS}
     if values and values.get("temp", 1) > 0:  # 0 takes the likeliest token, as without a draw
-        short = {DRAWS[key]: type(value)(f"{value:.7g}") for key, value in values.items()}
-        generation.update(do_sample=True, **short)  # of float32, without digits of chance
+        generation.update(  # numbers of float32, without digits of chance
+            do_sample=True, **{DRAWS[key]: type(v)(f"{v:.7g}") for key, v in values.items()}
+        )
     others = [f"{SAMPLING}{key}" for key in keys if key not in DRAWS]
     return [f"{', '.join(others)}: left out, no entry of transformers says so"] if others else []
 

@@ -73,10 +73,10 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
     family = str(src.config.get("model_type"))
     remote = runs_code(src)
     if not remote and family not in CONFIG_MAPPING:
-        rule, ways = f"model type {family!r} is unknown to transformers", ["upgrade it"]
+        what: tuple[str, ...] = f"model type {family!r} is unknown to transformers", "upgrade it"
         if src.config.get("model_type") is None:
-            rule, ways = f"{CONFIG} states no model_type", []
-        raise CheckpointError(rule, *ways, "check config.json", subject=src.path)
+            what = (f"{CONFIG} states no model_type",)
+        raise CheckpointError(*what, "check config.json", subject=src.path)
     config: PretrainedConfig
     try:
         if remote:

@@ -189,8 +189,7 @@ def _is_computed(src: Checkpoint, name: str) -> bool:
     """Return True for a table that models compute today, such as rotary positions or the mask of
     GPT-2, a bias of four axes.
     """
-    mask = name.endswith(".bias") and len(src.shape(name)) == 4
-    return mask or COMPUTED.search(name) is not None
+    return bool(COMPUTED.search(name)) or (name.endswith(".bias") and len(src.shape(name)) == 4)
 
 
 def _is_identity_expert(state: str, counts: Mapping[str, int]) -> bool:

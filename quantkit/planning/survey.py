@@ -531,9 +531,11 @@ def _unknown_tokens(job: Job) -> list[str]:
     tokens = require_readable_tokenizer(job.src.path)
     rows = len(job.model.text.get_input_embeddings().get_parameter("weight"))
     beyond = sorted(at for at in tokens if at >= rows)
-    line = f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
-    more = f"({len(beyond)} in all): a text with one stops an engine"
-    return [f"{line}{shown(tokens[beyond[0]])} {more}"] if beyond else []
+    return [
+        f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
+        f"{shown(tokens[at])} ({len(beyond)} in all): a text with one stops an engine"
+        for at in beyond[:1]
+    ]
 
 
 def calibration_text(
