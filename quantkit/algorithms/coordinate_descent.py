@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,19 @@ _RIDGE = 1e-8
 _SINGULAR = _FALL = 1e-6
 
 
+class Refined(NamedTuple):
+    """Hold a refined tensor, and what changed: counts or marks by row `[n]`.
+
+    `loss` and `norm`, float64 `[n]`, are the losses of the tensor and of a zero weight with the
+    damped Hessian, where the steps have computed them.
+    """
+
+    tensor: QuantizedTensor
+    changes: dict[str, Tensor]
+    loss: Tensor | None = None
+    norm: Tensor | None = None
+
+
 def refine(
     weight: Tensor,
     tensor: QuantizedTensor,
@@ -48,7 +62,7 @@ def refine(
     descent: int = 0,
     refit: bool = False,
     masks: bool = False,
-) -> tuple[QuantizedTensor, dict[str, Tensor]]:
+) -> Refined:
     """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit`
     of its scales. Those of eight bits lie too far apart to be solved for, and stay.
 
@@ -56,33 +70,25 @@ def refine(
     (ALGORITHMS 8). After all passes, and after the refit, every row takes the better of before and
     after, so its loss never rises. Zero points stay. With `masks`, descent chooses the mask of a
     2:4 scheme too; else its zero codes stay.
-    Returns also the changes of each step that was asked for, by row `[n]`: `descent_changed` counts
-    codes, `refit_rows` marks new scales.
+    The changes of each step that was asked for: `descent_changed` counts codes, `refit_rows` marks
+    new scales.
     """
     if not (descent or refit):
-        return tensor, {}
-    changes = {}
+        return Refined(tensor, {})
+    changes, norm = dict[str, Tensor](), None
     loss = row_losses(weight, tensor, h)
     if descent:
         with one_thread(h.device):
             found = descend(weight, tensor, h, descent, masks)
-        before = tensor.codes
-        tensor, loss, _ = _better(weight, found, tensor, loss, h)
+        before, new = tensor.codes, row_losses(weight, found, h)
+        tensor, loss = rows_of(new < loss, found, tensor), torch.minimum(new, loss)
         changes["descent_changed"] = (tensor.codes != before).sum(-1)
     if refit and not tensor.scheme.format.is_microscaled:
         with one_thread(h.device):
-            found = _refit(weight, tensor, h)
-        tensor, loss, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
-    return tensor, changes
-
-
-def _better(
-    weight: Tensor, found: QuantizedTensor, before: QuantizedTensor, loss: Tensor, h: Tensor
-) -> tuple[QuantizedTensor, Tensor, Tensor]:
-    """Choose the better tensor for each row; return it, its loss, and True where it is `found`."""
-    new = row_losses(weight, found, h)
-    fell = new < loss
-    return rows_of(fell, found, before), torch.where(fell, new, loss), fell
+            found, gain, norm = _refit(weight, tensor, h)
+        changes["refit_rows"] = fell = gain > 0
+        tensor, loss = rows_of(fell, found, tensor), torch.where(fell, loss - gain, loss)
+    return Refined(tensor, changes, loss, norm)
 
 
 def rows_of(taken: Tensor, one: QuantizedTensor, other: QuantizedTensor) -> QuantizedTensor:
@@ -239,8 +245,11 @@ def _rounded(x: Tensor, fmt: Format | None) -> Tensor:
     return x if fmt is None else round_to_codes(x, fmt, None)
 
 
-def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
+def _refit(
+    weight: Tensor, tensor: QuantizedTensor, h: Tensor
+) -> tuple[QuantizedTensor, Tensor, Tensor]:
     """Return the tensor with the scales of least loss for its codes, rounded to their stored dtype.
+    Return also how far the loss of each row falls, and the loss of a zero weight, float64 `[n]`.
 
     A row's scales stay if a new one would be zero, of the other sign, or too large. A group's scale
     stays if nothing depends on it: all its weights are zero, or all its channels are dead.
@@ -248,16 +257,17 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
     h = h.to(factor_dtype(h.device))
     fmt = tensor.scheme.format
     scales = tensor.scales.clone()
+    gains, norms = list[Tensor](), list[Tensor]()
     together = max(_ROWS, _ENTRIES // max(len(h), scales.shape[1] ** 2)) if h.is_cuda else _ROWS
     for first in range(0, len(scales), together):
         rows = slice(first, first + together)
         some = tensor.rows(rows)
         own = some.scales.to(h.dtype)
-        a, b = _normal_equations(
+        a, b, norm = _normal_equations(
             weight[rows].to(h.dtype), some.values(h.dtype).flatten(1), h, own.shape[1]
         )
         diagonal = a.diagonal(dim1=1, dim2=2)
-        idle = diagonal == 0
+        exact, idle = diagonal.clone(), diagonal == 0
         diagonal.add_(diagonal.mean(-1, keepdim=True), alpha=_RIDGE)
         lower, failed = torch.linalg.cholesky_ex(a)
         found = torch.cholesky_solve(b.unsqueeze(-1), lower).squeeze(-1)
@@ -266,18 +276,30 @@ def _refit(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTenso
         usable = (found * own > 0) & (found.abs() * largest_value(fmt, zeros) <= fmt.largest_weight)
         usable = usable.all(-1, keepdim=True) & (failed == 0).unsqueeze(-1)
         scales[rows] = torch.where(usable, found, own).to(torch.float16)
-    return QuantizedTensor(tensor.scheme, tensor.codes, scales, tensor.zeros)
+        # The loss is quadratic in the scales, and need not be computed from the errors.
+        diagonal.copy_(exact)
+        new = scales[rows].to(h.dtype)
+        both = (own + new).unsqueeze(-1)
+        slope = (a @ both + a.mT @ both).squeeze(-1) - exact * both.squeeze(-1)
+        gains.append(((new - own) * (2 * b - slope)).sum(-1))
+        norms.append(norm)
+    fitted = QuantizedTensor(tensor.scheme, tensor.codes, scales, tensor.zeros)
+    return fitted, torch.cat(gains).double(), torch.cat(norms).double()
 
 
-def _normal_equations(w: Tensor, q: Tensor, h: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def _normal_equations(
+    w: Tensor, q: Tensor, h: Tensor, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the lower triangle of `A` `[m, g, g]`, and `b` `[m, g]`, of `A s = b` for weights and
-    values `[m, k]`.
+    values `[m, k]`, and the losses `w H w^T` `[m]`.
     """
     m, k = q.shape
     size = k // groups
-    a = q.new_empty(m, groups, groups)
+    a = q.new_zeros(m, groups, groups)
     for g in range(groups):
         first = g * size
         products = (q[:, first : first + size] @ h[first : first + size, first:]).mul_(q[:, first:])
         a[:, g:, g] = products.view(m, groups - g, size).sum(-1)
-    return a, (w @ h).mul_(q).view(m, groups, size).sum(-1)
+    product = w @ h
+    norm = (product * w).sum(-1)
+    return a, product.mul_(q).view(m, groups, size).sum(-1), norm

@@ -24,6 +24,7 @@ from quantkit.algorithms.hessian import (
     Factor,
     check_size,
     damped,
+    diagonal_losses,
     factorize,
     output_losses,
     row_losses,
@@ -145,7 +146,7 @@ def quantize(
     scales_by_group = options.act_order == "off" and groups > 1 and pattern is None
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid, pattern)
     with damped(h, factor):
-        swept, changes = coordinate_descent.refine(
+        refined = coordinate_descent.refine(
             weight,
             swept,
             h,
@@ -164,7 +165,7 @@ def quantize(
         plain, _ = rtn.quantize(weight, scheme)
     else:
         plain = QuantizedTensor(scheme, encode(rounded, scheme, grid), *grid)
-    solution = _guarded(weight, swept, changes, plain, h, factor)
+    solution = _guarded(weight, refined, plain, h, factor)
     losses = {
         source: torch.stack([output_losses(weight, t, x) for t in (solution.tensor, plain)], -1)
         for source, x in held_out.items()
@@ -243,22 +244,38 @@ def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reaso
 
 def _guarded(
     weight: Tensor,
-    swept: QuantizedTensor,
-    changes: dict[str, Tensor],
+    refined: coordinate_descent.Refined,
     plain: QuantizedTensor,
     h: Tensor,
     factor: Factor,
 ) -> Solution:
     """Take the better of the refined sweep and plain rounding, row by row (ALGORITHMS 5.3)."""
-    loss = row_losses(weight, swept, h)
+    extra = factor.diagonal.to(h.dtype) - h.diagonal().to(factor.diagonal.dtype)
+    swept = refined.tensor
+    loss = _undamped_losses(weight, swept, h, extra, refined.loss)
     rtn_loss = row_losses(weight, plain, h)
     worse = rtn_loss < loss
-    changes = {name: rows.masked_fill(worse, 0) for name, rows in changes.items()}
+    changes = {name: rows.masked_fill(worse, 0) for name, rows in refined.changes.items()}
     tensor = coordinate_descent.rows_of(worse, plain, swept)
     solver = {
         "damp": factor.damp,
         "rungs": list(factor.rungs),
         "dead_columns": int(factor.dead.sum()),
     }
-    norm = row_losses(weight, None, h)
+    norm = _undamped_losses(weight, None, h, extra, refined.norm)
     return Solution(tensor, torch.minimum(loss, rtn_loss), rtn_loss, norm, worse, solver, changes)
+
+
+def _undamped_losses(
+    weight: Tensor,
+    tensor: QuantizedTensor | None,
+    h: Tensor,
+    extra: Tensor,
+    damped_losses: Tensor | None,
+) -> Tensor:
+    """Return `row_losses`. If the `damped_losses` are known, only the part of `extra` `[k]` on the
+    diagonal is computed, and subtracted.
+    """
+    if damped_losses is None:
+        return row_losses(weight, tensor, h)
+    return (damped_losses - diagonal_losses(weight, tensor, extra)).clamp_(min=0)

@@ -264,6 +264,15 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
     return torch.cat(parts).double().clamp_(min=0)
 
 
+def diagonal_losses(weight: Tensor, tensor: QuantizedTensor | None, diagonal: Tensor) -> Tensor:
+    """Return `row_losses` of a Hessian that is only its `diagonal` `[k]`."""
+    d = weight.to(working_dtype(weight))
+    if tensor is not None:
+        d = d - tensor.dequantize(d.dtype)
+    rows = d.split(_ROWS[d.device.type])
+    return torch.cat([part.double().square() @ diagonal.double() for part in rows])
+
+
 def output_losses(weight: Tensor, tensor: QuantizedTensor, x: Tensor) -> Tensor:
     """Return the squared length of each output of `weight - tensor` for inputs `x` `[t, k]`,
     float64 `[n]`. On a GPU, half-precision inputs have products with a float32 result.

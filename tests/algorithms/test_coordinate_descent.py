@@ -65,7 +65,7 @@ def test_a_pass_equals_the_slow_loop(label: str, k: int) -> None:
     h[5] = h[:, 5] = 0
     tensor = rounded(w, label)
     expected = slow_pass(w, tensor, h)
-    found, changes = coordinate_descent.refine(w, tensor, h, descent=1)
+    found, changes, *_ = coordinate_descent.refine(w, tensor, h, descent=1)
     fell = loss(w, found, h) < loss(w, tensor, h)
     assert fell.all()
     assert torch.equal(found.dequantize(torch.float64), expected)
@@ -122,7 +122,7 @@ def test_masks_stay_2_4_and_no_row_gets_worse_on_hostile_hessians(name: str) -> 
     w, h = gauss(24, 64).float(), hostile(name, 64)
     start = rounded(w, "int4:g32:24")
     for passes in (1, 3):
-        found, _ = coordinate_descent.refine(w, start, h, descent=passes, refit=True, masks=True)
+        found, _, *_ = coordinate_descent.refine(w, start, h, descent=passes, refit=True, masks=True)
         assert (loss(w, found, h) <= loss(w, start, h) * (1 + 1e-9)).all()
     pruned = coordinate_descent.descend_pruned(w, start.dequantize(torch.float32), h, 3)
     assert is_24(pruned) and bool(pruned.isfinite().all())
@@ -154,14 +154,14 @@ def test_descent_and_refit_never_raise_the_loss_of_a_row(dtype: torch.dtype, lab
     tensor = rounded(w, label)
     last = row_losses(w, tensor, h)
     for step in ({"descent": 1}, {"descent": 1}, {"refit": True}, {"descent": 3}):
-        tensor, _ = coordinate_descent.refine(w, tensor, h, **step)
+        tensor, _, *_ = coordinate_descent.refine(w, tensor, h, **step)
         now = row_losses(w, tensor, h)
         assert (now <= last).all(), step
         last = now
         assert torch.isfinite(tensor.dequantize(torch.float16)).all() and (tensor.scales > 0).all()
     if dtype == torch.float64:  # passes in float32 may move a row's loss up by its rounding errors
-        twice, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=2)
-        once, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=1)
+        twice, _, *_ = coordinate_descent.refine(w, rounded(w, label), h, descent=2)
+        once, _, *_ = coordinate_descent.refine(w, rounded(w, label), h, descent=1)
         assert (row_losses(w, twice, h) <= row_losses(w, once, h) * (1 + 1e-9)).all()
 
 
@@ -169,10 +169,10 @@ def test_optimal_codes_stay() -> None:
     w, tensor = gauss(8, 64), rounded(gauss(8, 64), "fp6:channel")
     tensor.codes[0, :8] = 32  # negative zeros
     for h in (torch.zeros(64, 64), torch.eye(64)):
-        same, changes = coordinate_descent.refine(w[1:], rounded(w[1:], "int4:g32"), h, descent=3)
+        same, changes, *_ = coordinate_descent.refine(w[1:], rounded(w[1:], "int4:g32"), h, descent=3)
         assert same.equal(rounded(w[1:], "int4:g32")) and not changes["descent_changed"].any()
     exact, h = tensor.dequantize(torch.float64), correlated(64)
-    same, changes = coordinate_descent.refine(exact, tensor, h, descent=3, refit=True)
+    same, changes, *_ = coordinate_descent.refine(exact, tensor, h, descent=3, refit=True)
     assert same.equal(tensor) and not changes["descent_changed"].any() and not changes["refit_rows"].any()
 
 
@@ -180,7 +180,7 @@ def test_a_tiny_channel_with_a_huge_slope_gives_finite_codes() -> None:
     w, h = gauss(4, 64).float(), correlated(64).float()
     h[7, 7] = 1e-42  # its target is infinite
     tensor = rounded(w, "int4:g32")
-    found, _ = coordinate_descent.refine(w, tensor, h, descent=2, refit=True)
+    found, _, *_ = coordinate_descent.refine(w, tensor, h, descent=2, refit=True)
     assert torch.isfinite(found.dequantize()).all()
     assert (row_losses(w, found, h) <= row_losses(w, tensor, h)).all()
 
@@ -193,7 +193,7 @@ def test_refitted_scales_are_those_of_least_squares(label: str) -> None:
     x = gauss(256, 64, seed=4)
     w, h = gauss(40, 64), x.T @ x * (2 / len(x))
     tensor = rounded(w, label)
-    found, changes = coordinate_descent.refine(w, tensor, h, refit=True)
+    found, changes, *_ = coordinate_descent.refine(w, tensor, h, refit=True)
     assert changes.keys() == {"refit_rows"} and changes["refit_rows"].sum() > 30
     assert torch.equal(found.codes, tensor.codes)
     groups = tensor.scales.shape[1]
@@ -215,7 +215,7 @@ def test_a_refit_with_a_bad_scale_leaves_the_row_unchanged() -> None:
     tensor = QuantizedTensor(scheme, codes, torch.full((5, 1), 0.5).half())
     # The best scales: of the other sign, zero, so large that -8 steps would overflow, a good one, and none at all.
     w = torch.tensor([-1.0, 0.0, 30000.0, 0.75, 1.0])[:, None].expand(5, 32).contiguous()
-    found, changes = coordinate_descent.refine(w, tensor, h, refit=True)
+    found, changes, *_ = coordinate_descent.refine(w, tensor, h, refit=True)
     assert found.scales.flatten().tolist() == [0.5, 0.5, 0.5, 0.75, 0.5]
     assert changes["refit_rows"].tolist() == [False, False, False, True, False]
 
@@ -223,7 +223,7 @@ def test_a_refit_with_a_bad_scale_leaves_the_row_unchanged() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_refitted_scales_of_bfloat16_weights_are_bfloat16_values(dtype: torch.dtype) -> None:
     w, h = gauss(16, 128).to(dtype), correlated(128).float()
-    found, changes = coordinate_descent.refine(w, rounded(w, "int4:g32", signed=True), h, refit=True)
+    found, changes, *_ = coordinate_descent.refine(w, rounded(w, "int4:g32", signed=True), h, refit=True)
     assert changes["refit_rows"].any() and (found.scales < 0).any()
     exact = torch.equal(found.scales.float(), found.scales.bfloat16().float())
     assert exact == (dtype == torch.bfloat16)
