@@ -73,16 +73,16 @@ def runs_on(device: torch.device) -> bool:
 
 
 def load_beside(device: torch.device) -> None:
-    """Begin to compile and load the kernels in a thread, if they run on a device. A launch waits
-    for it.
+    """Begin to import CuPy and to compile and load the kernels in a thread, if they run on a
+    device. A launch waits for it.
     """
 
     def work(index: int) -> None:
         with suppress(Exception):  # the launch meets it again, and raises it
-            for name, instances in SOURCES.items():
+            for name, instances in SOURCES.items() if runs_on(device) else ():
                 loader.load(name, instances, torch.device("cuda", index))
 
-    if runs_on(device):
+    if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         Thread(target=work, args=(index,), name="quantkit-compile", daemon=True).start()
 
