@@ -391,3 +391,22 @@ def test_one_float_takes_no_signed_scales_from_the_integers_beside_it(method: An
         assert isinstance(tensor, QuantizedTensor)
         negative[name] = bool((tensor.scales < 0).any())
     assert negative == {"up": True, "down": False}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("label", ["int4:g32", "int4:g64:asym", "fp6:channel"])
+def test_losses_that_follow_from_the_refit_are_those_of_the_errors(label: str, dtype: torch.dtype) -> None:
+    w, h = gauss(300, 128).to(dtype), correlated(128)
+    h[5] = h[:, 5] = 0  # a dead channel
+    before = w.clone()
+    near = 1e-6 if dtype == torch.float32 else 1e-9  # `row_losses` takes the errors in float32
+    for step in ({"refit": True}, {"descent": 2}, {"descent": 2, "refit": True}):
+        refined = coordinate_descent.refine(w, rounded(w, label), h, **step)
+        assert refined.loss is not None and torch.allclose(refined.loss, row_losses(w, refined.tensor, h), rtol=near)
+        assert (refined.norm is not None) == ("refit" in step)
+        assert refined.norm is None or torch.allclose(refined.norm, row_losses(w, None, h), rtol=1e-9)
+        options = Options(**step)
+        solution = gptq.quantize(w, Scheme.parse(label), h, options)
+        assert torch.allclose(solution.loss, row_losses(w, solution.tensor, h), rtol=near)
+        assert torch.allclose(solution.norm, row_losses(w, None, h), rtol=1e-9)
+    assert torch.equal(w, before)
