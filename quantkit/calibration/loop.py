@@ -257,6 +257,7 @@ def calibrated(
         stages = stages_of(run.recipe, before_solving)
         for stage in stages if len(finished) < last else ():
             stage.start(run, len(finished))
+        run.read_ahead(len(finished))  # while the embeddings are loaded
         stream = resume(run, finished, done)
         with closing(stream.waiting):
             for block in run.progress.bar(

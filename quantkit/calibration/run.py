@@ -96,12 +96,15 @@ class Run:
         )
 
     def load(self, block: int, following: int = -1) -> None:
-        """Load a block. On a GPU, begin to read the block that comes after it, if there is one."""
-        model = self.model
+        """Load a block, and read the `following` one ahead."""
         with self.clock.phase("load"):
-            model.weights.load_block(block)
-        if model.device.type == "cuda" and 0 <= following < len(model.blocks):
-            model.weights.read_ahead(following)
+            self.model.weights.load_block(block)
+        self.read_ahead(following)
+
+    def read_ahead(self, block: int) -> None:
+        """On a GPU, begin to read a block, if there is one of this number."""
+        if self.model.device.type == "cuda" and 0 <= block < len(self.model.blocks):
+            self.model.weights.read_ahead(block)
 
     def put_back(self, linear: str, value: QuantizedTensor | Tensor) -> None:
         """Replace the weight of a linear in a loaded block by its solved value, without padding."""
