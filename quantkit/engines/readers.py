@@ -320,10 +320,6 @@ def _odd_rows(folder: Folder) -> str | None:
 
 
 _HALF_ONLY = "run float16 only: load this model with dtype float16"
-_ROUNDED_BY_VLLM = (
-    "vLLM 0.33.0 rounds the activations of MXFP4 linears to FP8 on an H100 or H200: start it with "
-    "--linear-backend marlin"
-)
 #: Layouts with a remark for folders that readers open only in some cases (LAYOUTS 3.1, 3.5 and 10).
 CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
     (("marlin",), _odd_rows),
@@ -331,10 +327,6 @@ CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
     (
         ("gptq", "gptq-v2"),
         lambda f: None if f.is_half else f"GPTQ kernels other than MARLIN's {_HALF_ONLY} there",
-    ),
-    (
-        ("compressed-tensors",),
-        lambda f: _ROUNDED_BY_VLLM if any(s.format.name == "mxfp4" for s in f.schemes) else None,
     ),
 )
 

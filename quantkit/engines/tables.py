@@ -277,7 +277,7 @@ VLLM = Engine(
         Kernel(_WNA16, "Humming", _FP4_ON_HOPPER, (HOPPER,), is_float=True, groups=(16,)),
         Kernel(
             _WNA16,
-            "Humming, which rounds activations to FP8 too (not with --linear-backend marlin)",
+            "Humming, which rounds activations to FP8 too",
             _FP4_ON_HOPPER,
             (HOPPER,),
             is_float=True,

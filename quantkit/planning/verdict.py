@@ -48,10 +48,10 @@ ONE_SHOT = Words(
     Setting("skip"),
     "them first",
 )
-#: The remark for MXFP4 (docs/results.md).
+#: The remark for MXFP4 (docs/results.md; docs/layouts.md 10 on vLLM).
 COARSE = Words(
-    "MXFP4 lost more than integers of as many bits in all models that were measured: unless an "
-    "engine asks for it, use",
+    "MXFP4 lost more than integers of as many bits in all models that were measured, and vLLM "
+    "0.33.0 rounds its activations too on an H100 or H200: unless an engine asks for it, use",
     Setting("format", "int4"),
     Setting("group_size", 64),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.engines.readers import TRAITS, Folder, cautions, engine_kernel, opened_by, refusals
+from quantkit.engines.readers import TRAITS, Folder, engine_kernel, opened_by, refusals
 from quantkit.engines.tables import ENGINES, PUBLISHED, UNTRIED, VLLM
 from quantkit.layouts import LAYOUTS
 from quantkit.names import KERNELS
@@ -213,11 +213,6 @@ def test_fp4_is_named_where_a_program_has_a_method_for_it(label: str) -> None:
     }
     rounding = ["rounds activations" in (kernels[gpu] or "") for gpu in kernels]  # an H200's failed `verify --engine`
     assert rounding == [label == "mxfp4"] * 2 and (kernels[9, 0] or "").startswith("Humming")
-
-
-def test_a_line_says_that_vllm_rounds_the_activations_of_mxfp4() -> None:
-    said = {label: " ".join(cautions(folder("compressed-tensors", label))) for label in ("mxfp4", "nvfp4", "int4:g32")}
-    assert "--linear-backend marlin" in said.pop("mxfp4") and not any("vLLM" in line for line in said.values())
 
 
 def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:
