@@ -30,7 +30,7 @@ MOST_BYTES = 2 * 2**30
 #: Items for each thread that are made in advance.
 AHEAD = 2
 #: The most units that wait, the running one included.
-MOST_UNITS = 4
+MOST_UNITS = 8
 
 
 def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
