@@ -76,12 +76,12 @@ def resolve(
         or model.count("/") > 1
         or "\\" in model
     ):
-        what, way = "no such file or folder", "check the path"
+        what, ways = "no such file or folder", ["check the path"]
         if folder.is_file():
-            what, way = "a file, not a folder", f"name it with {ENDING} at the end if it is GGUF"
+            what, ways = "a file, not a folder", [*ways, f"call it *{ENDING} if it is GGUF"]
         elif "://" in model or model.startswith(("huggingface.co/", "hf.co/")):
-            way = "write a model of the hub as org/name"
-        raise CheckpointError(what, way, subject=model or repr(model))
+            ways = ["write a model of the hub as org/name"]
+        raise CheckpointError(what, *ways, subject=model or repr(model))
     return hub.snapshot(model, revision, trust_remote_code)
 
 
