@@ -45,7 +45,7 @@ AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
 ROUTED = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 #: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and there are at
 #: most so many threads.
-PART, PART_BYTES, ROUNDERS = 2**24, 64, 16
+PART, PART_BYTES, ROUNDERS = 2**24, 96, 16
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
