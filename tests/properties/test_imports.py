@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,3 +130,12 @@ def test_the_public_names_exist() -> None:
     assert all(callable(getattr(quantkit, name)) for name in functions)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = quantkit.no_such_name
+
+
+def test_scripts_that_reproduce_faults_find_what_they_import(shared: Path) -> None:
+    trees = [ast.parse(path.read_text()) for path in sorted((shared / "reports").glob("*.py"))]
+    froms = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    named = {(node.module, alias.name) for node in froms for alias in node.names if node.module}
+    asked = sorted((module, name) for module, name in named if module.startswith("quantkit"))
+    missing = [f"{module}.{name}" for module, name in asked if not hasattr(importlib.import_module(module), name)]
+    assert asked and not missing, "a module keeps its former place while scripts import from there"
