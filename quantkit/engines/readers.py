@@ -193,12 +193,17 @@ TRAITS = {
         Words("quantize with", Setting("dense_dtype", "bfloat16")),
         lambda f: f.is_half and any(s.format.is_microscaled for s in f.schemes),
     ),
-    "beyond INT4": Trait(
-        "other weights than those of linears in symmetric INT4, which were not tried",
+    "untried in SGLang": Trait(
+        "another family than Llama, Qwen2 and Phi-3, or other weights than linears in INT4",
         Words("use", Setting("format", "int4")),
-        lambda f: any(
-            is_expert(m) or not s.symmetric or (s.format.name, s.sparsity) != ("int4", None)
-            for m, (s, _) in f.linears.items()
+        lambda f: (
+            f.family not in ("llama", "qwen2", "phi3")
+            or any(
+                is_expert(m)
+                or (s.format.name, s.sparsity) != ("int4", None)
+                or s.symmetric is (f.layout == "awq")
+                for m, (s, _) in f.linears.items()
+            )
         ),
         is_unknown=True,
     ),
@@ -390,7 +395,7 @@ def refusals(folder: Folder) -> list[str]:
         )
         for trait, names in found.items()
         # The first follows, a plan names padded weights, and the last has a reader of its own.
-        if trait not in ("split", "padded", "beyond INT4")
+        if trait not in ("split", "padded", "untried in SGLang")
     ]
     mixed = folder.mixed_groups
     if mixed:

@@ -331,14 +331,14 @@ VLLM = Engine(
 
 _EXPERTS_PULL = "https://github.com/sgl-project/sglang/pull/17137, 2026-01-15"
 _HUMMING_KERNELS = "docs/layouts.md 9b, humming-kernels 0.1.19, 2026-11-23"
-_SGLANG = "SGLang 0.5.23, run on one H200, 2026-11-29"
+_SGLANG = "SGLang 0.5.23, run on an H200 with Llama, Qwen2 and Phi-3, 2026-11-29"
 SGLANG = Engine(
     "sglang",
     readers=(
         Reader(
             "SGLang",
-            ("compressed-tensors",),
-            (*_SHARED, "beyond INT4", "head in SGLang", "packed embeddings", "encoder"),
+            ("compressed-tensors", "gptq", "awq"),
+            (*_SHARED, "untried in SGLang", "head in SGLang", "packed embeddings", "encoder"),
             _SGLANG,
         ),
         Reader(
@@ -354,15 +354,15 @@ SGLANG = Engine(
                 "encoder",
             ),
             PUBLISHED,
-            only="beyond INT4",
+            only="untried in SGLang",
         ),
         Reader(
             "SGLang",
             ("gptq",),
             ("asymmetric", "wrapped", "head in SGLang", "encoder", *_SHARED),
-            _SGLANG,
+            PUBLISHED,
+            only="untried in SGLang",
         ),
-        Reader("SGLang", ("awq",), ("mixed", "part", *_SHARED, "packed head", "encoder"), _SGLANG),
         Reader(
             "SGLang",
             ("humming",),

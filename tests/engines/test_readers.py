@@ -222,10 +222,14 @@ def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:
 
 
 def test_a_reader_that_nobody_asked_is_marked() -> None:
-    named = opened_by(folder("compressed-tensors", "int4:g128"))
+    llama = {"model_type": "llama"}
+    named = opened_by(folder("compressed-tensors", "int4:g128", config=llama))
     assert named[:2] == ["vLLM", "SGLang"]
+    assert {"SGLang"} <= {*opened_by(folder("awq", "int4:g128:asym", config=llama))}
+    untried, other = "SGLang (by its documentation, not tried)", {"model_type": "gemma3_text"}
+    assert untried in opened_by(folder("compressed-tensors", "int4:g128", config=other))
     for label, expected in {"int8:g128": True, "int4:g128:asym": True, "fp6:channel": True, "int3:g128": False}.items():
-        readers = opened_by(folder("compressed-tensors", label))
-        assert ("SGLang (by its documentation, not tried)" in readers) is expected and "SGLang" not in readers
+        readers = opened_by(folder("compressed-tensors", label, config=llama))
+        assert (untried in readers) is expected and "SGLang" not in readers
     asked = {reader.name for engine in ENGINES for reader in engine.readers if reader.source != PUBLISHED}
     assert asked.isdisjoint({"GPTQModel", "transformers (through gptqmodel)"}) and "vLLM" in asked

@@ -146,7 +146,6 @@ def test_a_package_that_the_code_needs_is_named(own: Path, tmp_path: Path) -> No
         ("own_model.py", None, "own_model.py"),
         ("own_model.py", "x = 1", "no attribute 'OwnConfig'"),
         ("own_model.py", "from transformers import NotThere", "cannot import name 'NotThere'"),
-        ("own_tokenizer.py", None, "own_tokenizer.py"),
     ],
 )
 def test_code_that_is_damaged_or_of_another_release_is_fetched_anew(
@@ -156,6 +155,13 @@ def test_code_that_is_damaged_or_of_another_release_is_fetched_anew(
     (model / file).unlink() if text is None else (model / file).write_text(text)
     error = refused("generate", model, "Hi", TRUST)
     assert says in error and "fetch its Python files again, or use the transformers that they were" in error
+
+
+def test_a_tokenizer_without_its_code_is_named_with_the_file(own: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    (model / "own_tokenizer.py").unlink()
+    error = refused("generate", model, "Hi", TRUST)
+    assert "own_tokenizer.py, which is missing: fetch the Python files of the model too" in error
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
