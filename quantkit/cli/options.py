@@ -36,7 +36,7 @@ from quantkit.cli.parsing import (
     section,
 )
 from quantkit.cli.process import STOP, exits, joined, started
-from quantkit.core.memory_limits import require_memory_for_imports
+from quantkit.core.memory_limits import require_memory_for_imports, uncollected
 from quantkit.errors import Option, QuantkitError, RecipeError
 from quantkit.keys import OPTIONS, Key, built, keys_of
 from quantkit.names import LAYOUTS, Json
@@ -241,6 +241,7 @@ def _require_usable_process(computes: bool) -> None:
         )
 
 
+@uncollected()
 def _be_deterministic() -> None:
     """Make torch's settings deterministic where this costs nothing, so that equal runs give equal
     bytes (ALGORITHMS 13).

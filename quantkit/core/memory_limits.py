@@ -5,10 +5,11 @@ shell.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -86,6 +87,20 @@ def release_heap() -> None:
     """
     with suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause Python's garbage collector while libraries are imported or a model without weights is
+    built: it would look through all their objects again and again, and find no garbage.
+    """
+    was_on = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def require_memory_for_imports(*, computes: bool) -> None:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
+from quantkit.core.memory_limits import uncollected
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import hub
@@ -62,6 +63,7 @@ def runs_code(src: Checkpoint) -> bool:
     return src.trusted and bool(src.config.get("auto_map"))
 
 
+@uncollected()
 def config_of(src: Checkpoint) -> PretrainedConfig:
     """Return the configuration in config.json, without its quantization.
 
@@ -154,6 +156,7 @@ def generation_config_of(src: Checkpoint) -> GenerationConfig:
     return found
 
 
+@uncollected()
 def auto_class(src: Checkpoint, config: PretrainedConfig) -> Any:
     """Return the auto class of transformers that builds the model.
 

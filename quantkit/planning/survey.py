@@ -29,6 +29,7 @@ from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import heading
 from quantkit.checkpoint.writer import require_same
 from quantkit.core.formats import dtype_name
+from quantkit.core.memory_limits import uncollected
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.ranks import ranks
 from quantkit.core.units import format_range
@@ -209,6 +210,7 @@ def runner_of(src: Checkpoint, run: RunOptions) -> BlockRunner:
     return BlockRunner(src, device=run.device)
 
 
+@uncollected()
 def survey(
     src: Checkpoint,
     recipe: Recipe,

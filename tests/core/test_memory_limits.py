@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from pathlib import Path
 
 import pytest
 
-from quantkit.core.memory_limits import Limit, free_memory, memory_limits, require_memory_for_imports
+from quantkit.core.memory_limits import Limit, free_memory, memory_limits, require_memory_for_imports, uncollected
 from quantkit.errors import QuantkitError
 from quantkit.planning import needs as memory_estimate
 from quantkit.planning.needs import ACTIVATIONS, Memory
@@ -96,3 +97,18 @@ def test_libraries_that_would_abort_the_process_are_not_imported(
         require_memory_for_imports(computes=False)
     limits.clear()
     require_memory_for_imports(computes=True)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_caller_keeps_its_garbage_collector_after_an_error_in_a_nested_pause(is_on: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        with pytest.raises(QuantkitError), uncollected():
+            with uncollected():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+            raise QuantkitError("a config that no library reads")
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if before else gc.disable)()
