@@ -126,8 +126,7 @@ class Hessian:
 
     def hold_out(self, source: str, x: Tensor) -> None:
         """Keep inputs `[..., k]` of a source that do not enter the sum."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        self.held_out.setdefault(source, []).append(rows.clone())
+        self.held_out.setdefault(source, []).append(x.detach().reshape(-1, x.shape[-1]).clone())
 
     def may_be_broken(self) -> bool:
         """Return True if the sum of a call's numbers is not finite: one of them is not, or they are
@@ -224,9 +223,8 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
     # A row with an entry that is not finite has such a sum. Sums of finite entries overflow only
     # beyond 1e38 / k.
     if not bool(torch.isfinite(h.sum(0)).all()):
-        broken = int((~torch.isfinite(h)).sum())
         raise NumericError(
-            f"the Hessian has {broken} entries that are NaN or infinite",
+            f"the Hessian has {int((~torch.isfinite(h)).sum())} entries that are NaN or infinite",
             "check the calibration text",
         )
     if bool((diagonal < 0).any()):
@@ -362,8 +360,7 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
             "anew"
         )
     # Huge channels that move together have nearly equal rows, so each gets a part of its own.
-    parts = {"own": 1.0, "mean": 0.0, "median": _OWN_PART}
-    unit = diagonal * parts[options.damp_kind]
+    unit = diagonal * {"own": 1.0, "mean": 0.0, "median": _OWN_PART}[options.damp_kind]
     if options.damp_kind != "own":
         unit = torch.maximum(unit, usual_energy(h.diagonal().to(dtype), options))
     rungs: list[float] = []

@@ -48,8 +48,7 @@ def row_slices(weight: Tensor, width: int, least: int = 1) -> Iterator[slice]:
     """Yield slices of at least `least` rows; their temporaries of `width` columns fit in a CPU's
     cache.
     """
-    entries = 2**18 if weight.device.type == "cpu" else 2**26
-    rows = max(least, entries // width)
+    rows = max(least, (2**18 if weight.device.type == "cpu" else 2**26) // width)
     for a in range(0, len(weight), rows):
         yield slice(a, min(a + rows, len(weight)))
 

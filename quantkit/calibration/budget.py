@@ -101,8 +101,7 @@ def affordable_tokens(shapes: Collection[Shape]) -> int:
     """Count the tokens on which two cores calibrate linears `(n, k)` in `SECONDS`, by shapes alone:
     no load or number of threads changes a byte of the output.
     """
-    weights = max(1, sum(n * k for n, k in shapes))
-    tokens = (SECONDS * RATE["cpu"] - solving_work(shapes)) / weights
+    tokens = (SECONDS * RATE["cpu"] - solving_work(shapes)) / max(1, sum(n * k for n, k in shapes))
     return max(LEAST_TOKENS, int(tokens // STEP) * STEP)
 
 

@@ -355,9 +355,8 @@ def _rest(run: Run, solved: Mapping[str, Item], aside: Collection[str]) -> Itera
             continue
         run.progress.check()
         with run.clock.phase("solve"):
-            why = "it is outside the blocks"
             item = solved.get(name) or _uncalibrated(
-                model.src, name, goals, run.recipe, model.device, why
+                model.src, name, goals, run.recipe, model.device, "it is outside the blocks"
             )
         yield item
 

@@ -114,8 +114,7 @@ def _rounding(
     threads = rounders(device)
 
     def solve(name: str) -> None:
-        weight = src.get(f"{name}.weight")
-        solve_uncalibrated(name, weight, chosen[name], recipe, device=device)
+        solve_uncalibrated(name, src.get(f"{name}.weight"), chosen[name], recipe, device=device)
 
     some = sorted(sizes, key=sizes.__getitem__)[len(sizes) // 2 :][: 2 * threads]
     solve(some[0])
@@ -123,8 +122,7 @@ def _rounding(
     each = {"workers": threads, "most": MOST_BYTES, "batch": 0}
     for _ in ahead(some, solve, sizes.__getitem__, check=time.perf_counter, device=device, **each):
         pass
-    seconds = time.perf_counter() - begun
-    return seconds * sum(sizes.values()) / sum(sizes[name] for name in some)
+    return (time.perf_counter() - begun) * sum(sizes.values()) / sum(sizes[name] for name in some)
 
 
 def _calibrating(
@@ -173,8 +171,7 @@ def _passes(lengths: Sequence[int], steps: int) -> float:
     times.
     """
     held_out = sum(lengths[HELD_OUT - 1 :: HELD_OUT])
-    trained = len(lengths) - len(lengths) // HELD_OUT
-    batch = min(BATCH, trained) * sum(lengths) / len(lengths)
+    batch = min(BATCH, len(lengths) - len(lengths) // HELD_OUT) * sum(lengths) / len(lengths)
     return (1 + min(CHECKS, steps)) * held_out + 3 * steps * batch
 
 
@@ -210,8 +207,7 @@ class _Meter(Stage):
         if done > self._most:
             passed = sum(n * k for n, k in self._solved) * sum(map(len, run.sequences))
             seconds = run.clock.seconds
-            grows = sum(seconds.get(phase, 0.0) for phase in GROWING)
-            self.each = grows / passed or self.each
+            self.each = sum(seconds.get(phase, 0.0) for phase in GROWING) / passed or self.each
             self.solving, self._most = seconds.get("solve", 0.0) / done or self.each, done
         here = [self._shapes[name] for task in tasks for name in task.group.linears]
         if run.model.device.type == "cpu":

@@ -90,9 +90,8 @@ class Run:
         self, rows: Sequence[int], like: tuple[int, ...], dtype: torch.dtype, kind: str = ""
     ) -> Activations:
         """Make room for activations of this rank's documents, as Activations does."""
-        place = self.model.device
         return Activations(
-            self.work, self.act_budget, rows, like, dtype, place, self.ranks.rank, kind
+            self.work, self.act_budget, rows, like, dtype, self.model.device, self.ranks.rank, kind
         )
 
     def load(self, block: int, following: int = -1) -> None:

@@ -278,8 +278,7 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
 
         factors = _factors(folder, header, where)
         plain = factors.pop(FACTORS, None)
-        size = gguf_tokenizer.count_of(stated, "tokens")
-        sized = {f"{architecture}.vocab_size": size, **stated}
+        sized = {f"{architecture}.vocab_size": gguf_tokenizer.count_of(stated, "tokens"), **stated}
         lists = {name: values.tolist() for name, values in factors.items()}
         config = config_of(sized, header.tensors, lists, path)
         json_files.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)

@@ -458,8 +458,7 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
-    names = src.names()
-    shapes = {name: src.shape(name) for name in names if src.dtype(name) == torch.uint8}
+    shapes = {name: src.shape(name) for name in src.names() if src.dtype(name) == torch.uint8}
     tensors: dict[str, Derived] = {}
     for name in shapes:
         weight = name.removesuffix(BLOCKS).removesuffix(EXPONENTS)
@@ -477,11 +476,10 @@ def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
                 AGAIN,
             )
         experts, n, groups, _ = codes
-        shape = experts, n, GROUP * groups
         stored = LowBitWeight(
             weight + BLOCKS,
             weight + EXPONENTS,
-            shape,
+            (experts, n, GROUP * groups),
             block=(1, GROUP),
             unpack=unpack_e2m1,
             transposed=True,

@@ -98,10 +98,9 @@ def _gguf_of(folder: Path) -> Path | None:
         return None
     models = {part[1] if (part := PART.fullmatch(each)) else each for each in found}
     if len(models) > 1:
-        first = folder / found[0]
         raise CheckpointError(
             f"holds several GGUF files ({', '.join(found)})",
-            f"give the path of one, like {first}",
+            f"give the path of one, like {folder / found[0]}",
             subject=folder,
         )
     return folder / found[0]
@@ -133,8 +132,7 @@ def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[Js
     stated, notice = model_folder.front_matter(src.path)
     found: Json = {"name": name_of(model), "revision": revision}
     cached = model_folder.cached_id(src.path)
-    given = None if Path(model).exists() else HUB_FILE.sub(r"\1", str(model))
-    ours = cached or given
+    ours = cached or (None if Path(model).exists() else HUB_FILE.sub(r"\1", str(model)))
     theirs = (
         _first_id(stated.get("base_model"), src),
         _first_id(src.config.get("_name_or_path"), src),
@@ -400,8 +398,7 @@ class SourceHashes:
     def _hash(self, name: str) -> str:
         entry = self._known.get(name)
         like = None if entry is None else entry.digest
-        path = self._src.sources()[name]
-        found = files.hash_of_file(path, like, self._see)
+        found = files.hash_of_file(self._src.sources()[name], like, self._see)
         self._src.require_unchanged()  # so this is the hash of the bytes that were read
         if name.endswith(".safetensors"):
             _require_whole(self._src, name, entry, found)

@@ -63,8 +63,7 @@ def snapshot(
     except CheckpointError:
         raise
     except Exception as error:  # the client, its HTTP library and the disk each have their own
-        unknown = f"{NOT_GIVEN} ({reason(error)})", CHECK
-        rule, *ways = reasons(error, model, part=part) or unknown
+        rule, *ways = reasons(error, model, part=part) or (f"{NOT_GIVEN} ({reason(error)})", CHECK)
         raise CheckpointError(f"no folder here, and {rule}", *ways, subject=model) from error
     if only is not None:
         files = ", ".join(name for name in listing if name.endswith(".gguf")) or "no GGUF file"

@@ -367,8 +367,7 @@ def front_matter(folder: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _weight_map(folder: Path, name: str) -> dict[str, str]:
-    path = inside(folder, name)
-    weight_map = load_json(path).get("weight_map")
+    weight_map = load_json(inside(folder, name)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         damaged(folder / name, "has no weight_map from tensor names to files")
     for tensor, file in weight_map.items():

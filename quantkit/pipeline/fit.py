@@ -366,12 +366,11 @@ def _decide(
             with clock.phase(each.name):
                 begun = any(work.glob(f"{each.folder}.partial-*"))
                 given = {**vars(options), "overwrite": False, "resume": begun}
-                drawn = text if each.job.recipe.calibrated else None
                 pipeline.quantize(
                     model,
                     work / each.folder,
                     each.job.recipe,
-                    text=drawn,
+                    text=text if each.job.recipe.calibrated else None,
                     estimated=False,
                     **given,
                 )

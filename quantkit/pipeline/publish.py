@@ -188,8 +188,7 @@ def _commit(
 ) -> None:
     late = {} if commit.late is None else commit.late()
     phases = added_up([commit.facts.get("phases", {}), seconds])
-    facts = {**commit.facts, **late, "phases": phases, "layers": layers}
-    writer.commit(facts, commit.aside)
+    writer.commit({**commit.facts, **late, "phases": phases, "layers": layers}, commit.aside)
 
 
 def _leave_report(writer: CheckpointWriter, report: JsonView, error: Exception) -> None:
@@ -279,8 +278,7 @@ def finish(
                     f"the output could not be opened here: {opening.untried[OURS]}"
                 )
             if opening.readers and src.config.get("is_encoder_decoder") is True:
-                auto = auto_class(src, config_of(src))
-                report["auto_class"] = auto.__name__
+                report["auto_class"] = auto_class(src, config_of(src)).__name__
             report["left_out"], report["chat_template"] = (
                 list(writer.left_out),
                 has_chat_template(partial),

@@ -246,8 +246,7 @@ def _tune_scales(
         with clock.phase("tune scales"):
             src, layout, schemes = job.src, writer.layout, job.plan.output.schemes
             true = {name: layer.get("true_shape") for name, layer in layers.items()}
-            config = output_config(src, layout, schemes, true, None)
-            packed = writer.opened(config)
+            packed = writer.opened(output_config(src, layout, schemes, true, None))
             calib, steps = job.recipe.calibration, job.recipe.tune_scales
             try:
                 tuning = ScaleTuning(job.model, packed, job.text.sequences, progress)

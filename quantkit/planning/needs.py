@@ -362,8 +362,7 @@ def calibrated_memory(
     peaks = [stage.bytes(sizes) for stage in stages_of(recipe)]
     passes = [each for peak in peaks for each in peak.before]
     passes += divergence.pass_bytes(sizes) if sensitivities else []
-    training = bool(passes or recipe.tune_scales)
-    program = program_bytes(sizes.on_gpu, training, len(linears))
+    program = program_bytes(sizes.on_gpu, bool(passes or recipe.tune_scales), len(linears))
 
     def placed(parts: Mapping[str, int]) -> Memory:
         """Divide parts between the host and a GPU, which holds the stores that fit."""
@@ -411,11 +410,9 @@ def _of_block(sizes: Sizes, peaks: Sequence[Peaks]) -> dict[str, int]:
         parts.update(peak.at)
     work = {part: size for part, size in parts.items() if part not in STORES}
     # The documents that run together: about two copies of a block's outputs.
-    tokens = max(sizes.longest, TOKENS_AT_ONCE[sizes.device])
-    document = 2 * sizes.width * tokens * sizes.passed
+    document = 2 * sizes.width * max(sizes.longest, TOKENS_AT_ONCE[sizes.device]) * sizes.passed
     # The allocator of a GPU gives a document's memory to the solver.
-    solver = work[SQUARES] + work[ROWS] if sizes.on_gpu else 0
-    work[DOCUMENT] = max(0, document - solver)
+    work[DOCUMENT] = max(0, document - (work[SQUARES] + work[ROWS] if sizes.on_gpu else 0))
     for part, size in (item for peak in peaks for item in peak.behind.items()):
         work[part] = max(0, size - (sum(work.values()) - sizes.block))  # solving has ended by then
     # The embeddings are in memory only before the first block is solved.

@@ -387,8 +387,7 @@ def plan_quantize(
         each = rounding_bytes((row.goal for row in rows), src.dtype_of_model)
         rounded = [row.stored for row in output.quantized]
         here = torch.cuda.is_available() if device in (None, "auto") else device != "cpu"
-        place = torch.device("cuda" if here else "cpu")
-        threads = rounders(place, gpu_memory)
+        threads = rounders(torch.device("cuda" if here else "cpu"), gpu_memory)
         memory = streamed_memory(src, rounded, each, AHEAD * threads + 1, threads if here else 0)
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)

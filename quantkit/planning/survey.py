@@ -323,8 +323,7 @@ def job_of(
     recipe, drawn = with_affordable_text(
         recipe, [shape for name, shape in model.linears.items() if goals[name] is not None], on_cpu
     )
-    pairs = (*model.paths.items(), *model.tables.items())
-    names = {name for pair in pairs for name in pair}
+    names = {name for pair in (*model.paths.items(), *model.tables.items()) for name in pair}
     unused = require_effect(recipe, sorted(names), model.kept_dense)
     made = plan_quantize(
         src,
@@ -343,8 +342,7 @@ def job_of(
     more = [*model_remarks(recipe, model, goals), *unused, *idle]
     if recipe.fused_alike:
         apart = replace(recipe, fused_alike=False)
-        asked = goals_of(apart, model.paths, model.kept_dense, model.tables)
-        more += changes(asked, goals)
+        more += changes(goals_of(apart, model.paths, model.kept_dense, model.tables), goals)
     remarks = (*sized, *drawn, *made.verdict.remarks, *more)
     made = replace(made, verdict=replace(made.verdict, remarks=remarks))
     if not made.verdict.misfits:  # else a config cannot be made

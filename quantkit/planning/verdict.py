@@ -182,11 +182,10 @@ def ways_out(
             if recipe is None
             else "download or convert the model again"
         )
-        shapes = grouped((misfit.shape, misfit.module) for misfit in group)
         weights = ", ".join(
             f"{modules[0]} is "
             f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
-            for shape, modules in shapes.items()
+            for shape, modules in grouped((misfit.shape, misfit.module) for misfit in group).items()
         )
         error = LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last]))
         lines.append(error.typed)
@@ -206,8 +205,7 @@ def _one_change(
         size = next((g for g in SUGGESTED if _fits(group, layout, group_size=g)), ...)
         key = recipe.key_of(misfit.module for misfit in group)
         if key is not None and size is not ...:
-            label = replace(group[0].scheme, group_size=size).label
-            return [Words("use", Setting(key, label))]
+            return [Words("use", Setting(key, replace(group[0].scheme, group_size=size).label))]
         options += [] if size is ... else [Words("use", Setting("group_size", size or "channel"))]
         asymmetric = any(not misfit.scheme.symmetric for misfit in group)
         if asymmetric and _fits(group, layout, symmetric=True):

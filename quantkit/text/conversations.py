@@ -422,9 +422,8 @@ def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
         calls.append(
             {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         )
-    others = {key: value for key, value in message.items() if key != CALL}
     return {
-        **others,
+        **{key: value for key, value in message.items() if key != CALL},
         "role": "assistant",
         "content": "" if of_content else message["content"],
         "tool_calls": calls,

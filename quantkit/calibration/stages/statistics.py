@@ -55,10 +55,9 @@ class Hessians(Stage):
         for layer, _, k in experts:
             of_layers[layer, k] += Hessian.bytes(k) + Hessian.chunk_bytes(k)
         summed = min(HESSIAN_BYTES, max(of_layers.values(), default=0))
-        held_out = HELD_OUT_SOURCES * MOST_HELD_OUT * sizes.channels * sizes.width
         at = {
             "Hessians of experts": summed * (count + (count > 1)) // count,
-            "held-out inputs": held_out,
+            "held-out inputs": HELD_OUT_SOURCES * MOST_HELD_OUT * sizes.channels * sizes.width,
         }
         if sizes.on_gpu:
             at["chunk of a Hessian"] = Hessian.chunk_bytes(sizes.channels, "cuda", sizes.width)
