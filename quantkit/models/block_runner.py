@@ -88,9 +88,8 @@ class BlockRunner(LanguageModel):
         made._begin()
         lists = {path.rpartition(".")[0] for path in self.blocks}
         if len(lists) == 1:
-            parent, _, name = next(iter(lists)).rpartition(".")
             blocks = [made.module.get_submodule(path) for path in self.blocks[:count]]
-            setattr(made.module.get_submodule(parent), name, nn.ModuleList(blocks))
+            made.module.set_submodule(lists.pop(), nn.ModuleList(blocks))
             made.blocks = self.blocks[:count]
         return made
 

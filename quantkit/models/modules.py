@@ -166,13 +166,8 @@ def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint
             continue
         weight = module.get_parameter("weight")
         k, n = weight.shape
-        owner, _, leaf = path.rpartition(".")
         bias = isinstance(module.bias, nn.Parameter)
-        setattr(
-            model.get_submodule(owner),
-            leaf,
-            nn.Linear(k, n, bias, device=weight.device, dtype=weight.dtype),
-        )
+        model.set_submodule(path, nn.Linear(k, n, bias, device=weight.device, dtype=weight.dtype))
         # An earlier model of the same source may have presented the weight already.
         if name not in packed and not src.is_presented_otherwise(name):
             derived[name] = _transposed(name, src)
@@ -311,15 +306,17 @@ def find_blocks(module: nn.Module) -> list[str]:
 
     Blocks may be of several classes, as in models that mix attention and state spaces.
     """
-    best, largest = [], 0
     towers = tuple(f"{path}." for path in find_towers(module))
-    for path, found in module.named_modules():
-        if not isinstance(found, nn.ModuleList) or path.startswith(towers):
-            continue
-        size = sum(p.numel() for p in found.parameters())
-        if size > largest and any(is_linear(m) for m in found.modules()):
-            best, largest = [f"{path}.{i}" for i in range(len(found))], size
-    return best
+    lists = {
+        path: found
+        for path, found in module.named_modules()
+        if isinstance(found, nn.ModuleList)
+        and not path.startswith(towers)
+        and any(map(is_linear, found.modules()))
+    }
+    size = {path: sum(p.numel() for p in found.parameters()) for path, found in lists.items()}
+    best = max(lists, key=size.__getitem__, default="")
+    return [f"{best}.{i}" for i in range(len(lists.get(best, ())))]
 
 
 def lists_beside(module: nn.Module, blocks: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import FLOATS, dtype_name
+from quantkit.core.threads import grouped
 from quantkit.errors import CheckpointError, NumericError, Setting, Words
 from quantkit.layouts.schemes import ORIGINAL, is_embedding
 from quantkit.models.experts import (
@@ -299,9 +300,7 @@ class LanguageModel(Outline):
 
     def run_on_all_tokens(self, experts: Iterable[Expert]) -> None:
         """Let only these experts also run on tokens that are routed elsewhere."""
-        chosen: dict[str, set[int]] = {}
-        for expert in experts:
-            chosen.setdefault(expert.owner, set()).add(expert.number)
+        chosen = grouped((expert.owner, expert.number) for expert in experts)
         for owner in {expert.owner for expert in self.experts.values()}:
             module = self.module.get_submodule(owner)
             assert isinstance(module, UnfusedExperts)
@@ -392,17 +391,14 @@ def dense_matrices(module: PreTrainedModel) -> list[str]:
     """Return notices of matrices outside linears, such as experts in one parameter, which stay
     dense.
     """
-    others: dict[str, list[str]] = {}
     routers = find_routers(module)
-    for path, found in module.named_modules():
-        if not is_linear(found) and not isinstance(found, nn.Embedding) and path not in routers:
-            wide = [
-                f"{path}.{name}" for name, p in found.named_parameters(recurse=False) if p.ndim > 1
-            ]
-            if wide:
-                others.setdefault(
-                    f"parameter of {type(found).__name__}, which is no nn.Linear,", []
-                ).extend(wide)
+    others = grouped(
+        (f"parameter of {type(found).__name__}, which is no nn.Linear,", f"{path}.{name}")
+        for path, found in module.named_modules()
+        if not is_linear(found) and not isinstance(found, nn.Embedding) and path not in routers
+        for name, parameter in found.named_parameters(recurse=False)
+        if parameter.ndim > 1
+    )
     return _notices(others)
 
 
@@ -423,14 +419,14 @@ def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> d
     sizes = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}
     if inside is not None:
         return {name: size for name, size in sizes.items() if name in inside}
-    lists: dict[str, dict[str, int]] = {}
-    for name, size in sizes.items():
-        if numbered := re.match(r"(.+?)\.\d+\.", name):
-            lists.setdefault(numbered[1], {})[name] = size
+    numbered = ((re.match(r"(.+?)\.\d+\.", name), name) for name in sizes)
+    lists = grouped((found[1], name) for found, name in numbered if found)
     best = max(
-        lists, key=lambda path: (not TOWER.search(path), sum(lists[path].values())), default=""
+        lists,
+        key=lambda path: (not TOWER.search(path), sum(sizes[name] for name in lists[path])),
+        default="",
     )
-    return lists.get(best, {})
+    return {name: sizes[name] for name in lists.get(best, ())}
 
 
 def share_of(weights: Mapping[str, int], modules: Collection[str]) -> float | None:

@@ -184,17 +184,16 @@ def rows_of(
     seen: list[Tensor] = []
     for state in merged.states:
         position = made.get(state)
-        if not isinstance(position, Tensor) or (position.dtype, position.ndim) != (
-            positions.dtype,
-            axes,
+        if (
+            not isinstance(position, Tensor)
+            or not position.numel()
+            or (position.dtype, position.ndim) != (positions.dtype, axes)
         ):
             return None  # the rule computes with the weights
-        if not position.numel():
-            return None
         first = (
             position if axes == 1 else position.reshape(-1, *position.shape[-2:])[0, :, 0]
         ) // 2
-        inside = len(first) and 0 <= int(first.min()) <= int(first.max()) < sum(heights)
+        inside = 0 <= int(first.min()) <= int(first.max()) < sum(heights)
         slices = _slices(first, merged.names, heights) if inside else None
         if slices is None or not torch.equal(position, _form(positions[:, first], axes)):
             return None

@@ -228,8 +228,7 @@ def _replace(model: PreTrainedModel, src: Checkpoint, place: _Place) -> dict[str
         add_module(model, path, linear)
         held[name] = StoredLinear(linear)
     for path, rows in place.made.items():
-        module = LinearRows([(held[each.name], each.rows) for each in rows])
-        setattr(model.get_submodule(_owner(path)), path.rpartition(".")[2], module)
+        model.set_submodule(path, LinearRows([(held[each.name], each.rows) for each in rows]))
     return {place.stored[name]: stored for name, stored in held.items()}
 
 
