@@ -77,9 +77,9 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _START = r"[^\r\n\p{L}\p{N}]?"
 
 
-def _words(digits: str, letters: str = r"\p{L}", tail: str = r"[\r\n]*") -> str:
+def _words(digits: str, letters: str = r"\p{L}") -> str:
     """Write the rule of GPT-4 and its heirs: one sign goes before a word, digits in short runs."""
-    signs = rf" ?[^\s{letters.strip('[]')}\p{{N}}]+{tail}"
+    signs = rf" ?[^\s{letters.strip('[]')}\p{{N}}]+[\r\n]*"
     return rf"{_SUFFIXES}|{_START}{letters}+|{digits}|{signs}|{_BLANKS}"
 
 
@@ -221,7 +221,7 @@ def files_of(architecture: str, stated: Mapping[str, Any]) -> tuple[dict[str, by
 
     tokens, model = list_of(stated, "tokens"), stated[f"{PREFIX}model"]
     if model == "gpt2":
-        backend = _byte_level(tokens, stated)
+        backend = _byte_level(stated)
     else:
         backend = _by_transformers(architecture, tokens, stated)
     state = json.loads(backend.to_str())
@@ -271,7 +271,7 @@ def words_of(backend: Any) -> list[str]:
     return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
-def _byte_level(tokens: list[str], stated: Mapping[str, Any]) -> Any:
+def _byte_level(stated: Mapping[str, Any]) -> Any:
     """Build a tokenizer of merges over bytes, without its vocabulary, with the splitting rule that
     the file names.
     """

@@ -187,13 +187,13 @@ def is_variant(src: StoredTensors, schemes: Schemes) -> bool:
     """
     last = {name: name.rpartition(".") for name in src.names()}
     count = Counter(end for _, _, end in last.values())
-    if any(end == ZERO and src.dtype(name) != torch.int32 for name, (_, _, end) in last.items()):
-        return True
-    if count[PACKED] and not count[SHAPE]:
+    usual = {ZERO: torch.int32, SHAPE: torch.int64}
+    odd = any(
+        src.dtype(name) != usual.get(end, src.dtype(name)) for name, (*_, end) in last.items()
+    )
+    if odd or (count[PACKED] and not count[SHAPE]):
         return True
     for name, (module, _, end) in last.items():
-        if end == SHAPE and src.dtype(name) != torch.int64:
-            return True
         if end == ORDER and src.dtype(name) in (torch.int32, torch.int64):
             order = src.get(name)
             if not torch.equal(

@@ -190,21 +190,14 @@ def without_local_paths(folder: Path, name: str) -> bytes | None:
         ) from error
 
 
-class Companions(NamedTuple):
-    """Hold the files that go along with new weights: the new text of changed files, and the names
-    of the rest.
+def companions_of(src: Checkpoint) -> tuple[dict[str, bytes | None], list[str]]:
+    """Return the files of a source that go along with new weights, each with its new text, None if
+    it is unchanged; and the names of those left out. CheckpointError for a link out of the folder.
     """
-
-    texts: dict[str, bytes | None]
-    left_out: list[str]
-
-
-def companions_of(src: Checkpoint) -> Companions:
-    """List the files of a source that go along; CheckpointError for a link out of the folder."""
     add_tokenizer(src.path)
     weights = [path.name for path in src.files()]
     names, left_out = model_folder.companions(src.path, weights, src.trusted)
-    return Companions({name: without_local_paths(src.path, name) for name in names}, left_out)
+    return {name: without_local_paths(src.path, name) for name in names}, left_out
 
 
 def _first_id(stated: Any, src: Checkpoint) -> str | None:
@@ -254,14 +247,15 @@ def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
         for name, path in src.sources().items()
         if path.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", path.name)
     }
-    for name, digest in _sums(src.path).items():
-        found[name] = Recorded(
-            digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant"
-        )
-    for name, listed in load_report(src.path).get("files", {}).items():
-        found[name] = Recorded(
-            listed, f"{REPORT} lists", "restore it, or remove the report if that was meant"
-        )
+    found |= {
+        name: Recorded(digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant")
+        for name, digest in _sums(src.path).items()
+    }
+    meant = "restore it, or remove the report if that was meant"
+    found |= {
+        name: Recorded(listed, f"{REPORT} lists", meant)
+        for name, listed in load_report(src.path).get("files", {}).items()
+    }
     there = {*src.sources(), *model_folder.opened(src.path)}
     return {name: entry for name, entry in found.items() if name in there}
 
@@ -354,10 +348,8 @@ class SourceHashes:
         self._found: dict[str, Future[str]] = {}
         self._is_over = False
 
-    def __enter__(self) -> SourceHashes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the thread, also before all files are hashed."""
         self._is_over = True
         self._pool.shutdown(cancel_futures=True)
 
@@ -493,7 +485,8 @@ def _sums(folder: Path) -> dict[str, str]:
     if not path.exists() and not path.is_symlink():
         return {}
     with files.open_regular(model_folder.inside(folder, SUMS)) as file, files.guarded(path):
-        lines = (_LINE.fullmatch(line) for line in file.read(_LIMIT).splitlines())
         return {
-            found[2].decode(errors="replace"): found[1].decode().lower() for found in lines if found
+            found[2].decode(errors="replace"): found[1].decode().lower()
+            for found in map(_LINE.fullmatch, file.read(_LIMIT).splitlines())
+            if found
         }

@@ -139,19 +139,21 @@ class StoredTensors:
             return before[name].read(index)
 
         replaced = {*drop, *(name for derived in tensors.values() for name in derived.inputs)}
-        at: dict[str, dict[str, _Place]] = {}
-        for name, derived in tensors.items():
-            place = _Place(
+        places = {
+            name: _Place(
                 derived.shape,
                 derived.dtype,
                 partial(derived.compute, read),
                 frozenset().union(*(before[each].files for each in derived.inputs)),
                 restore=derived.restore,
             )
-            at.setdefault(derived.inputs[0], {})[name] = place
+            for name, derived in tensors.items()
+        }
+        at = grouped((derived.inputs[0], name) for name, derived in tensors.items())
         self._where = {}
         for name, place in before.items():
-            self._where.update(at.get(name, {}) if name in replaced else {name: place})
+            now = {each: places[each] for each in at.get(name, ())}
+            self._where.update(now if name in replaced else {name: place})
 
     def is_presented_otherwise(self, name: str) -> bool:
         """Return True if a dense tensor of this name is written in another form than it
@@ -286,8 +288,7 @@ def _by_index(
             if listed in held[:-1]:
                 what += ", and transformers reads the last"
         differences.setdefault(what, []).append(name)
-    for what, names in differences.items():
-        notices.append(f"{shown(names[0])} {what} ({len(names)} in all)")
+    notices += (f"{shown(n[0])} {what} ({len(n)} in all)" for what, n in differences.items())
     return chosen
 
 

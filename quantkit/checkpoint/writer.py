@@ -252,13 +252,13 @@ class CheckpointWriter:
         """Write the committed files anew, with some tensors `changed` in their values alone, and
         commit `facts`. Until then the old files count.
         """
-        old, new = list(self.hashes()), {}
-        for name in old if changed else ():
+        old, new = list(self.hashes()) if changed else [], dict[str, str]()
+        for name in old:
             self._unit.files[path := self._next_name()] = ""
             new[path] = join_files([self.partial / name], self.partial / path, changed)
         self._unit = _Unit()
-        self._replace(old if changed else [], new, facts)
-        for name in old if changed else ():
+        self._replace(old, new, facts)
+        for name in old:
             files.remove(self.partial / name)
 
     def _replace(
@@ -508,11 +508,9 @@ def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, l
     """
     written: list[tuple[FileSize, list[str]]] = []
     for unit in units:
-        begins = True
-        for name, size in unit.items():
-            if begins or is_full(written[-1][0], name, size, SHARD_BYTES):
+        for number, (name, size) in enumerate(unit.items()):
+            if number == 0 or is_full(written[-1][0], name, size, SHARD_BYTES):
                 written.append((FileSize(), []))
-            begins = False
             written[-1][0].add(name, size)
             written[-1][1].append(name)
     found: list[tuple[int, list[str]]] = []

@@ -138,15 +138,13 @@ def reasons(
     misplaced = next((str(each) for each in lost if each.filename), None)
     authority = os.environ.get("SSL_CERT_FILE")
     untrusted = is_a(ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in text
-    proxied = is_named({"ProxyError"}) or is_a(errors.FileMetadataError)
     misread = isinstance(error, ValueError | ImportError) and "proxy" in str(error).lower()
     misread |= kind == "model" and isinstance(error, json.JSONDecodeError)  # a page of theirs
-    unnamed = any(f"[Errno {code}]" in text for code in (EAI_AGAIN, EAI_FAIL, EAI_NONAME))
     silent = is_named(UNCONNECTED)
     offline = silent and (constants.HF_HUB_OFFLINE or is_a(errors.OfflineModeIsEnabled))
     variable = next((each for each in OFFLINE if os.environ.get(each)), OFFLINE[0])
-    proxy = ("HTTPS_PROXY",) if "https" in getproxies() else ()
-    known = (*proxy, *(("HF_ENDPOINT",) if os.environ.get("HF_ENDPOINT") else ()))
+    used = {"HTTPS_PROXY": "https" in getproxies(), "HF_ENDPOINT": os.environ.get("HF_ENDPOINT")}
+    known = [each for each, is_set in used.items() if is_set]
     check = (f"check {' and '.join(known)}",) if known else ()
     part = part or is_named({"IncompleteSnapshotError"})
     held = "only a part of it is cached" if part else "nothing is cached"
@@ -219,7 +217,7 @@ def reasons(
             (f"the cache cannot be kept there ({misplaced})", "set HF_HOME to a folder of yours"),
         ),
         (
-            proxied or misread or status == 407,
+            is_named({"ProxyError"}) or is_a(errors.FileMetadataError) or misread or status == 407,
             (
                 f"a proxy or mirror does not pass the hub's answer on ({reason(chain[-1])})",
                 "check the variables HTTPS_PROXY, NO_PROXY and HF_ENDPOINT",
@@ -234,7 +232,7 @@ def reasons(
             ),
         ),
         (
-            unnamed,
+            any(f"[Errno {code}]" in text for code in (EAI_AGAIN, EAI_FAIL, EAI_NONAME)),
             (
                 f"the address {constants.ENDPOINT} is not found and {held}",
                 "check the network's DNS, and HF_ENDPOINT if it is set",

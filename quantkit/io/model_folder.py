@@ -319,8 +319,7 @@ def companions(
         (names if whole else left_out).append(name)
     for name in templates:
         inside(folder, name)
-    shown_names = (name.encode(errors="backslashreplace").decode() for name in left_out)
-    return sorted(names), list(shown_names)
+    return sorted(names), [n.encode(errors="backslashreplace").decode() for n in left_out]
 
 
 def is_local(name: str, folder: Path) -> bool:

@@ -121,9 +121,7 @@ def _tensor_info(name: str, entry: Any, first: int, path: Path) -> TensorInfo:
         damaged(path, f"gives {shown(name)} the shape {shown(shape)}")
     if not _sizes(offsets) or len(offsets) != 2:
         damaged(path, f"gives {shown(name)} the byte range {shown(offsets)}")
-    size = DTYPES[dtype].itemsize
-    for n in shape:
-        size *= n
+    size = DTYPES[dtype].itemsize * prod(shape)
     if offsets[1] - offsets[0] != size:
         damaged(
             path, f"gives {shown(name)} {offsets[1] - offsets[0]} bytes, {dtype} {shape} has {size}"

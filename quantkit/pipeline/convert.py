@@ -145,7 +145,7 @@ def pack(
             expected=iter(planned.output.forms),
         )
         # A signal that raised while this thread waits for another could leave a lock taken.
-        with progress.loop(), SourceHashes(src, progress.check) as source:
+        with progress.loop(), closing(SourceHashes(src, progress.check)) as source:
             source.start()
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
@@ -156,7 +156,6 @@ def pack(
             with clock.phase("hash"):
                 report["layers"] = layers
                 report["source"]["files"], edited = source.all()
-        src.require_unchanged()  # so these are the hashes of the bytes read
         src.notices += edited
         # Those found in the data or on the disk.
         progress.note(*(line for line in src.notices if line not in known))

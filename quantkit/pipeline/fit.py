@@ -504,7 +504,7 @@ def _search(
             for group in space.groups
         }
         (job, total, excess), size = search.planned(space, least), space.size(least)
-        if (unopened := surveys.refusal(job, run)) is not None:
+        if (unopened := surveys.refusal(job)) is not None:
             refused.append(unopened)
             continue
         if excess <= 0:

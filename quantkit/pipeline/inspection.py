@@ -52,9 +52,8 @@ def describe(src: Checkpoint) -> Json:
     )
     shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
-    kind, of_form = "Hugging Face folders", f" of {src.low_bit}" if src.low_bit else ""
-    if src.home != src.path:
-        kind, of_form = "GGUF", ""
+    kind = f"Hugging Face folders{f' of {src.low_bit}' if src.low_bit else ''}"
+    kind = kind if src.home == src.path else "GGUF"
     return {
         "path": str(src.home),
         "model_type": src.config.get("model_type"),
@@ -80,9 +79,7 @@ def describe(src: Checkpoint) -> Json:
         },
         "shapes": dict(shapes),
         "files": {path.name: path.stat().st_size for path in src.files()},
-        "readers": ", ".join(_readers(src))
-        if src.layout
-        else f"anything that reads {kind}{of_form}",
+        "readers": ", ".join(_readers(src)) if src.layout else f"anything that reads {kind}",
         "notices": list(src.notices),
     }
 

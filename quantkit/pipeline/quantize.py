@@ -8,7 +8,7 @@ the report.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -36,6 +36,7 @@ from quantkit.core.units import format_range
 from quantkit.engines.joined import output_config
 from quantkit.errors import CheckpointError, NumericError, reason
 from quantkit.io.staging import is_complete, staging
+from quantkit.models.block_runner import BlockRunner
 from quantkit.names import MOST_TOKENS
 from quantkit.pipeline.publish import (
     Measure,
@@ -52,7 +53,6 @@ from quantkit.planning.survey import (
     dense_source,
     estimate_duration,
     require_runnable,
-    runner_of,
     survey,
 )
 from quantkit.progress import Clock, Progress, Recorder
@@ -100,7 +100,7 @@ def quantize(
 
 def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
     """Compute this rank's part of a run that the first rank leads."""
-    runner = runner_of(dense_source(model, run), run)
+    runner = BlockRunner(dense_source(model, run), device=run.device)
     require_devices(runner.device, here)
     shared: Any = here.broadcast(None)
     if shared is not None:
@@ -156,7 +156,7 @@ def _lead(
         staging(
             out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append
         ) as work,
-        SourceHashes(src, progress.check) as source,
+        closing(SourceHashes(src, progress.check)) as source,
     ):
         if is_complete(work):
             here.broadcast(None)
@@ -167,9 +167,11 @@ def _lead(
         # A NaN in the last block would cost the whole run.
         finite = recipe.calibrated and not writer.done
         kind = job.model.device.type if recipe.calibrated else "cpu"
-        hashes = partial(source_hashes, src, READERS[kind], finite, progress.check)
-        if not recipe.calibrated:  # the other files are hashed when they are read
-            hashes = partial(source.first, writer.used)
+        hashes = (
+            partial(source_hashes, src, READERS[kind], finite, progress.check)
+            if recipe.calibrated
+            else partial(source.first, writer.used)  # the others are hashed when they are read
+        )
         begin = partial(identify, writer, report, hashes, progress)
         # A resumed run must first be compared with the stopped run.
         hashes_beside = finite and BESIDE[kind]

@@ -114,18 +114,17 @@ class Memory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return totals and parts as plain data."""
-        if self.others:
-            return self._peak().to_dict()
+        peak = self._peak()
         found: dict[str, Any] = {
-            "ram": sum(self.ram.values()),
-            "ram_parts": self.ram,
+            "ram": sum(peak.ram.values()),
+            "ram_parts": peak.ram,
             "estimate": True,
         }
-        if self.vram:
+        if peak.vram:
             found |= {
-                "vram": sum(self.vram.values()),
-                "vram_parts": self.vram,
-                "vram_least": self.least_vram,
+                "vram": sum(peak.vram.values()),
+                "vram_parts": peak.vram,
+                "vram_least": peak.least_vram,
             }
         if self.gpu_memory is not None:
             found["gpu_memory"] = self.gpu_memory

@@ -21,6 +21,7 @@ from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.writer import planned_shards, texts_beside
 from quantkit.core.quantized_tensor import Goal, Scheme, Shape, label
+from quantkit.core.threads import grouped
 from quantkit.engines import readers
 from quantkit.engines.joined import is_expert, joined_name, output_config
 from quantkit.engines.readers import Folder
@@ -281,7 +282,7 @@ class Output:
         """Add config.json and the bytes of every file. `units` are the tensors of the source by
         commit, `lines` the run's lines in the report.
         """
-        recipe, companions = without_paths(recipe), companions_of(src)
+        recipe, (companions, left_out) = without_paths(recipe), companions_of(src)
         true_shapes = {row.module: row.shape if row.padded else None for row in self.quantized}
         config = output_config(src, self.layout, schemes, true_shapes, recipe.sha256())
         written = [
@@ -303,12 +304,12 @@ class Output:
             **{name: size for name, (size, _) in shards.items()},
             **{
                 name: inside(src.path, name).stat().st_size if changed is None else len(changed)
-                for name, changed in companions.texts.items()
+                for name, changed in companions.items()
             },
             **{name: len(text) for name, text in texts.items()},
         }
-        names = 2 * sum(map(len, src.names())) + sum(map(len, companions.left_out))
-        entries = len(src.files()) + len(sizes) + len(companions.left_out)
+        names = 2 * sum(map(len, src.names())) + sum(map(len, left_out))
+        entries = len(src.files()) + len(sizes) + len(left_out)
         report = REPORT_BYTES + LINEAR_BYTES * len(self.quantized) + NAME_BYTES * entries + names
         report += 4 * sum(map(len, (*lines, *self.readers)))
         joined = max(size for size, _ in shards.values()) if len(shards) < len(written) else 0
@@ -410,10 +411,8 @@ def converted_schemes(src: Checkpoint, rows: Iterable[Row], outside: Outside) ->
     """
     assert src.schemes is not None
     now = {row.module: row.goal for row in rows if isinstance(row.goal, Scheme)}
-    became: dict[Scheme, set[Scheme]] = {}
-    for module, scheme in now.items():
-        became.setdefault(src.scheme(module), set()).add(scheme)
-    one = {before: next(iter(after)) for before, after in became.items() if len(after) == 1}
+    became = grouped((src.scheme(module), scheme) for module, scheme in now.items())
+    one = {before: after[0] for before, after in became.items() if len({*after}) == 1}
     default, overrides = src.schemes.default, src.schemes.overrides
     dense = [*src.schemes.ignore, *_unstated(src), *outside.dense_entries(src)]
     ignore = tuple(dict.fromkeys(dense))

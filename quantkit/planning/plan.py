@@ -367,10 +367,11 @@ def plan_quantize(
         goal, rule = goals[module], None
         stored = shape if goal is None else stored_shape(recipe, goal, *shape)
         if goal is not None:
-            if f"{module}.weight" not in forms or module in tied:
-                rule = verdicts.TIED
-            rule = rule or verdicts.place_rule(layout, module)
-            rule = rule or verdicts.layout_rule(layout, goal, *stored)
+            is_tied = f"{module}.weight" not in forms or module in tied
+            rule = verdicts.place_rule(layout, module) or verdicts.layout_rule(
+                layout, goal, *stored
+            )
+            rule = verdicts.TIED if is_tied else rule
         if goal is not None and rule is not None:
             misfits.append(verdicts.Misfit(module, shape, goal, rule))
             goal = None
@@ -380,8 +381,7 @@ def plan_quantize(
             rows.append(Row.dense(forms, module, shape, goal))
     output = Output.of(src, layout, rows, forms, recipe.scheme, decoder_weights(src, inside))
     if recipe.calibrated:
-        solved = (row for row in rows if row.goal is not None or BLOCK.match(row.module))
-        shapes = {row.module: row.stored for row in solved}
+        shapes = {r.module: r.stored for r in rows if r.goal is not None or BLOCK.match(r.module)}
         memory = calibrated_memory(src, shapes, recipe, device, act_budget, gpu_memory)
     else:
         each = rounding_bytes((row.goal for row in rows), src.dtype_of_model)
@@ -430,8 +430,7 @@ def plan_pack(
         rows.append(Row.packed(layout, module, shape, now, stored))
     assert src.schemes is not None
     forms = {name: src.form_written(name) for name in src.names()}
-    usual, decoder = src.schemes.default, decoder_weights(src)
-    output = Output.of(src, layout, rows, forms, usual, decoder)
+    output = Output.of(src, layout, rows, forms, src.schemes.default, decoder_weights(src))
     if not misfits:
         output = replace(output, schemes=converted_schemes(src, rows, outside))
     memory = streamed_memory(src, [src.size(module) for module in schemes])

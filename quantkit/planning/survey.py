@@ -148,7 +148,7 @@ def plan(
         made = replace(made, serving=found, verdict=made.verdict.with_remarks(*told))
         job = job._replace(plan=made)
     try:
-        job = require_runnable(job, None if out is None else Path(out), run, is_plan=True)
+        job = require_runnable(job, None if out is None else Path(out), run)
         if made.serving is not None and made.serving.refusal is not None:
             raise made.serving.refusal
     except QuantkitError as error:
@@ -205,11 +205,6 @@ def dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = Non
     return src
 
 
-def runner_of(src: Checkpoint, run: RunOptions) -> BlockRunner:
-    """Build the model of a dense source on the device of a run."""
-    return BlockRunner(src, device=run.device)
-
-
 @uncollected()
 def survey(
     src: Checkpoint,
@@ -223,7 +218,7 @@ def survey(
         about, cpu = Words(Option("gpu_memory"), "is about a GPU, and"), Option("device", "cpu")
         raise RecipeError(Words(about, cpu, "uses none"), "drop one of them")
     # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
-    model = runner_of(src, run if gpu_memory is None else replace(run, device="cpu"))
+    model = BlockRunner(src, device=run.device if gpu_memory is None else "cpu")
     model.require_complete()
     if src.written_dtype is not None:
         wide = float32_states(model.module, src.written_dtype)
@@ -245,14 +240,14 @@ def survey(
         job.plan.needs.memory.of_sequences(0, run.act_budget).require()
     except QuantkitError as error:
         return _with_verdict(job, refusal=error)
-    refused = refusal(job, run)
+    refused = refusal(job)
     if refused is None or recipe.layout is None:
         return _with_verdict(job, refusal=refused)
     opened: list[Job] = []
     for pad in dict.fromkeys((recipe.pad, True)):  # only without another way
         plans = (replace(recipe, layout=name, pad=pad) for name in OTHERS if name != recipe.layout)
         others = (job_of(src, model, each, out, run, gpu_memory) for each in plans)
-        opened = opened or [other for other in others if refusal(other, run) is None]
+        opened = opened or [other for other in others if refusal(other) is None]
     opened.sort(key=lambda other: not _asked(other))  # equal ones stay in order
     padded = bool(opened) and opened[0].recipe.pad and not recipe.pad
     microscaled = isinstance(recipe.scheme, Scheme) and recipe.scheme.format.is_microscaled
@@ -274,7 +269,7 @@ def survey(
     return _with_verdict(taken, layout_remarks=tuple(limits), remarks=(why, *here.remarks))
 
 
-def refusal(job: Job, run: RunOptions) -> QuantkitError | None:
+def refusal(job: Job) -> QuantkitError | None:
     """Find why the output of a job would open in no program: weights that its layout does not hold,
     or weights that transformers would fill by itself.
     """
@@ -348,9 +343,8 @@ def job_of(
     if not made.verdict.misfits:  # else a config cannot be made
         dense = [*model.outside.dense_entries(src), *model.dense_embeddings(tables)]
         schemes = schemes_of(recipe, goals, model.paths | model.tables, dense)
-        units = units_of(src, src.names())
-        if recipe.calibrated:
-            units = map(model.stored, (*range(len(model.blocks)), None))
+        by_block = map(model.stored, (*range(len(model.blocks)), None))
+        units = by_block if recipe.calibrated else units_of(src, src.names())
         output = made.output.with_files(src, schemes, recipe, units, made.notices)
         made = replace(made, output=output)
     return Job(src, model, recipe, goals, made)
@@ -452,7 +446,6 @@ def require_runnable(
     job: Job,
     out: Path | None,
     run: RunOptions,
-    is_plan: bool = False,
     text: Calibration | None = None,
     more: int = 0,
     date: str | None = None,
