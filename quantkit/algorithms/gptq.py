@@ -86,17 +86,25 @@ class Solution:
     def _over_rounding(self) -> dict[str, dict[str, float]]:
         """Divide the loss on each held-out source by that of plain rounding."""
         sums = {source: losses.sum(0).tolist() for source, losses in self.held_out.items()}
-        ratios = {source: loss / of_plain for source, (loss, of_plain) in sums.items() if of_plain}
-        found = {source: ratio for source, ratio in ratios.items() if math.isfinite(ratio)}
+        found = {
+            source: loss / of_plain
+            for source, (loss, of_plain) in sums.items()
+            if of_plain and math.isfinite(loss / of_plain)
+        }
         return {"held_out": found} if found else {}
 
     def rows(self, part: slice) -> Solution:
         """Take some rows, as views."""
-        changes = {name: changed[part] for name, changed in self.changes.items()}
-        held_out = {source: losses[part] for source, losses in self.held_out.items()}
-        loss, rtn_loss, norm = self.loss[part], self.rtn_loss[part], self.norm[part]
-        guard, tensor = self.guard_rows[part], self.tensor.rows(part)
-        return Solution(tensor, loss, rtn_loss, norm, guard, self.solver, changes, held_out)
+        return replace(
+            self,
+            tensor=self.tensor.rows(part),
+            loss=self.loss[part],
+            rtn_loss=self.rtn_loss[part],
+            norm=self.norm[part],
+            guard_rows=self.guard_rows[part],
+            changes={name: rows[part] for name, rows in self.changes.items()},
+            held_out={source: losses[part] for source, losses in self.held_out.items()},
+        )
 
 
 def quantize(

@@ -252,10 +252,7 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
     With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is symmetric and undamped
     (ALGORITHMS 1).
     """
-    h = h.to(factor_dtype(h.device))
-    d = weight.to(working_dtype(weight))
-    if tensor is not None:
-        d = d - tensor.dequantize(d.dtype)
+    h, d = h.to(factor_dtype(h.device)), _difference(weight, tensor)
     parts = side_by_side(
         h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS[h.device.type])]
     )
@@ -264,9 +261,7 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
 
 def diagonal_losses(weight: Tensor, tensor: QuantizedTensor | None, diagonal: Tensor) -> Tensor:
     """Return `row_losses` of a Hessian that is only its `diagonal` `[k]`."""
-    d = weight.to(working_dtype(weight))
-    if tensor is not None:
-        d = d - tensor.dequantize(d.dtype)
+    d = _difference(weight, tensor)
     rows = d.split(_ROWS[d.device.type])
     return torch.cat([part.double().square() @ diagonal.double() for part in rows])
 
@@ -275,14 +270,19 @@ def output_losses(weight: Tensor, tensor: QuantizedTensor, x: Tensor) -> Tensor:
     """Return the squared length of each output of `weight - tensor` for inputs `x` `[t, k]`,
     float64 `[n]`. On a GPU, half-precision inputs have products with a float32 result.
     """
-    d = weight.to(working_dtype(weight))
-    d = (d - tensor.dequantize(d.dtype)).T
+    d = _difference(weight, tensor).T
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
         outputs = torch.mm(x, d.to(x.dtype), out_dtype=torch.float32)
     else:
         # A product of few rows has other last bits, so the last ones are a product of their own.
         outputs = torch.cat([x.float() @ part for part in d.float().split(_UNIT, 1)], 1)
     return outputs.square_().sum(0, dtype=torch.float64)
+
+
+def _difference(weight: Tensor, tensor: QuantizedTensor | None) -> Tensor:
+    """Return `weight - tensor`, or the weight itself without a tensor."""
+    d = weight.to(working_dtype(weight))
+    return d if tensor is None else d - tensor.dequantize(d.dtype)
 
 
 def _quadratic_forms(rows: Tensor, h: Tensor) -> Tensor:

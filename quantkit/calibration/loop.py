@@ -130,9 +130,8 @@ def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tens
     """
     longest = max(map(len, sequences), default=0)
     if not longest:
-        ways = [Setting("method", "rtn"), Setting("clip", "none")]
-        if recipe.layout is None:
-            ways = [Setting("method", "magnitude")]
+        rounding = Setting("method", "rtn"), Setting("clip", "none")
+        ways = (Setting("method", "magnitude"),) if recipe.layout is None else rounding
         raise RecipeError("no calibration sequences", "give calibration data", Words("use", *ways))
     if longest > model.max_length:
         raise RecipeError(

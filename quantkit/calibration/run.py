@@ -196,11 +196,11 @@ class Stream:
             if self.model.takes_batches(block) and self.activations.hidden_only:
                 while end < len(numbers):
                     following = len(self.sequences[numbers[end]])
-                    if following * (end + 1 - first) > at_once or (
-                        following != length and not padded
+                    if (
+                        following * (end + 1 - first) > at_once
+                        or (following != length and not padded)
+                        or self._held_out_source(numbers[end]) is not None
                     ):
-                        break
-                    if self._held_out_source(numbers[end]) is not None:
                         break
                     end += 1
             yield numbers[first:end]

@@ -120,10 +120,11 @@ def read_conversation(
         raise BrokenRecord(f"{key} is no list of messages", where)
     if not value:
         return Without.NULL if value is None else Without.EMPTY
-    messages: list[dict[str, Any]] = []
     dropped: list[str] = []
-    for number, message in enumerate(value, start=1):
-        messages.append(_read_message(message, dropped, f"{where}, message {number} of {key}"))
+    messages = [
+        _read_message(message, dropped, f"{where}, message {number} of {key}")
+        for number, message in enumerate(value, start=1)
+    ]
     if not any(_texts(message) for message in messages):
         return Without.IMAGES if dropped else Without.EMPTY
     others = {

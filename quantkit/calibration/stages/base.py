@@ -80,6 +80,15 @@ class LoadedBlock:
         self.solved[item.name] = item
 
 
+def quantized(items: Mapping[str, Item]) -> dict[str, QuantizedTensor]:
+    """Return the values of the items that are quantized, by the names of their linears."""
+    return {
+        name.removesuffix(".weight"): item.value
+        for name, item in items.items()
+        if isinstance(item.value, QuantizedTensor)
+    }
+
+
 class Stage:
     """A part of a calibrated run. The loop calls each step of all stages, in their order; by
     default a step is empty.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.calibration.budget import HESSIAN_BYTES, Peaks, Sizes
 from quantkit.calibration.run import Run
-from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task
+from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task, quantized
 from quantkit.checkpoint.report import ROW_SUM
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.core.ranks import ranks
 from quantkit.engines.readers import sums_in_float16
 from quantkit.errors import about
@@ -225,10 +225,11 @@ class RowSums(Stage):
         """Measure the largest outputs of the unquantized block, in a pass of its own."""
         recipe, floats = block.run.recipe, dict[str, Scheme]()
         if recipe.layout == Humming.NAME and recipe.factored and recipe.clip == "search":
-            schemes = (
-                (linear, goal) for linear, goal in block.goals.items() if isinstance(goal, Scheme)
-            )
-            floats = {linear: scheme for linear, scheme in schemes if scheme.format.is_float}
+            floats = {
+                linear: goal
+                for linear, goal in block.goals.items()
+                if isinstance(goal, Scheme) and goal.format.is_float
+            }
         with _peaks(block, floats) as found:
             if found:
                 block.stream.forward(block.index, keep=False)
@@ -242,8 +243,7 @@ def measured(block: LoadedBlock) -> Iterator[bool]:
 
     A sum is `|output - bias| / scale`. Yields False if vLLM has no kernel that overflows so.
     """
-    solved = ((name.removesuffix(".weight"), item.value) for name, item in block.solved.items())
-    values = {linear: value for linear, value in solved if isinstance(value, QuantizedTensor)}
+    values = quantized(block.solved)
     with _peaks(block, {linear: value.scheme for linear, value in values.items()}) as found:
         yield bool(found)
     for linear, peak in found.items():

@@ -42,7 +42,7 @@ from quantkit.calibration.budget import (
     stays_on_gpu,
 )
 from quantkit.calibration.run import Run, Stream, embedded
-from quantkit.calibration.stages.base import LoadedBlock, Stage
+from quantkit.calibration.stages.base import LoadedBlock, Stage, quantized
 from quantkit.calibration.stages.gradients import Gradients
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -107,8 +107,11 @@ class Tune(Stage):
         """Run the documents through a block before its called weights are quantized, and keep these
         weights.
         """
-        called = (name for name in block.goals if name not in block.uncalled)
-        self._sources = {name: block.run.model.weights.source(name) for name in called}
+        self._sources = {
+            name: block.run.model.weights.source(name)
+            for name in block.goals
+            if name not in block.uncalled
+        }
         # A GPU without memory for a block may have it for the next, so each block has a new stream.
         Stream(block.run, self._targets).forward(block.index)
 
@@ -127,14 +130,14 @@ class Tune(Stage):
         held-out hidden states, before and after `tuned_step` steps. `tuned_changed` counts codes.
         Losses are not recomputed: they are reported as losses of untuned codes (`untuned_loss`).
         """
-        solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
-        solved = {name: item for name, item in solved.items() if name not in block.uncalled}
+        solved = {
+            linear: item
+            for name, item in block.solved.items()
+            if (linear := name.removesuffix(".weight")) not in block.uncalled
+        }
         if not solved:
             return []
-        values, sources = {name: item.value for name, item in solved.items()}, self._sources
-        starts = {
-            name: value for name, value in values.items() if isinstance(value, QuantizedTensor)
-        }
+        sources, starts = self._sources, quantized(solved)
         root = None if self._gradients is None else self._gradients.found.root(block.index)
         found, common = BlockTuning(block, self._targets, root, starts, sources).run(self._steps)
         block.run.progress.detail(
@@ -253,12 +256,11 @@ class BlockTuning:
         self._block, self._stream, self._run, self._model = block, block.stream, run, run.model
         self._targets, self._root, self._starts = targets, root, starts
         self._owners = run.ranks.owners([sources[name].numel() for name in starts])
-        owned = (
-            name
+        self._weights = {
+            name: TunedWeight(sources[name], starts[name])
             for name, owner in zip(starts, self._owners, strict=True)
             if owner == run.ranks.rank
-        )
-        self._weights = {name: TunedWeight(sources[name], starts[name]) for name in owned}
+        }
         numbers = range(run.calibrating)
         self._held_out = numbers[HELD_OUT - 1 :: HELD_OUT]
         trained = [number for number in numbers if number not in self._held_out]
