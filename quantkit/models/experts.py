@@ -267,13 +267,12 @@ def unfuse_experts(names: StateNames, src: Checkpoint, *, slices: bool = True) -
             sliced += dict.fromkeys(each.name for rows in parts.values() for each in rows)
         else:
             continue
-        owner, _, leaf = path.rpartition(".")
         unfused = CALLS[found.call](module, found, leaves, home)
-        holder = model.get_submodule(owner)
-        setattr(holder, leaf, unfused)
+        model.set_submodule(path, unfused)
         for place, expert in zip(unfused.paths(), unfused.singles, strict=True):
             add_module(model, place, expert)
         # transformers would fill the fused parameters.
+        holder = model.get_submodule(path.rpartition(".")[0])
         holder._is_hf_initialized = True  # type: ignore[assignment]
     return sliced
 

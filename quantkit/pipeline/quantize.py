@@ -33,7 +33,6 @@ from quantkit.checkpoint.origin import SourceHashes, source_hashes
 from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.units import format_range
-from quantkit.engines.joined import output_config
 from quantkit.errors import CheckpointError, NumericError, reason
 from quantkit.io.staging import is_complete, staging
 from quantkit.models.block_runner import BlockRunner
@@ -246,9 +245,7 @@ def _tune_scales(
     layers = {layer["name"]: layer for layer in report["layers"]}
     if not any("tuned_scales" in line["facts"] for line in writer.done):
         with clock.phase("tune scales"):
-            src, layout, schemes = job.src, writer.layout, job.plan.output.schemes
-            true = {name: layer.get("true_shape") for name, layer in layers.items()}
-            packed = writer.opened(output_config(src, layout, schemes, true, None))
+            src, packed = job.src, writer.opened({**job.plan.output.config})
             calib, steps = job.recipe.calibration, job.recipe.tune_scales
             try:
                 tuning = ScaleTuning(job.model, packed, job.text.sequences, progress)
