@@ -50,13 +50,12 @@ def tuning_bytes(sizes: Sizes) -> dict[str, int]:
     """Count the bytes of the source, the quantized weights with their codes, and one pass."""
     width = 2 if sizes.on_gpu else 4
     tokens = max(sizes.longest, TUNED_AT_ONCE[sizes.device])
-    linears = sum(n * k for n, k in sizes.linears.values())
     largest = max((n * k for n, k in sizes.linears.values()), default=0)
     source = width * (sum(sizes.blocks.values()) + sum(sizes.outside))
     states = width * tokens * len(sizes.blocks) * sizes.hidden
     logits = 3 * width * tokens * sizes.vocabulary + 12 * ROWS * sizes.vocabulary
     return {
-        WHOLE: source + (width + 1) * linears,
+        WHOLE: source + (width + 1) * sum(n * k for n, k in sizes.linears.values()),
         DOCUMENT: sum(backward_bytes(sizes)) + states + logits + 12 * largest,
     }
 

@@ -225,9 +225,8 @@ def groups_of(
     pin. A scheme that does not hold all linears of a group is left out; RecipeError if none is
     left. `outside` has the schemes of embeddings and heads that are chosen.
     """
-    joined = grouped((joined_name(name) or name, name) for name in linears)
     found = []
-    for name, members in joined.items():
+    for name, members in grouped((joined_name(name) or name, name) for name in linears).items():
         pins = treat_alike(
             {
                 m: goals[m]

@@ -197,13 +197,12 @@ class Output:
         """
         labels = Counter(row.scheme for row in rows if row.scheme is not None)
         linears = {f"{row.module}.weight": row.tensors for row in rows}
-        tensors = {name: linears.get(name) or {name: forms[name]} for name in src.logical()}
         folder = None if layout is None else _folder(src, layout, rows)
         return cls(
             layout,
             labels.most_common(1)[0][0] if labels else label(usual),
             tuple(rows),
-            tensors,
+            {name: linears.get(name) or {name: forms[name]} for name in src.logical()},
             src.file_bytes,
             decoder,
             folder,

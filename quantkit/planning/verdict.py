@@ -187,8 +187,7 @@ def ways_out(
             f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
             for shape, modules in grouped((misfit.shape, misfit.module) for misfit in group).items()
         )
-        error = LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last]))
-        lines.append(error.typed)
+        lines.append(LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last])).typed)
     return tuple(lines)
 
 

@@ -132,8 +132,7 @@ def read_conversation(
         for name, each in (record or {}).items()
         if name != key and each not in (None, "", [], {})
     }
-    system = others.get("system")
-    if isinstance(system, str) and messages[0]["role"] != "system":
+    if isinstance(others.get("system"), str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": others.pop("system")})
     arguments = _arguments(others, where)
     return Conversation(tuple(messages), where, tuple(dropped), arguments, tuple(others))
@@ -197,7 +196,6 @@ class ChatTemplate:
         into the first turn of the user. BrokenRecord for a conversation that the template refuses.
         CheckpointError for a model without a template, and a template that leaves the text out.
         """
-        where = conversation.where
         if not has_chat_template(self.tokenizer) and "chat_template" not in {
             **self.arguments,
             **conversation.arguments,
@@ -211,7 +209,7 @@ class ChatTemplate:
                     "or another",
                     Setting("calib", FILE),
                 ),
-                subject=where,
+                subject=conversation.where,
             )
         try:
             return self._written(conversation.messages, conversation)

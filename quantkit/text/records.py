@@ -127,8 +127,7 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if suffix_of(path) in (".csv", ".tsv"):
         return _csv_rows(path)
     data = read_bytes(path)
-    encoding = _encoding(data)
-    if encoding == "utf-16":
+    if _encoding(data) == "utf-16":
         data = decoded(path).encode()
     first = data.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0].rstrip()
     whole = first.startswith(b"[") or first == b"{"  # one object on several lines
