@@ -239,14 +239,12 @@ def _scheme(weights: Weights, fmt: Any) -> Scheme:
     if form is None or bits not in form.bits:
         what = f"{kind}{bits} weights of compressed-tensors in format {str(fmt)!r:.40}"
         raise CheckpointError(f"{what} are not read", ORIGINAL)
-    block: Block
-    if strategy in ("tensor", "channel"):
-        block = None
-    elif strategy == "block":
+    block: Block = None
+    if strategy == "block":
         block = _block(weights.block_structure, "block_structure")
     elif strategy in ("group", "tensor_group") and (strategy == "group") != form.divisor:
         block = _block([1, size], "group_size")
-    else:
+    elif strategy not in ("tensor", "channel"):
         title = Scheme(form, bits, None).title
         raise CheckpointError(
             f"{title} weights of strategy {strategy!r:.40} are not read", ORIGINAL

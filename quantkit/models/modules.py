@@ -278,7 +278,6 @@ def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
     if module.config.is_encoder_decoder:
         return ""
     asking = family_of(module.config.model_type).asks_for_images
-    path: str
     for path, found in module.named_modules():
         around = all(block.startswith(f"{path}." if path else "") for block in blocks)
         if not around or not isinstance(found, PreTrainedModel) or (asking and not path):
@@ -288,7 +287,7 @@ def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
             may for name, may in inputs.items() if name != "input_ids"
         )
         if runs and found.get_input_embeddings() is module.get_input_embeddings():
-            return path
+            return str(path)
     return ""
 
 

@@ -158,18 +158,15 @@ class Space:
                 increase, min(sizes) + point * (max(sizes) - min(sizes)) // (POINTS - 1)
             )
             rows += [] if choice is None or choice in self.uniform.values() else [("mixed", choice)]
-        facts = [
-            (name, self.size(choice), self.increase(choice, increase)) for name, choice in rows
-        ]
         return [
             {
-                "scheme": n,
+                "scheme": name,
                 "layout": self.layout,
-                "bytes": self.overhead + b,
-                "bits": self.bits(b),
-                "harm": h,
+                "bytes": self.overhead + self.size(choice),
+                "bits": self.bits(self.size(choice)),
+                "harm": self.increase(choice, increase),
             }
-            for n, b, h in facts
+            for name, choice in rows
         ]
 
     def with_fixed(self, known: Collection[str], choice: Choice) -> Space:

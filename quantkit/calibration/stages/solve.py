@@ -36,7 +36,7 @@ from quantkit.checkpoint.writer import Item
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import Goal, QuantizedTensor, Scheme, concatenated, is_sparse
 from quantkit.core.ranks import ALONE, Ranks
-from quantkit.core.threads import divide
+from quantkit.core.threads import divide, grouped
 from quantkit.errors import NumericError, Setting, Words, about, more_samples
 from quantkit.layouts.recast import recast
 from quantkit.progress import Progress, Recorder
@@ -172,12 +172,11 @@ def solve(
     common = {"tokens": hessian.tokens, **_channel_peak(h)}
     held_out = {source: torch.cat(inputs) for source, inputs in hessian.held_out.items()}
     systems: dict[tuple[bool, int], tuple[Tensor, Factor | None]] = {}
-    alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
-    for name, weight in weights.items():
-        alike.setdefault((goals[name], weight.dtype), {})[name] = weight
+    alike = grouped(((goals[name], weight.dtype), name) for name, weight in weights.items())
     items: list[Item] = []
-    for (goal, _), chosen in alike.items():
+    for (goal, _), some in alike.items():
         progress.check()
+        chosen = {name: weights[name] for name in some}
         sparse, width = is_sparse(goal), _solved_width(goal, k, recipe)
         if (sparse, width) not in systems:
             wide_h = _widened_hessian(h, width, recipe.gptq)
