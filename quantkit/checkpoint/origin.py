@@ -379,8 +379,7 @@ class SourceHashes:
         """Return the hashes of all files, and a line for each other file that changed."""
         self.start()
         hashes = {name: self._found[name].result() for name in self._src.sources()}
-        others = {n: entry for n, entry in self._known.items() if not n.endswith(".safetensors")}
-        return hashes, require_unchanged(self._src, {}, others)
+        return hashes, require_unchanged(self._src, {}, self._known)  # weight files were compared
 
     def _started(self, name: str) -> Future[str]:
         if name not in self._found:

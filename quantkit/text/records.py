@@ -253,7 +253,7 @@ def _pair(row: Any, keys: tuple[str, ...], where: str) -> Conversation | Without
     if not isinstance(row, dict) or asked[0] not in row or answer not in row:
         raise _without_key(f"{asked[0]} and {answer}", row, where, _APART)
     given = [row[key] for key in asked if row.get(key)]
-    if asked[0] not in row or not row[asked[0]] or not row[answer]:
+    if not row[asked[0]] or not row[answer]:
         return Without.NULL if None in (row[asked[0]], row[answer]) else Without.EMPTY
     texts = all(isinstance(each, str) for each in (*given, row[answer]))
     if not texts and (len(given) > 1 or not _is_talk(row[answer]) or not _is_talk(given[0])):
