@@ -156,6 +156,7 @@ def pack(
             with clock.phase("hash"):
                 report["layers"] = layers
                 report["source"]["files"], edited = source.all()
+        src.require_unchanged()  # also after the last read, so these are the hashes of all bytes
         src.notices += edited
         # Those found in the data or on the disk.
         progress.note(*(line for line in src.notices if line not in known))
