@@ -40,6 +40,13 @@ def test_rounding_publishes_no_tokenizer_that_nobody_can_read(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_length_that_is_no_number_ends_in_a_line(tmp_path: Path) -> None:
+    path = write_model("llama", tmp_path / "m") / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "long"}))
+    with pytest.raises(CheckpointError, match="has no tokenizer that transformers can read"):
+        load_tokenizer(tmp_path / "m")
+
+
 OPEN = "{% for m in messages %}{{ m.content }}"
 
 
