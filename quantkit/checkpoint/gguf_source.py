@@ -326,8 +326,8 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
 
 
 def _draw_as_stated(generation: Any, stated: Mapping[str, Any]) -> list[str]:
-    """Write how a file says that tokens are drawn into a generation config. Returns a notice of
-    what it has no entry for.
+    """Write a file's sampling settings into a generation config; return a notice of settings that
+    have no entry there.
     """
     keys = [key.removeprefix(SAMPLING) for key in stated if key.startswith(SAMPLING)]
     values = {key: stated[SAMPLING + key] for key in keys if key in DRAWS}
