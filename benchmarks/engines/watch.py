@@ -3,8 +3,8 @@
     python -m benchmarks.engines.watch docs/serving.md    # writes the table between the page's two marks
 
 Of a wheel only the Python files are fetched, by ranges of bytes. tests/serving has the questions, and $VLLM_CHECK the
-environment in which they run; without it, one is made of what the newest vLLM asks for, less what needs CUDA. Exit code
-1 if a check fails, or is not run.
+environment in which they run; without it, one is made of what the newest vLLM and quantkit ask for, less CUDA's. Exit
+code 1 if a check fails, or is not run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import venv
 import zipfile
 from datetime import date
 from functools import cache
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -40,7 +41,7 @@ KEPT = re.compile(r"\.(py|json|jinja|txt)$|(METADATA|entry_points\.txt)$|^sglang
 #: packages that need CUDA, and that no engine imports to load a model
 CUDA = re.compile(r"(nvidia-(?!ml)|nccl|cuda-(?!bind|pathf)|torch|flashinfer|tilelang|quack|tokenspeed|opencv|numba).*")
 #: what an engine imports, and an environment made for another release lacks
-BESIDE = {"vllm": ("humming-kernels",), "sglang": ("orjson", "IPython", "traitlets", "torchvision")}
+BESIDE = {"vllm": ("humming-kernels",), "sglang": ("orjson", "IPython", "traitlets", "torchvision", "gguf")}
 
 
 class Remote(io.RawIOBase):
@@ -103,6 +104,8 @@ def fetched(name: str, package: dict[str, Any]) -> Path:
         print(f"{place.name}: {remote.block.cache_info().misses} of {remote.size // Remote.BLOCK + 1} blocks fetched")
         asked = {re.split(r"[^\w-]", need)[0]: need for need in needs(package)}
         pip(sys.executable, "--no-deps", "--target", made, *(asked.get(each, each) for each in BESIDE[name]))
+        if name == "sglang":  # without a GPU it takes an operator of vLLM's
+            (made / "vllm").symlink_to(max(PLACE.glob("vllm-*/vllm"), key=os.path.getmtime))
         made.rename(place)
     return place
 
@@ -111,7 +114,9 @@ def environment() -> Path:
     """Return the environment in which vLLM's Python code runs; make it if $VLLM_CHECK names none."""
     home = Path(os.environ.get("VLLM_CHECK") or PLACE / "python")
     if not home.is_dir():
-        asked = {name: package["metadata"]["version"] for name, package in newest("vllm").items() if name != "vllm"}
+        ours = [need for need in requires("quantkit") or () if "extra ==" not in need]
+        found = newest("vllm", *ours)
+        asked = {name: package["metadata"]["version"] for name, package in found.items() if name != "vllm"}
         venv.create(made := PLACE / "made", with_pip=True, clear=True)
         pip(made / "bin/python", "--constraint", ROOT / "constraints.txt", "torch")
         kept = (f"{name}=={version}" for name, version in asked.items() if not CUDA.fullmatch(name.lower()))
