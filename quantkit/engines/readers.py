@@ -108,6 +108,11 @@ class Trait:
     is_unknown: bool = False
 
 
+def _part_of_a_name(folder: Folder) -> bool:
+    names = "\n".join(folder.linears)
+    return any(module in names for module in folder.dense)
+
+
 DENSE_HEAD = Words("leave it dense: drop", Setting("head"))
 DENSE_EMBEDDINGS = Words("leave them dense: drop", Setting("embeddings"))
 #: Name -> trait. A trait belongs to the format or the layout; docs/models.md has the traits of
@@ -194,10 +199,12 @@ TRAITS = {
         lambda f: f.is_half and any(s.format.is_microscaled for s in f.schemes),
     ),
     "untried in SGLang": Trait(
-        "another family than Llama, Qwen2 and Phi-3, or other weights than linears in INT4",
+        "another family than Llama, Qwen2 and Phi-3, or other weights than linears in one INT4",
         Words("use", Setting("format", "int4")),
         lambda f: (
             f.family not in ("llama", "qwen2", "phi3")
+            or len(f.schemes) > 1
+            or (f.layout == "awq" and _part_of_a_name(f))
             or any(
                 is_expert(m)
                 or (s.format.name, s.sparsity) != ("int4", None)
@@ -285,7 +292,7 @@ TRAITS = {
         "a dense linear whose name is a part of a quantized one's, which the public config cannot "
         "tell apart",
         Words("use", Setting("layout", "compressed-tensors")),
-        lambda f: any(module in "\n".join(f.linears) for module in f.dense),
+        _part_of_a_name,
     ),
     "encoder": Trait(
         "an encoder-decoder",

@@ -226,6 +226,8 @@ def test_a_reader_that_nobody_asked_is_marked() -> None:
     named = opened_by(folder("compressed-tensors", "int4:g128", config=llama))
     assert named[:2] == ["vLLM", "SGLang"]
     assert {"SGLang"} <= {*opened_by(folder("awq", "int4:g128:asym", config=llama))}
+    mixed = folder("awq", "int4:g128:asym", {Q: "int4:g64:asym"}, config=llama)
+    assert "SGLang" not in opened_by(mixed), "the public config has no place for two schemes"
     untried, other = "SGLang (by its documentation, not tried)", {"model_type": "gemma3_text"}
     assert untried in opened_by(folder("compressed-tensors", "int4:g128", config=other))
     for label, expected in {"int8:g128": True, "int4:g128:asym": True, "fp6:channel": True, "int3:g128": False}.items():
