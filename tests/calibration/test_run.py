@@ -103,11 +103,11 @@ def test_a_run_does_not_begin_on_top_of_memory_that_earlier_work_has_freed(three
     model = BlockRunner(Checkpoint(three), device="cpu")
     new_run(from_mapping(COARSE), model, sequences(), tmp_path / "first")  # imports take memory too
     small = [torch.ones(2**14) for _ in range(2000)]  # 131 MB, each below the size that is mapped on its own
-    last = small[-1]  # which keeps all below it in the heap
+    kept = small[::50]  # between them the C library gives nothing back by itself, wherever the heap ends
     del small
     before = resident()
     new_run(from_mapping(COARSE), model, sequences(), tmp_path / "second")
-    assert before - resident() > 100e6 and len(last)
+    assert before - resident() > 100e6 and len(kept) == 40
 
 
 def test_a_document_that_calls_its_linears_in_another_order_loses_no_token(
