@@ -18,6 +18,7 @@ command line prints an error as one line and exits with its code. Any other exce
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -37,6 +38,8 @@ EXHAUSTED = (
     "error return without exception set",
     "without setting an exception",
 )
+#: Control characters, marks that turn the direction of a text, and bytes that are no text.
+CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 #: The recipe's keys by keyword, for settings that the command line has only as `--set KEY=VALUE`.
 #: The schema of the recipe fills this table.
 KEYS: dict[str, str] = {}
@@ -138,11 +141,22 @@ class Command(Words):
 
 def in_python(text: object) -> str:
     """Spell a text for a Python caller: keywords instead of options."""
-    return text.python if isinstance(text, Words) else str(text)
+    return text.python if isinstance(text, Words) else _plain(text)
+
+
+def printable(text: str) -> str:
+    """Escape what a name may hold: control characters, which end a line or steer a terminal, and
+    what is no text.
+    """
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _plain(text: object) -> str:
+    return "\n" if text == "\n" else printable(str(text))
 
 
 def _shell(text: object) -> str:
-    return text.spelled() if isinstance(text, Words) else str(text)
+    return text.spelled() if isinstance(text, Words) else _plain(text)
 
 
 def _joined(parts: Iterable[str]) -> str:
@@ -157,7 +171,7 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def _quoted(value: object) -> str:
-    return _shell(value) if isinstance(value, Words) else shlex.quote(str(value))
+    return _shell(value) if isinstance(value, Words) else shlex.quote(printable(str(value)))
 
 
 def _literal(value: object) -> str:

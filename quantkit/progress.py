@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantkit.errors import in_python
+from quantkit.errors import Words, in_python
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ class Progress:
 
     def warn(self, text: str) -> None:
         """Say what a user must know, always."""
-        _say(f"Warning: {text}")
+        _say(Words("Warning:", text))
 
 
 #: Prints warnings alone.
@@ -343,4 +343,4 @@ def _rough(seconds: float) -> str:
 def _say(text: str) -> None:
     from tqdm import tqdm
 
-    tqdm.write(text, file=sys.stderr)  # goes above a bar that is being drawn
+    tqdm.write(Words(text), file=sys.stderr)  # goes above a bar that is being drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,14 @@ def test_an_error_is_its_subject_rule_and_ways_out() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (again.subject, again.rule, again.ways_out) == (error.subject, error.rule, error.ways_out)
     assert str(QuantkitError("one line")) == "one line"
+
+
+def test_a_name_with_control_characters_stays_in_its_line() -> None:
+    name = "/a\nb\x1b[2J\u202ec\udcff é　"
+    said = "/a\\nb\\x1b[2J\\u202ec\\udcff é　"
+    found = CheckpointError(f"{name} is none", Words("use", Option("calib", name)), subject=Path(name))
+    assert str(found) == f"{said}: {said} is none: use --calib '{said}'"
+    assert Words("two", "\n", "lines") == "two\nlines"
 
 
 def test_about_names_the_subject_and_keeps_the_rest() -> None:

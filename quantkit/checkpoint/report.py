@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, printable
 from quantkit.io.files import hash_of
 from quantkit.io.json_files import dump_json, load_json
 from quantkit.io.model_folder import inside
@@ -159,9 +159,9 @@ def heading(
 
     `base` has facts about the original model, which each output copies from its source.
     """
-    source = {"name": valid_text(name), "revision": revision}
+    source = {"name": printable(name), "revision": revision}
     known = {
-        key: valid_text(value) if isinstance(value, str) else value
+        key: printable(value) if isinstance(value, str) else value
         for key, value in (base or source).items()
     }
     return {
@@ -177,11 +177,6 @@ def heading(
             "threads": torch.get_num_threads(),
         },
     }
-
-
-def valid_text(name: str) -> str:
-    """Return the name of a file or folder as text that UTF-8 can hold: it may not be valid text."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def phases(done: Iterable[JsonView]) -> dict[str, float]:

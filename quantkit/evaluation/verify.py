@@ -28,7 +28,15 @@ from quantkit.checkpoint import report
 from quantkit.checkpoint.origin import damage
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.formats import dtype_name, raw_bytes
-from quantkit.errors import CheckpointError, Command, KernelError, Option, QuantkitError, Words
+from quantkit.errors import (
+    CheckpointError,
+    Command,
+    KernelError,
+    Option,
+    QuantkitError,
+    Words,
+    printable,
+)
 from quantkit.evaluation.engine_check import EngineProof, prove_engine, require_engine
 from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.weight_check import Job, Row, check_weights, only_in_one
@@ -339,7 +347,7 @@ def _unlisted(folder: Path, listed: Iterable[str]) -> tuple[list[str], list[str]
     found: tuple[list[str], list[str]] = [], []
     for name in sorted(names - {*listed, *UNLISTED, TEMPLATES}):
         is_loadable = name.endswith((".safetensors", ".py", *model_folder.PICKLES))
-        line = f"{report.valid_text(name)}: is not a file that {report.REPORT} lists"
+        line = f"{printable(name)}: is not a file that {report.REPORT} lists"
         found[0 if is_loadable else 1].append(line)
     return found
 

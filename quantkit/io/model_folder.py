@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from quantkit.errors import CheckpointError, Option, Words
+from quantkit.errors import CheckpointError, Option, Words, printable
 from quantkit.io import files
 from quantkit.io.json_files import AGAIN, damaged, load_json, shown
 from quantkit.io.safetensors_files import NAME_LIMIT
@@ -319,7 +319,7 @@ def companions(
         (names if whole else left_out).append(name)
     for name in templates:
         inside(folder, name)
-    return sorted(names), [n.encode(errors="backslashreplace").decode() for n in left_out]
+    return sorted(names), [printable(name) for name in left_out]
 
 
 def is_local(name: str, folder: Path) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from quantkit.errors import printable
+
 #: The most characters of a cell on a terminal, and the fewest that a narrow one leaves to a cell.
 MOST, FEWEST = 100, 8
 #: Columns of the labels of facts.
@@ -58,7 +60,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    return printable(f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value))
 
 
 def facts(pairs: Iterable[tuple[str, Any]], labels: int = LABELS) -> str:
@@ -70,6 +72,6 @@ def facts(pairs: Iterable[tuple[str, Any]], labels: int = LABELS) -> str:
     width = None if limit is None else max(FEWEST, min(MOST, limit - labels - 1))
     for label, value in pairs:
         if value not in (None, "", [], {}):
-            first, *more = pieces(str(value), width)
+            first, *more = pieces(printable(str(value)), width)
             lines += [f"{label:<{labels}} {first}", *(f"{'':<{labels}} {piece}" for piece in more)]
     return "\n".join(lines)
