@@ -23,6 +23,7 @@ from quantkit.core.ranks import ROWS as UNIT, ranks
 from quantkit.core.threads import grouped
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.families import BLOCK, EXPERT
+from quantkit.models.meta_model import ROUTED
 from quantkit.models.weights import compute_dtype, free_gpu_memory
 from quantkit.recipes.recipe import Recipe
 
@@ -41,8 +42,6 @@ SOLVED_WEIGHTS = 2**28
 #: The most weights whose rows are solved at a time, by device, and the bytes that each of the other
 #: weights takes meanwhile beside its source: a code, and its copy.
 AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
-#: Keys of a config that state to how many experts a token is routed.
-ROUTED = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 #: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and there are at
 #: most so many threads.
 PART, PART_BYTES, ROUNDERS = 2**24, 96, 16

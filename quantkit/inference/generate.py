@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
+from quantkit.errors import CheckpointError, NumericError, Option, RecipeError, Words, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.keys import built
@@ -166,6 +166,11 @@ def _write(
     def text(tokens: Sequence[int]) -> str:
         return continuation(tokenizer, before, tokens[begun:], ends)
 
+    def require_numbers(_: Tensor, logits: Tensor) -> Tensor:
+        if logits.isnan().any():
+            raise NumericError("the model gives NaN: its weights or its config.json are damaged")
+        return logits
+
     streamer = None if listener is None else _streamer(text, listener)
     if has_encoder and listener is not None:
         listener("\n")
@@ -177,6 +182,7 @@ def _write(
                 attention_mask=torch.ones_like(batch),
                 streamer=streamer,
                 tokenizer=tokenizer,
+                logits_processor=[require_numbers],
                 **options,
             )
         except ValueError as error:  # restrictions of the model are checked only here

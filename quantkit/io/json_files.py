@@ -184,6 +184,8 @@ def damaged(path: Path, problem: str) -> NoReturn:
 _LAYERS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 _PARTS = re.compile(r"(experts|heads?|groups?|labels|codebooks)$")
 _SIZE = re.compile(r"(size|dims?|rank|width|embd|inner|model|ctx|positions|words)$|^d_")
+#: Numbers by which a model divides, or that leave no token.
+_POSITIVE = re.compile(r"(norm_?eps(ilon)?|max_position_embeddings|n_positions)$")
 #: Numbers up to these are not compared with the weights: such a model is built in seconds.
 _FREE_LAYERS, _FREE_PARTS, _FREE_SIZE = 1000, 2**16, 2**24
 
@@ -268,7 +270,8 @@ def check_config(config: Json, path: Path, trust_remote_code: bool = False) -> N
 
 
 def check_sizes(config: Json, path: Path, tensors: int, nbytes: int) -> None:
-    """Refuse counts and sizes that weight files of `tensors` tensors in `nbytes` bytes cannot have.
+    """Refuse counts and sizes that weight files of `tensors` tensors in `nbytes` bytes cannot have,
+    and numbers of zero or less that must be positive.
 
     A library would build such a model before it compares any tensor, for hours or until memory is
     full.
@@ -281,6 +284,8 @@ def check_sizes(config: Json, path: Path, tensors: int, nbytes: int) -> None:
             _FREE_SIZE, 8 * nbytes
         ):  # no weight has less than a bit
             held = f"the weight files hold {nbytes} bytes"
+        elif value <= 0 and _POSITIVE.search(key):
+            held = "must be above 0"
         else:
             continue
         raise CheckpointError(

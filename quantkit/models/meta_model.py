@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,12 @@ RESTRICTIONS = (
     "min_new_tokens",
     "exponential_decay_length_penalty",
     "stop_strings",
+)
+#: How many experts a layer has, and to how many a token is routed, as configs name them.
+EXPERTS = re.compile("(num|n|moe_num)_(local_|routed_)?experts")
+ROUTED = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
+    *("top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
 )
 #: Bytes of a new tensor that is no buffer.
 LARGE = 2**30
@@ -93,6 +100,7 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
     _require_one_value(src.config, config, src.path / CONFIG)
+    _require_enough_experts(config.get_text_config(), src.path / CONFIG)
     if family_of(family).diffuses:
         raise CheckpointError(
             f"{family} writes blocks of text by diffusion, and quantkit does not quantize such "
@@ -112,6 +120,14 @@ def _require_one_value(stated: Mapping[str, Any], config: Any, path: Path) -> No
     values: readers differ in which one they take.
     """
     rope = stated.get("rope_parameters")
+    if rope and stated.get("rope_scaling") is not None:
+        with suppress(Exception):  # as above
+            read = [
+                type(config).from_dict(decode_floats({**stated, key: None})).rope_parameters
+                for key in ("rope_parameters", "rope_scaling")  # of newer and of older readers
+            ]
+            if {**read[0], "type": None} == {**read[1], "type": None}:
+                stated = {**stated, "rope_scaling": None}
     flat = {f"rope_parameters.{key}": each for key, each in (rope or {}).items()}
     twins = {} if config.is_encoder_decoder else {**config.attribute_map}
     twins |= {"rope_scaling": "rope_parameters", **{key.partition(".")[2]: key for key in flat}}
@@ -126,6 +142,20 @@ def _require_one_value(stated: Mapping[str, Any], config: Any, path: Path) -> No
             )
     if isinstance(text := stated.get("text_config"), dict) and hasattr(config, "text_config"):
         _require_one_value(text, config.text_config, path)
+
+
+def _require_enough_experts(text: Any, path: Path) -> None:
+    """Raise CheckpointError if a token goes to more experts, or groups of them, than there are."""
+    values = {key: value for key, value in text.to_dict().items() if type(value) is int}
+    experts = max((values[key] for key in values if EXPERTS.fullmatch(key)), default=0)
+    for key, most in {
+        **dict.fromkeys(ROUTED, experts),
+        "topk_group": values.get("n_group", 0),
+    }.items():
+        if most and not 0 < values.get(key, 1) <= most:
+            raise CheckpointError(
+                f"{key} is {values[key]}, and there are {most}", "mend the entry", subject=path
+            )
 
 
 def generation_config_of(src: Checkpoint) -> GenerationConfig:
@@ -255,6 +285,13 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     finally:
         _THREAD.builds = False
     module.eval()
+    for name, table in module.named_buffers():
+        if table.is_floating_point() and not table.is_meta and not (table < torch.inf).all():
+            raise CheckpointError(
+                f"{CONFIG} makes {name} NaN or infinite",
+                "mend its entries, such as rope_theta or factor",
+                subject=src.path,
+            )
     _note_other_class(src, type(module), config)
     return module
 

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.demo import MODEL
-from quantkit.errors import CheckpointError, RecipeError
+from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.inference.generate import generate, writing
+from quantkit.inference.load import load_for_evaluation
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 from quantkit.text.tokenizer import load_tokenizer
@@ -32,6 +33,18 @@ def test_generate_is_greedy_and_checks_the_positions(folder: Folders) -> None:
     assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # an empty prompt becomes BOS
     with pytest.raises(RecipeError, match="--max-new-tokens 509"):
         generate(path, "abc", max_new_tokens=510, device="cpu")
+
+
+def test_a_model_that_gives_nan_is_no_text(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*args: Any, **options: Any) -> Any:
+        model: Any = load_for_evaluation(*args, **options)
+        model.model.norm.weight.data.fill_(float("nan"))
+        return model
+
+    monkeypatch.setattr("quantkit.inference.generate.load_for_evaluation", damaged)
+    for asked in ({}, {"temperature": 1.0}):
+        with pytest.raises(NumericError, match="the model gives NaN"):
+            generate(tiny_llama, "abc", max_new_tokens=7, device="cpu", **asked)
 
 
 @pytest.mark.gpu

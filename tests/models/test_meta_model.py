@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,67 @@ def test_an_entry_that_two_names_state_alike_is_taken(tmp_path: Path) -> None:
     same = {"num_experts": 4, "rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
     (folder / "config.json").write_text(json.dumps(config | same))
     assert config_of(Checkpoint(folder)).num_local_experts == 4
+
+
+#: Positions as newer readers and as older ones have them -> whether both read the same.
+POSITIONS: list[tuple[str, dict[str, Any], bool]] = [
+    ("llama", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, True),
+    ("llama", {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, False),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, False),
+    ("llama", {"rope_theta": 1e4, "rope_scaling": {"rope_type": "nothing"}}, False),
+    (
+        "gemma3_text",
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        True,
+    ),
+    (
+        "gemma3_text",
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        False,
+    ),
+]
+NEWER = {
+    "llama": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    "gemma3_text": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "older", "agrees"), POSITIONS)
+def test_positions_for_older_readers_are_taken_if_they_are_the_same(
+    family: str, older: dict[str, Any], agrees: bool, tmp_path: Path
+) -> None:
+    folder = families.write(family, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text()) | {"rope_parameters": NEWER[family], **older}
+    (folder / "config.json").write_text(json.dumps(config))
+    with nullcontext() if agrees else pytest.raises(quantkit.QuantkitError, match="rope_scaling is"):
+        assert config_of(Checkpoint(folder)).rope_parameters.items() >= NEWER[family].items()
+
+
+#: Entries that no tensor shows, and that a model computes NaN with or refuses at its first token.
+IMPOSSIBLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "config.json makes model.rotary_emb.inv_freq NaN or infinite": ("llama", {"rope_parameters": {"rope_theta": 0.0}}),
+    "makes model.rotary_emb.inv_freq NaN": ("llama", {"rope_parameters": {"rope_theta": -5.0}}),
+    "inv_freq NaN or infinite": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0.0}}),
+    "'rms_norm_eps' is -1e-05, and must be above 0": ("llama", {"rms_norm_eps": -1e-5}),
+    "'max_position_embeddings' is 0, and must": ("llama", {"max_position_embeddings": 0}),
+    "num_experts_per_tok is 9, and there are 4": ("mixtral", {"num_experts_per_tok": 9}),
+    "num_experts_per_tok is 0, and there are 4": ("qwen3_moe", {"num_experts_per_tok": 0}),
+    "moe_k is 5, and there are 4": ("ernie4_5_moe", {"moe_k": 5}),
+    "topk_group is 2, and there are 1": ("deepseek_v3", {"topk_group": 2}),
+}
+
+
+@pytest.mark.parametrize("says", IMPOSSIBLE)
+def test_a_number_that_gives_no_text_is_refused_before_any_work(says: str, tmp_path: Path) -> None:
+    family, change = IMPOSSIBLE[says]
+    folder = families.write(family, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(quantkit.QuantkitError, match=re.escape(says)):
+        skeleton(Checkpoint(folder), torch.float16)
 
 
 @pytest.mark.parametrize("named", [["BitnetForCausalLM"], ["MistralForCausalLM"], ["LlamaModel"], None, 5])
