@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,6 @@ def compressed(fmt: str, kind: str) -> dict[str, Any]:
     [
         {"quant_method": "gptq", **GPTQ},
         {"quant_method": "modelopt"},
-        compressed("int-quantized", "int"),
         compressed("float-quantized", "float"),
         compressed("dense", "int"),
     ],
@@ -184,15 +182,14 @@ def test_a_dense_dtype_changes_a_pruned_model_after_the_choice(method: str, mode
     assert int((up.unflatten(1, (-1, 4)) != 0).sum(-1).max()) == 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_dense_dtype_spares_what_transformers_keeps_in_float32(dtype: str, tmp_path: Path) -> None:
+def test_a_dense_dtype_spares_what_transformers_keeps_in_float32(tmp_path: Path) -> None:
     source = write_model("glm4_moe", tmp_path / "model", torch.float32, num_hidden_layers=1)
-    asked = from_mapping({**RTN, "scheme": {"format": "int4", "group_size": 32}, "dense_dtype": dtype})
+    asked = from_mapping({**RTN, "scheme": {"format": "int4", "group_size": 32}, "dense_dtype": "float16"})
     planned = plan(source, asked, out=tmp_path / "out", min_share=0)
     quantize(source, tmp_path / "out", asked, min_share=0)
     made, kept = Checkpoint(tmp_path / "out"), "model.layers.0.mlp.gate.e_score_correction_bias"
     assert made.dtype(kept) == torch.float32 and torch.equal(made.get(kept), Checkpoint(source).get(kept))
-    assert made.dtype("model.norm.weight") == getattr(torch, dtype)
+    assert made.dtype("model.norm.weight") == torch.float16
     assert f"1 tensors stay float32, because transformers keeps them so: first {kept}" in planned.notices
     for name, size in planned.files.items():
         assert (tmp_path / "out" / name).stat().st_size == size, name
@@ -251,18 +248,17 @@ def test_an_untied_model_without_a_head_is_refused_by_its_flag(flag: bool | None
 def test_a_tilde_is_the_home_folder_everywhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "calib.txt").write_text(TEXT)
-    (tmp_path / "few.yaml").write_text(json.dumps(gptq("~/calib.txt", clip="search")))
-    call("quantize", "~/model", "--recipe", "~/few.yaml", "-o", "~/one")
-    call("quantize", "~/model", "--calib", "~/calib.txt:1", "--samples", 8, "--max-length", 64, "--out=~/two")
-    few: dict[str, Any] = {"calib": ["~/calib.txt"], "samples": 8, "max_length": 64}
-    quantkit.quantize("~/model", Path("~/three"), **few)
-    assert tensors(tmp_path / "one") == tensors(tmp_path / "two") == tensors(tmp_path / "three")
+    (tmp_path / "few.yaml").write_text(json.dumps(gptq("~/calib.txt")))
+    call("quantize", "~/model", "--recipe", "~/few.yaml", "--out=~/one")
+    call("plan", "~/model", "--calib", "~/calib.txt:1", "--samples", 8, "--max-length", 64)
+    quantkit.quantize("~/model", Path("~/two"), calib=["~/calib.txt"], samples=8, max_length=64, clip="none")
+    assert tensors(tmp_path / "one") == tensors(tmp_path / "two")
     call("verify", "~/one", "--against", "~/two")
     call("inspect", "~/one")
     call("eval", "ppl", "~/one", "--data", "~/calib.txt", "--window", 64)
     assert quantkit.verify("~/one").ok
-    quantkit.pack("~/one", layout="gptq", out="~/four")
-    shutil.rmtree(tmp_path / "four")
+    quantkit.pack("~/one", layout="gptq", out="~/three")
+    assert Checkpoint(tmp_path / "three").modules()
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
@@ -279,8 +275,8 @@ def test_tokens_without_an_embedding_are_noted_although_no_text_is_read(file: st
             "9999": {"content": "x"},
         }
     (folder / file).write_text(json.dumps(stated))
-    made = quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64)
-    assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, made.notices))
+    notices = quantkit.plan(folder, method="rtn", group_size=64).notices
+    assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, notices))
 
 
 def test_a_packed_folder_with_two_bases_of_positions_is_not_packed_again(tmp_path: Path) -> None:

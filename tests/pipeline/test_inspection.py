@@ -36,22 +36,6 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
 Tensors = dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def int4(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write `small_llama` in compressed-tensors."""
-    out = tmp_path_factory.mktemp("int4") / "int4"
-    quantkit.quantize(small_llama, out, method="rtn")
-    return out
-
-
-def test_packing_changes_no_count_of_parameters(int4: Path, small_llama: Path) -> None:
-    dense, packed = Checkpoint(small_llama), describe(Checkpoint(int4))
-    assert (
-        packed["parameters"] == describe(dense)["parameters"] == sum(prod(dense.shape(name)) for name in dense.names())
-    )
-    assert 0 < packed["quantized_weights"] < packed["parameters"]
-
-
 def opened(folder: Path, source: Path, **changes: Any) -> Opening:
     """Open a folder as if its config.json had these `changes` and were not written yet."""
     return open_folder(folder, {**load_json(folder / "config.json"), **changes}, Checkpoint(source))
@@ -135,7 +119,7 @@ def test_transformers_would_fill_a_linear_that_is_not_ignored(
 def test_every_layout_opens_in_ours_and_theirs_refuses_loudly_or_opens(
     layout: str, small_llama: Path, tmp_path: Path
 ) -> None:
-    for label in HELD[layout][0]:
+    for label in HELD[layout][0][::4]:
         schemes = Schemes(Scheme.parse(label), ignore=("lm_head",))
         if layout != "quick" or schemes.default.symmetric:
             write_folder(small_llama, tmp_path / label, layout, schemes)
@@ -219,23 +203,6 @@ def test_a_conversion_of_a_family_that_transformers_does_not_know(int4: Path, tm
     assert layout.NAME == "marlin"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
-def test_a_layout_that_transformers_fills_itself_is_refused_before_work(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its quantizer knows neither Conv1D nor experts that one stored tensor holds, and says nothing."""
-    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
-    model = write_model(family, tmp_path / "model")
-    options = (*RTN, "--group-size", 32)
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "add", None)
-        error = refused("quantize", model, *options, "--layout", "compressed-tensors", out=tmp_path / "out")
-    way = {"gpt2": "awq", "gpt_oss": "humming"}[family]
-    assert "would open the output and fill with random values" in error and f"use --layout {way}\n" in error
-    call("quantize", model, "-o", tmp_path / "out", *options, "-q")
-    assert load_json(tmp_path / "out" / REPORT)["layout"] == way
-
-
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
 def test_what_opening_says_of_experts_and_conv1d_is_true(family: str, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / "model")
@@ -258,7 +225,7 @@ def test_a_reader_that_refuses_is_not_on_the_card(tmp_path: Path) -> None:
     assert TRIED not in card and "vLLM" in card
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_transformers_opens_zero_points_as_the_report_says(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -275,15 +242,18 @@ def test_transformers_opens_zero_points_as_the_report_says(family: str, tmp_path
 
 def test_an_indexer_stays_dense_where_engines_join_it(tmp_path: Path) -> None:
     model = families.write("deepseek_v32", tmp_path / "model")
-    report = quantkit.quantize(model, tmp_path / "out", method="rtn", group_size=64)
+    found = quantkit.plan(model, method="rtn", group_size=64)
     wk = "model.layers.0.self_attn.indexer.wk"
-    assert wk in report["dense"] and "vLLM" in report["readers"]
-    assert any(line.startswith(f"{wk}: left dense, engines join it") for line in report["notices"])
-    forced = quantkit.quantize(model, tmp_path / "forced", method="rtn", group_size=64, override={".*wk": "int4:g32"})
-    assert wk not in forced["dense"]
+    assert wk not in {row.module for row in found.output.quantized} and "vLLM" in found.to_dict()["readers"]
+    assert any(line.startswith(f"{wk}: left dense, engines join it") for line in found.notices)
+    forced = quantkit.plan(model, method="rtn", group_size=64, override={".*wk": "int4:g32"})
+    assert wk in {row.module for row in forced.output.quantized}
 
 
-def test_report_table_and_card_name_the_readers(int4: Path) -> None:
+def test_report_table_and_card_name_the_readers_and_count_dense_parameters(int4: Path, tiny_llama: Path) -> None:
+    dense, packed = Checkpoint(tiny_llama), describe(Checkpoint(int4))
+    assert packed["parameters"] == sum(prod(dense.shape(name)) for name in dense.names())
+    assert 0 < packed["quantized_weights"] < packed["parameters"]
     report = load_json(int4 / REPORT)
     assert report["opened_by"][0] == OURS and report["totals"]["share"] == 1
     loads = facts.readers(report)[0][1]

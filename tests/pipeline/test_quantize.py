@@ -34,57 +34,26 @@ from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model
 
 
-@pytest.fixture(scope="module")
-def calib(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "calib.txt"
-    path.write_text(TEXT)
-    return str(path)
-
-
-def test_a_round_trip_of_bfloat16_through_other_layouts_changes_no_byte(tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model", torch.bfloat16, num_hidden_layers=1)
-    quantize(model, tmp_path / "ct", from_mapping({"scheme": {"format": "int4"}, "method": "rtn"}))
-    pack(tmp_path / "ct", tmp_path / "marlin", "marlin", expect="compressed-tensors")
-    pack(tmp_path / "marlin", tmp_path / "gptq", "gptq")
-    pack(tmp_path / "gptq", tmp_path / "gptq2", "gptq-v2")
-    pack(tmp_path / "gptq2", tmp_path / "marlin2", "marlin", expect="gptq")
-    pack(tmp_path / "marlin2", tmp_path / "back", "compressed-tensors")
-    assert tensors(tmp_path / "back") == tensors(tmp_path / "ct")
-    assert tensors(tmp_path / "marlin2") == tensors(tmp_path / "marlin")
-    assert Checkpoint(tmp_path / "back").config == Checkpoint(tmp_path / "ct").config
-
-
-@pytest.mark.parametrize("family", ["qwen2", "opt"])
-def test_biases_and_tied_embeddings_do_not_change(family: str, calib: str, tmp_path: Path) -> None:
-    model = write_model(family, tmp_path / "model")
-    quantize(model, tmp_path / "out", from_mapping(gptq(calib)))
-    before, after = tensors(model), tensors(tmp_path / "out")
-    same = {name for name in before if name in after}
-    assert {n for n in before if n.endswith(".bias") or "embed" in n or "norm" in n} <= same
-    assert all(before[name] == after[name] for name in same)
-    assert "lm_head.weight" not in after
-
-
 def test_work_beside_the_computing_changes_no_byte_and_no_fact(
-    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = []
-    for beside, budget in ((False, None), (True, None), (True, 0)):
+    for beside, budget in ((False, None), (True, 0)):
         monkeypatch.setitem(job.BESIDE, "cpu", beside)
         out = tmp_path / f"{beside}-{budget}"
-        reports.append(quantize(small_llama, out, from_mapping(gptq(calib)), act_budget=budget))
+        reports.append(quantize(small_llama, out, from_mapping(gptq(str(calib))), act_budget=budget))
         assert hashes(out) == hashes(tmp_path / "False-None")
     assert len({digest(report) for report in reports}) == 1
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
-    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for ahead in (False, True):
         monkeypatch.setitem(job.BESIDE, "cuda", ahead)
         monkeypatch.setitem(SAVED_BLOCKS, "cuda", 1)
-        quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(calib)), device="cuda")
+        quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(str(calib))), device="cuda")
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 
 
@@ -97,7 +66,7 @@ def spoil(model: Path, name: str, change: Callable[[torch.Tensor], object]) -> N
 
 
 def test_a_nan_found_beside_the_computing_ends_the_run_with_its_own_line(
-    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(job.BESIDE, "cpu", True)
     broken = tmp_path / "broken"
@@ -105,19 +74,19 @@ def test_a_nan_found_beside_the_computing_ends_the_run_with_its_own_line(
     name = "model.layers.0.mlp.up_proj.weight"  # whose activations are not finite either
     spoil(broken, name, lambda weight: weight[3, 5].fill_(torch.nan))
     with pytest.raises(NumericError, match=rf"^{name}: 1 of \d+ weights are NaN or infinite, the first \[3, 5\]"):
-        quantize(broken, tmp_path / "out", from_mapping(gptq(calib)))
+        quantize(broken, tmp_path / "out", from_mapping(gptq(str(calib))))
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_activations_that_overflow_late_leave_the_finished_blocks_for_resume(
-    beside: bool, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    beside: bool, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(job.BESIDE, "cpu", beside)
     model = write_model("llama", tmp_path / "model", torch.float32, num_hidden_layers=3)
     name = "model.layers.1.mlp.down_proj.weight"
     spoil(model, name, lambda weight: weight.fill_(3e38))
-    recipe = from_mapping(gptq(calib, skip=[".*layers.1.mlp.down_proj", "lm_head"]))
+    recipe = from_mapping(gptq(str(calib), skip=[".*layers.1.mlp.down_proj", "lm_head"]))
     with pytest.raises(NumericError, match=r"^model\.layers\.2\.self_attn\.q_proj, calibration document \d: "):
         quantize(model, tmp_path / "out", recipe, min_share=0)
     (partial,) = tmp_path.glob("out.partial-*")
@@ -125,14 +94,13 @@ def test_activations_that_overflow_late_leave_the_finished_blocks_for_resume(
     assert "calibration document" in load_json(partial / REPORT)["failed"]
 
 
-@pytest.mark.parametrize("beside", [False, True])
 def test_a_kill_while_tensors_set_aside_or_joined_are_half_written_costs_no_byte(
-    beside: bool, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(job.BESIDE, "cpu", beside)
+    monkeypatch.setitem(job.BESIDE, "cpu", True)
     monkeypatch.setattr(writer, "LEAST_BYTES", 2**17)  # two blocks
     model = write_model("llama", tmp_path / "model", torch.bfloat16, num_hidden_layers=4)
-    recipe, seen = from_mapping(gptq(calib)), list[tuple[str, str]]()
+    recipe, seen = from_mapping(gptq(str(calib))), list[tuple[str, str]]()
     with faults(lambda what, path: seen.append((what, path.name))):
         quantize(model, tmp_path / "whole", recipe)
     assert set(hashes(tmp_path / "whole")) >= {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
@@ -141,7 +109,7 @@ def test_a_kill_while_tensors_set_aside_or_joined_are_half_written_costs_no_byte
     in_join = next(i for i, (what, name) in enumerate(seen) if what == "unlink" and name == "model-00002.safetensors")
     for number, step in enumerate((in_first, in_join)):
         out = tmp_path / f"{number}"
-        for stop in (step, in_first):  # once more while the resumed run writes them anew
+        for stop in (step, in_first)[number:]:  # once more while the resumed run writes them anew
             with faults(killer(stop)), pytest.raises(Killed):
                 quantize(model, out, recipe, resume=True)
         quantize(model, out, recipe, resume=True)
@@ -162,10 +130,10 @@ def refusal(model: Path, out: Path, recipe: Recipe) -> str:
 
 
 def test_resuming_with_another_recipe_names_each_value_and_the_options_that_bring_it_back(
-    small_llama: Path, calib: str, tmp_path: Path
+    small_llama: Path, calib: Path, tmp_path: Path
 ) -> None:
     def recipe(calibration: dict[str, object] | None = None, **options: object) -> Recipe:
-        text = {"data": calib, "samples": 8, "max_length": 128, **(calibration or {})}
+        text = {"data": str(calib), "samples": 8, "max_length": 128, **(calibration or {})}
         return from_mapping({"calibration": text, "skip": ["lm_head", "0.*k_proj"], "method": "rtn", **options})
 
     out = tmp_path / "out"
@@ -217,7 +185,7 @@ def test_the_date_in_a_chat_template_is_that_of_the_beginning(
 
 
 def test_resuming_with_other_versions_files_or_text_says_which(
-    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Path(shutil.copytree(small_llama, tmp_path / "model"))
     text = Path(shutil.copy(calib, tmp_path / "text.txt"))
@@ -258,9 +226,9 @@ def test_resuming_with_other_versions_files_or_text_says_which(
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_another_number_of_threads_is_refused_where_the_forward_may_depend_on_it(
-    method: str, small_llama: Path, calib: str, tmp_path: Path
+    method: str, small_llama: Path, calib: Path, tmp_path: Path
 ) -> None:
-    recipe, threads = from_mapping(gptq(calib, method=method)), torch.get_num_threads()
+    recipe, threads = from_mapping(gptq(str(calib), method=method)), torch.get_num_threads()
     with faults(stopped_at_the_end), pytest.raises(Killed):
         quantize(small_llama, tmp_path / "out", recipe)
     try:
@@ -318,9 +286,9 @@ def test_infinite_numbers_and_code_for_a_known_family_in_config_are_no_obstacle(
     assert model.config.floor == float("-inf") and model.config.time_step_limit[1] == float("inf")
 
 
-def test_a_model_calibrated_through_its_language_model_says_so(calib: str, tmp_path: Path) -> None:
+def test_a_model_calibrated_through_its_language_model_says_so(calib: Path, tmp_path: Path) -> None:
     folder = families.write("kosmos-2", tmp_path / "model")
     remark = "calibrated through text_model, on text alone: Kosmos2ForConditionalGeneration asks for other inputs"
     for method in ("gptq", "rtn"):
-        planned = plan(folder, from_mapping(gptq(calib, method=method, scheme={"group_size": 64})), device="cpu")
+        planned = plan(folder, from_mapping(gptq(str(calib), method=method, scheme={"group_size": 64})), device="cpu")
         assert (remark in planned.verdict.remarks) == (method == "gptq")

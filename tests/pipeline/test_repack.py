@@ -45,15 +45,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (REPORT, "README.md")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["gptq", "humming", "marlin24"])
 def test_many_threads_write_the_same_files_with_their_hashes(
     layout: str, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = int4
-    if layout in ("tcfpx", "marlin24", "marlin24-ct"):  # from what holds their scheme
-        source = tmp_path / "source"
-        held = "tcfpx" if layout == "tcfpx" else "marlin24-ct"
-        pack(int4, source, held, requantize=True, pad=True)
+    if layout == "marlin24":  # from what holds its scheme
+        pack(int4, source := tmp_path / "source", "marlin24-ct", requantize=True, pad=True)
     for name, count, batch in (("one", 1, 60_000), ("five", 5, 1)):
         monkeypatch.setattr(convert, "workers", lambda count=count: count)
         monkeypatch.setattr(convert, "BATCH", batch)
@@ -67,7 +65,7 @@ def test_many_threads_write_the_same_files_with_their_hashes(
     assert one["files"] == {name: hash_of((tmp_path / "one" / name).read_bytes()) for name in one["files"]}
 
 
-@pytest.mark.parametrize("which", [0, 1, -2, -1])
+@pytest.mark.parametrize("which", [0, -2])
 def test_the_damaged_weight_is_the_one_that_is_named(which: int, int4: Path, tmp_path: Path, workers: int) -> None:
     """Not one behind it that a thread has found before; and the first of two."""
     call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
@@ -87,8 +85,7 @@ def test_what_the_data_do_not_allow_is_said_as_ever(int4: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("handlers", "workers")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize(("number", "code", "step"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 75, 4)])
 def test_a_signal_while_a_weight_is_written(
     number: signal.Signals, code: int, step: int, int4: Path, tmp_path: Path
 ) -> None:
@@ -108,7 +105,7 @@ def test_a_signal_while_a_weight_is_written(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("budget", [1, 100_000, 300_000])
+@pytest.mark.parametrize("budget", [1, 100_000])
 def test_no_more_is_read_than_the_budget_holds(
     budget: int, int4: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,8 +69,6 @@ def small(family: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", {}),
-        ("llama", {"scheme": {"format": "int4", "group_size": 128}, "layout": "marlin"}),  # permutes scales
         ("llama", {"scheme": {"format": "int4", "group_size": 32, "symmetric": False}, "layout": "awq"}),
         ("llama", {"scheme": {"format": "fp6", "group_size": "channel"}, "layout": "humming"}),
         ("llama", {"scheme": {"format": "int4", "sparsity": "2:4", "group_size": "channel"}, "layout": "marlin24"}),
@@ -154,10 +152,9 @@ def stopping(which: Callable[[list[tuple[str, str]]], bool]) -> Callable[[str, P
 
 def test_a_run_that_is_stopped_while_it_writes_scales_gives_the_same_folder(tmp_path: Path) -> None:
     model = small("llama", tmp_path / "model")
-    run(model, tmp_path / "whole", recipe())
     seen: list[tuple[str, str]] = []
     with faults(lambda operation, path: seen.append((operation, path.name))):
-        run(model, tmp_path / "counted", recipe())
+        run(model, tmp_path / "whole", recipe())
     removed = next(at for at, (op, name) in enumerate(seen) if op == "unlink" and name.endswith(".safetensors"))
     recorded = max(at for at, (_, name) in enumerate(seen[:removed]) if name == JOURNAL)
     for at in (recorded - 1, removed, removed + 2):
