@@ -22,6 +22,8 @@ from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import sequences
 from tests.tiny_models import write_model
 
+TOKENS = sum(map(len, sequences()))
+
 
 def seen_in_the_whole_model(folder: Path, seed: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Return inputs `[t, k]` and gradients by outputs `[t, n]` of each linear, by document, by autograd."""
@@ -45,23 +47,29 @@ def seen_in_the_whole_model(folder: Path, seed: int) -> dict[str, list[tuple[Ten
     return seen
 
 
+def measured(
+    folder: Path, **keys: Any
+) -> tuple[Checkpoint, Checkpoint, dict[str, float], dict[str, list[tuple[Tensor, Tensor]]]]:
+    """Return a model, what rounding makes of it, its estimated loss increases, and inputs and gradients by autograd."""
+    recipe = from_mapping({"method": "rtn", "scheme": {"group_size": 32}, **keys})
+    quantize(folder, folder.with_name("made"), recipe, min_share=0.0)
+    src, made, work = Checkpoint(folder), Checkpoint(folder.with_name("made")), folder.with_name("work")
+    work.mkdir()
+    found = divergence.loss_increases(new_run(recipe, BlockRunner(src, device="cpu"), sequences(), work), made)
+    return src, made, dict(found), seen_in_the_whole_model(folder, recipe.calibration.seed)
+
+
 def test_a_loss_increase_weighs_the_errors_of_a_folder_by_inputs_and_gradients_of_the_same_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
     folder = write_model("llama", tmp_path / "model", hidden_size=64, intermediate_size=128)
-    recipe = from_mapping({"method": "rtn", "scheme": {"group_size": 32}, "skip": [r".*1\.self_attn\.o_proj"]})
-    quantize(folder, tmp_path / "made", recipe, min_share=0.0)
-    src, made = Checkpoint(folder), Checkpoint(tmp_path / "made")
-    (tmp_path / "work").mkdir()
-    run = new_run(recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
-    found = divergence.loss_increases(run, made)
-    seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
+    src, made, found, seen = measured(folder, skip=[r".*1\.self_attn\.o_proj"])
     assert found.keys() == seen.keys() - {"model.layers.1.self_attn.o_proj", "model.embed_tokens"}
     for linear, increase in found.items():
         x, g = (torch.cat(parts).double() for parts in zip(*seen[linear], strict=True))
         error = (made.quantized(linear).dequantize() - src.get(f"{linear}.weight")).double()
-        expected = (x @ error.T * g).sum(1).square().sum() / tokens / 2
+        expected = (x @ error.T * g).sum(1).square().sum() / TOKENS / 2
         assert increase == pytest.approx(float(expected), rel=1e-3)
 
 
@@ -73,18 +81,12 @@ def test_the_loss_increase_of_a_packed_tensor_counts_its_uses_as_embeddings_and_
     shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     folder = write_model(family, tmp_path / "model", **shape)
     keys = {"embeddings": "int4:g32"} | ({"head": "int4:g32"} if family == "llama" else {})
-    recipe = from_mapping({"method": "rtn", "scheme": {"group_size": 32}, **keys})
-    quantize(folder, tmp_path / "made", recipe, min_share=0.0)
-    src, made = Checkpoint(folder), Checkpoint(tmp_path / "made")
-    (tmp_path / "work").mkdir()
-    run = new_run(recipe, BlockRunner(src, device="cpu"), sequences(), tmp_path / "work")
-    found = divergence.loss_increases(run, made)
-    seen, tokens = seen_in_the_whole_model(folder, recipe.calibration.seed), sum(map(len, sequences()))
+    src, made, found, seen = measured(folder, **keys)
     table, head = "model.embed_tokens", "lm_head" if family == "llama" else "model.embed_tokens"
     error = {name: (made.dense(f"{name}.weight", torch.float32) - src.get(f"{name}.weight")) for name in (table, head)}
     expected = dict.fromkeys((table, head), 0.0)
     hidden, g = (torch.cat(parts) for parts in zip(*seen["lm_head"], strict=True))
-    expected[head] += float((hidden @ error[head].T * g).sum(1).square().sum()) / tokens / 2
+    expected[head] += float((hidden @ error[head].T * g).sum(1).square().sum()) / TOKENS / 2
     ids, g = (torch.cat(parts) for parts in zip(*seen[table], strict=True))
-    expected[table] += float((scale * error[table][ids] * g).sum(1).square().sum()) / tokens / 2
+    expected[table] += float((scale * error[table][ids] * g).sum(1).square().sum()) / TOKENS / 2
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)

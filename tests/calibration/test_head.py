@@ -48,7 +48,6 @@ def whole(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, It
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("llama", "lm_head"),
         ("gpt_neox", "embed_out"),
         ("llava", "language_model.lm_head"),
         ("gemma", "model.embed_tokens"),  # tied: the table by the inputs of the head

@@ -44,7 +44,8 @@ def test_every_kind_of_run_is_estimated(asked: dict[str, Any], model: Path) -> N
 
 @pytest.mark.usefixtures("always")
 def test_a_probe_changes_no_byte_and_is_left_out_where_nobody_reads(model: Path, tmp_path: Path) -> None:
-    args = (model, "--calib", model.parent / "text.txt", "--samples", 4, "--max-length", 32)
+    text = ("--calib", model.parent / "text.txt", "--samples", 4, "--max-length", 32)
+    args = (model, *text, "--set", "clip=none")
     told = call("quantize", *args, "-o", tmp_path / "told").stderr
     assert "by a probe of one block" in told
     quiet = call("quantize", *args, "-o", tmp_path / "quiet", "-q").stderr
@@ -54,7 +55,7 @@ def test_a_probe_changes_no_byte_and_is_left_out_where_nobody_reads(model: Path,
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 30.0])
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
 def test_a_probe_is_announced_and_extrapolates_what_was_done_in_time(
     seconds: float, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

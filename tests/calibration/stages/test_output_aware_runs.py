@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +49,7 @@ def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def interrupted(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run was killed after its first block. Tests must not change it."""
     folder = tmp_path_factory.mktemp("interrupted")
-    with faults(at("open", "model-00003", Killed())), pytest.raises(Killed):
+    with faults(at("open", "model-00003")), pytest.raises(Killed):
         quantize(small, folder / "out", aware(calib))
     return folder
 
@@ -65,15 +64,15 @@ def aware(calib: Path, **changes: Any) -> Recipe:
     return from_mapping({**QUICK, "calibration": text, "output_aware": True, "tune": 2, **changes})
 
 
-def at(operation: str, name: str, error: BaseException, number: int = 1) -> Callable[[str, Path], None]:
-    """Return a hook that fails at the `number`-th operation on a file, and at all later ones; deleting works."""
-    seen = 0
+def at(operation: str, name: str) -> Callable[[str, Path], None]:
+    """Return a hook that kills the run at the first operation on a file, and at all later ones."""
+    seen = False
 
     def hook(what: str, path: Path) -> None:
         nonlocal seen
-        seen += seen < number and what == operation and path.name.startswith(name)
-        if seen == number and (what != "unlink" or isinstance(error, Killed)):
-            raise error
+        seen |= what == operation and path.name.startswith(name)
+        if seen:
+            raise Killed
 
     return hook
 
@@ -90,27 +89,21 @@ def test_gradients_change_what_tuning_minimises_and_are_not_published(whole: Pat
     assert hashes(whole) != hashes(plain) and not list(whole.rglob("*activations*"))
 
 
-def test_a_second_run_or_one_that_spills_to_disk_gives_the_same_bytes(
+def test_a_second_run_that_spills_to_disk_gives_the_same_bytes(
     whole: Path, small: Path, calib: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)  # another state of torch's own generator
-    for budget in (None, 0):
-        out = tmp_path / f"{budget}"
-        quantize(small, out, aware(calib), act_budget=budget)
-        assert hashes(out) == hashes(whole)
-        assert not list(out.rglob("*activations*"))
+    quantize(small, tmp_path / "out", aware(calib), act_budget=0)
+    assert hashes(tmp_path / "out") == hashes(whole)
+    assert not list(tmp_path.rglob("*activations*"))
 
 
-@pytest.mark.parametrize(
-    ("operation", "name", "number"),
-    [("write", "activations-entered-1", 1), ("write", "activations-fisher-0", 1)],
-    ids=["forward", "backward"],
-)
+@pytest.mark.parametrize("name", ["activations-entered-1", "activations-fisher-0"], ids=["forward", "backward"])
 def test_killed_before_the_first_commit_the_same_bytes_follow(
-    operation: str, name: str, number: int, whole: Path, small: Path, calib: Path, tmp_path: Path
+    name: str, whole: Path, small: Path, calib: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with faults(at(operation, name, Killed(), number)), pytest.raises(Killed):
+    with faults(at("write", name)), pytest.raises(Killed):
         quantize(small, out, aware(calib))
     assert not out.exists() and any(tmp_path.glob("out.partial-*"))
     quantize(small, out, aware(calib), resume="fisher" in name)
@@ -128,7 +121,6 @@ def flip(path: Path) -> None:
     [
         ("activations-fisher-1.bin", None),
         ("activations-fisher-1.bin", flip),
-        ("activations-gradients.json", lambda path: os.truncate(path, 20)),
         ("activations-gradients.json", lambda path: path.write_text('{"hashes": 3}')),
     ],
 )
@@ -215,10 +207,7 @@ def test_a_gradient_that_is_not_finite_names_its_block(
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", "glm_moe_dsa"])
-def test_blocks_that_pass_on_more_than_a_hidden_state_are_refused_in_one_line(
-    family: str, calib: Path, tmp_path: Path
-) -> None:
-    model = families.write(family, tmp_path / "model")
+def test_blocks_that_pass_on_more_than_a_hidden_state_are_refused_in_one_line(calib: Path, tmp_path: Path) -> None:
+    model = families.write("glm_moe_dsa", tmp_path / "model")
     line = refused("quantize", model, "--calib", calib, *AWARE, "--group-size", 32, out=tmp_path / "out", code=2)
     assert "use --set output_aware=false" in line

@@ -256,7 +256,8 @@ def test_scales_are_raised_where_sums_would_overflow_and_nowhere_else(planted: P
 
 
 def test_scales_of_integers_are_not_raised(planted: Path, tmp_path: Path) -> None:
-    items, _ = quantized(planted, from_mapping({"scheme": {"format": "int6", "group_size": "channel"}}), tmp_path)
+    recipe = from_mapping({"scheme": {"format": "int6", "group_size": "channel"}, "clip": "none"})
+    items, _ = quantized(planted, recipe, tmp_path)
     assert list(facts(items, ROW_SUM)) == [LAST] and not facts(items, "raised_scales")
 
 
