@@ -32,7 +32,9 @@ def out(small_llama: Path, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
-def test_the_report_holds_what_the_evaluation_commands_find(small_llama: Path, text: Path, out: Path) -> None:
+def test_the_report_holds_what_the_evaluation_commands_find_and_no_other_file_changes(
+    small_llama: Path, text: Path, out: Path, tmp_path: Path
+) -> None:
     found = report.load(out)["evaluation"]
     before, after = (quantkit.eval_ppl(each, data=str(text)) for each in (small_llama, out))
     apart = quantkit.eval_kld(out, small_llama, data=str(text))
@@ -42,6 +44,8 @@ def test_the_report_holds_what_the_evaluation_commands_find(small_llama: Path, t
     assert (found["window"], found["windows"], found["tokens"]) == (512, 2, 2 * 511)
     assert f"perplexity {before.perplexity:.4f} before" in (out / "README.md").read_text()
     assert quantkit.verify(out).ok
+    call("quantize", small_llama, "-o", tmp_path / "plain", *RTN, "--group-size", 32, "-q")
+    assert report.load(tmp_path / "plain")["files"] == report.load(out)["files"]
 
 
 def test_before_and_after_have_bos_where_the_tokenizer_adds_it(small_llama: Path, text: Path, tmp_path: Path) -> None:
@@ -60,11 +64,6 @@ def test_before_and_after_have_bos_where_the_tokenizer_adds_it(small_llama: Path
     assert (found["before"], found["after"]) == (before.perplexity, after.perplexity)
     assert before.perplexity != quantkit.eval_ppl(model, data=str(text), window=511, bos=False).perplexity
     assert "with BOS (the tokenizer's rule)" in (out / "README.md").read_text()
-
-
-def test_the_evaluation_changes_no_other_file(small_llama: Path, out: Path, tmp_path: Path) -> None:
-    call("quantize", small_llama, "-o", tmp_path / "plain", *RTN, "--group-size", 32, "-q")
-    assert report.load(tmp_path / "plain")["files"] == report.load(out)["files"]
 
 
 def test_a_lossless_conversion_keeps_the_figures(out: Path, tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 from torch import nn
@@ -15,7 +19,7 @@ from torch import nn
 import quantkit
 from quantkit.evaluation import engine_check
 from quantkit.evaluation.engine_check import EngineProof
-from quantkit.evaluation.engine_child import describe
+from quantkit.evaluation.engine_child import describe, main
 from quantkit.evaluation.verify import Verification
 from quantkit.names import VERIFICATION
 from quantkit.pipeline import quantize
@@ -111,11 +115,35 @@ def test_arguments_of_no_engine_are_refused_because_no_engine_is_asked(folder: P
     assert "--engine-args are of an engine, and none is named: add --engine vllm" in said
 
 
+class Fork:
+    """The engine's process as a fork of this one, which has all imports loaded."""
+
+    def __init__(self, command: list[str], stdin: int, stdout: BinaryIO, **others: Any) -> None:
+        request, self.write = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            os.dup2(stdout.fileno(), 1)
+            sys.stdin = os.fdopen(request)
+            os.close(self.write)
+            main(command[-1])
+
+    def communicate(self, request: bytes, timeout: float) -> None:
+        os.write(self.write, request)
+        os.close(self.write)
+        self.wait()
+
+    def wait(self) -> None:
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
 def test_a_wrong_engine_is_exit_code_3_and_recorded(
-    folder: Path, tmp_path: Path, stand_in: Callable[[str], None]
+    folder: Path, tmp_path: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     stand_in("8-bit activations")
+    monkeypatch.setattr("subprocess.Popen", Fork)
     arguments = ("--engine", "vllm", "--engine-args", '{"quantization": "quantkit"}', "--device", "cpu")
     assert "vllm does not compute what the folder holds" in call("verify", copy, *arguments, code=3).stdout
     written = json.loads((copy / VERIFICATION).read_text())

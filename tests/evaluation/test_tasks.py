@@ -64,20 +64,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def int4(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "int4"
-    call("quantize", small_llama, "-o", out, "--method", "rtn", "-q")
-    return out
-
-
 def directly(folder: Path, data: Path, task: str, shots: int) -> dict[str, float]:
     """Run lm-eval as its own users do: it loads the folder, and reads the files with datasets."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    home = {"arc_easy": "arc", "piqa": "piqa", "gsm8k": "gsm8k"}[task]
-    manager = TaskManager(include_defaults=False, include_path=str(Path(lm_eval.__file__).parent / "tasks" / home))
+    manager = TaskManager(include_defaults=False, include_path=str(Path(lm_eval.__file__).parent / "tasks" / task))
     files = {path.stem: str(path) for path in sorted((data / task).iterdir())}
     splits = {f"{key}_split": name if name in files else None for key, name in SPLITS.items()}
     changed = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}, **splits}
@@ -92,7 +84,7 @@ def directly(folder: Path, data: Path, task: str, shots: int) -> dict[str, float
 SPLITS = {"training": "train", "validation": "validation", "test": "test"}
 
 
-@pytest.mark.parametrize(("task", "shots"), [("piqa", 0), ("arc_easy", 2), ("gsm8k", 1)])
+@pytest.mark.parametrize(("task", "shots"), [("piqa", 0), ("gsm8k", 1)])
 def test_a_packed_model_gives_the_numbers_of_lm_eval_on_the_decoded_folder(
     task: str, shots: int, int4: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
