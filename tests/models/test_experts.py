@@ -54,16 +54,19 @@ def test_unfused_experts_compute_what_fused_ones_do(family: str, folders: dict[s
             torch.testing.assert_close(reference.norm(last.hidden)[None], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_missing_expert_is_named(changed: Callable[..., Path]) -> None:
-    name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight is not in the checkpoint"):
-        BlockRunner(Checkpoint(changed("qwen3_moe", {name: None})), device="cpu")
-
-
-def test_experts_of_unequal_shapes_are_refused(changed: Callable[..., Path]) -> None:
-    name = "model.layers.0.mlp.experts.1.down_proj.weight"
-    with pytest.raises(CheckpointError, match=r"experts\.1\.down_proj\.weight is \[128, 32\], .* asks for \[128, 64\]"):
-        BlockRunner(Checkpoint(changed("qwen3_moe", {name: torch.zeros(128, 32)})), device="cpu")
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (None, r"layers\.1\.mlp\.experts\.2\.down_proj\.weight is not in the checkpoint"),
+        (torch.zeros(128, 32), r"experts\.2\.down_proj\.weight is \[128, 32\], .* asks for \[128, 64\]"),
+    ],
+)
+def test_a_missing_or_misshapen_expert_is_named(
+    tensor: torch.Tensor | None, says: str, changed: Callable[..., Path]
+) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        folder = changed("qwen3_moe", {"model.layers.1.mlp.experts.2.down_proj.weight": tensor})
+        BlockRunner(Checkpoint(folder), device="cpu")
 
 
 def test_a_second_model_of_one_source_transposes_nothing_twice(folders: dict[str, Path]) -> None:

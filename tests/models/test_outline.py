@@ -75,15 +75,8 @@ def test_a_router_of_many_experts_stays_dense_where_experts_have_names(tmp_path:
     """With fewer than 64 experts it stays dense for its size."""
     import transformers
 
-    sizes = {
-        "d_model": 64,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_sparse_encoder_layers": 1,
-        "num_heads": 1,
-        "vocab_size": 64,
-    }
-    config = transformers.SwitchTransformersConfig(**sizes, num_experts=64)
+    sizes = {"d_model": 64, "d_ff": 64, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_heads": 1}
+    config = transformers.SwitchTransformersConfig(**sizes, vocab_size=64, num_experts=64)
     transformers.SwitchTransformersForConditionalGeneration(config).save_pretrained(tmp_path)
     model = LanguageModel(Checkpoint(tmp_path), torch.float32)
     routers = [name for name in model.linears if ".router." in name]
@@ -94,8 +87,6 @@ def test_a_router_of_many_experts_stays_dense_where_experts_have_names(tmp_path:
     "config",
     [
         {"model_type": "no_such_model"},
-        {"model_type": None},
-        {"hidden_size": -4},
         {"hidden_size": "many"},
         {"num_attention_heads": 0},
         {"hidden_act": "os.system"},
@@ -136,10 +127,13 @@ def test_each_entry_of_the_families_names_what_is_there() -> None:
     assert family_of("llama") == family_of("no_such_family")
 
 
-def sharded(folder: Path, change: dict[str, torch.Tensor], forget: str | None = None, ask: str | None = None) -> Path:
-    """Write a tiny Llama whose one file has an index, with more tensors, and an entry less or more in the index."""
+def sharded(folder: Path, change: dict[str, torch.Tensor], forget: str = "", ask: str = "", lose: bool = False) -> Path:
+    """Write a tiny Llama whose one file has an index, with more tensors, and an entry less or more in the index.
+
+    With `lose`, the file lacks the tensor that the index asks for.
+    """
     path = families.write("llama", folder) / "model.safetensors"
-    tensors = load_file(path) | change
+    tensors = {name: tensor for name, tensor in (load_file(path) | change).items() if not lose or name != ask}
     save_file(tensors, path, metadata={"format": "pt"})
     names = [*(name for name in tensors if name not in (forget, *change)), *([ask] if ask else [])]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
@@ -154,44 +148,68 @@ def test_an_index_that_lacks_a_tensor_of_the_model_is_completed_and_other_leftov
     LanguageModel(src, torch.float32).require_complete()
     assert "model.norm.weight" in src.names() and not old.keys() & set(src.names())
     assert len(load_dense_model(Checkpoint(tmp_path / "m")).state_dict()) >= len(src.names())
-
-
-def test_an_entry_of_the_index_that_the_model_needs_is_the_cause(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m", {})
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    needed = sharded(tmp_path / "needed", {}, ask="model.layers.1.mlp.up_proj.weight", lose=True)
     with pytest.raises(CheckpointError, match=r"up_proj\.weight is in the index, and its file does not hold it"):
-        LanguageModel(Checkpoint(folder), torch.float32).require_complete()
+        LanguageModel(Checkpoint(needed), torch.float32).require_complete()
 
 
-def rewritten(folder: Path, name: Callable[[str], str], more: dict[str, torch.Tensor]) -> Checkpoint:
-    """Write a tiny Llama under other names, with more tensors."""
+def rewritten(
+    folder: Path, name: Callable[[str], str | None], more: dict[str, torch.Tensor], **config: Any
+) -> Checkpoint:
+    """Write a tiny Llama under other names (None: without the tensor), with more tensors and keys of config.json."""
     path = families.write("llama", folder) / "model.safetensors"
-    tensors = {name(stored): tensor for stored, tensor in load_file(path).items()}
+    tensors = {named: tensor for stored, tensor in load_file(path).items() if (named := name(stored)) is not None}
     save_file(tensors | more, path, metadata={"format": "pt"})
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | config))
     return Checkpoint(folder)
 
 
-def test_names_inside_another_model_and_unmerged_adapters_are_named_as_the_cause(tmp_path: Path) -> None:
-    student = rewritten(tmp_path / "student", "student.{}".format, {})
-    with pytest.raises(CheckpointError, match=r"student\.model\.\S+, as stored, is model\.\S+ in \w+: save"):
-        LanguageModel(student, torch.float32).require_complete()
-    linear = "base_model.model.model.layers.0.mlp.up_proj"
-    peft = rewritten(
-        tmp_path / "peft",
-        lambda name: f"base_model.model.{name}".replace("up_proj.", "up_proj.base_layer."),
-        {f"{linear}.lora_A.default.weight": torch.ones(2, 128)},
-    )
-    with pytest.raises(CheckpointError, match=r"adapter of PEFT that is not merged.*merge_and_unload"):
-        LanguageModel(peft, torch.float32).require_complete()
+def unmerged(name: str) -> str:
+    return f"base_model.model.{name}".replace("up_proj.", "up_proj.base_layer.")
 
 
-@pytest.mark.parametrize("part", ["q_proj.lora_A.weight", "q_proj.lora_magnitude_vector", "ia3_l"])
-def test_an_adapter_beside_whole_weights_is_merged_and_not_thrown_away(tmp_path: Path, part: str) -> None:
-    src = rewritten(tmp_path / "m", str, {f"model.layers.0.self_attn.{part}": torch.ones(8, 128)})
-    with pytest.raises(CheckpointError, match=r"is not part of the model.*: save what model\.merge_and_unload"):
-        LanguageModel(src, torch.float32).require_complete()
+def one(name: str, width: int = 128) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(width)}
+
+
+ATTENTION, LORA = "model.layers.0.self_attn", "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+MERGE = r"is not part of the model.*: save what model\.merge_and_unload"
+DECLARE = r"is not part of the model.* declare it in config\.json"
+PACKED = {f"{ATTENTION}.q_proj.{part}": torch.ones(8, 8) for part in ("trellis", "suh")}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "config", "says"),
+    [
+        ("student.{}".format, {}, {}, r"student\.model\.\S+, as stored, is model\.\S+ in \w+: save"),
+        (unmerged, one(LORA), {}, r"adapter of PEFT that is not merged.*merge_and_unload"),
+        (str, one(f"{ATTENTION}.q_proj.lora_A.weight"), {}, MERGE),
+        (str, one(f"{ATTENTION}.q_proj.lora_magnitude_vector"), {}, MERGE),
+        (str, one(f"{ATTENTION}.ia3_l"), {}, MERGE),
+        (
+            lambda name: None if "lm_head" in name else name,
+            {},
+            {"architectures": ["LlamaModel"]},
+            r"config\.json names LlamaModel, use the model that writes text",
+        ),
+        (str, one("model.layers.1.self_attn.q_proj.bias"), {}, DECLARE),
+        (str, one("lm_head.bias"), {}, DECLARE),
+        (str, one("model.layers.0.self_attn.q_norm.weight"), {}, DECLARE),
+        (
+            lambda name: None if "q_proj" in name else name,
+            PACKED,
+            {},
+            r"_proj\.\w+ is stored in place of a weight, and no quantization_config",
+        ),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_model_are_named_with_their_cause(
+    name: Any, more: dict[str, torch.Tensor], config: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=says) as caught:
+        LanguageModel(rewritten(tmp_path / "m", name, more, **config), torch.float32).require_complete()
+    assert "save_pretrained" not in str(caught.value) or says != DECLARE
 
 
 @pytest.mark.parametrize("head", ["model.lm_head", "lm_head"])
@@ -199,17 +217,6 @@ def test_names_that_begin_twice_with_the_decoder_are_written_as_engines_read_the
     src = rewritten(tmp_path / "m", lambda name: f"model.{name}".replace("model.lm_head", head), {})
     LanguageModel(src, torch.float32).require_complete()
     assert src.wrapped is not None and {"lm_head.weight", "model.norm.weight"} < set(src.names())
-
-
-def test_a_model_without_a_head_is_named_by_its_class(tmp_path: Path) -> None:
-    folder = families.write("llama", tmp_path / "base")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
-    with pytest.raises(CheckpointError, match=r"config\.json names LlamaModel, use the model that writes text"):
-        LanguageModel(Checkpoint(folder), torch.float32).require_complete()
 
 
 def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tmp_path: Path) -> None:
@@ -223,11 +230,8 @@ def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tm
         LanguageModel(rewritten(tmp_path / "one", str, biases), torch.float32).require_complete()
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32, torch.int64])
-@pytest.mark.parametrize(
-    ("family", "part"),
-    [("llama", "up_proj.weight"), ("llama", "norm.weight"), ("llama", "embed_tokens.weight"), ("mixtral", "w1.weight")],
-)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+@pytest.mark.parametrize(("family", "part"), [("llama", "up_proj.weight"), ("mixtral", "w1.weight")])
 def test_codes_that_no_configuration_explains_are_refused(
     family: str, part: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -256,25 +260,3 @@ def test_masks_that_older_releases_stored_are_no_stray_tensors(family: str, tmp_
     stored = {f"transformer.h.{layer}.{name}": t.clone() for name, t in MASKS[family].items() for layer in (0, 1)}
     save_file(load_file(path) | stored, path, metadata={"format": "pt"})
     LanguageModel(Checkpoint(tmp_path / "m"), torch.float32).require_complete()
-
-
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.self_attn.q_proj.bias", "lm_head.bias", "model.layers.0.self_attn.q_norm.weight"]
-)
-def test_a_part_of_a_layer_that_the_config_does_not_declare_is_not_to_be_thrown_away(name: str, tmp_path: Path) -> None:
-    src = rewritten(tmp_path / "m", str, {name: torch.ones(128)})
-    with pytest.raises(CheckpointError, match=r"is not part of the model.* declare it in config\.json") as caught:
-        LanguageModel(src, torch.float32).require_complete()
-    assert "save_pretrained" not in str(caught.value)
-
-
-@pytest.mark.parametrize("parts", ["weight_packed weight_scale", "trellis suh", "qweight qzeros"])
-def test_packed_weights_without_their_configuration_are_no_incomplete_download(parts: str, tmp_path: Path) -> None:
-    path = families.write("llama", tmp_path / "m") / "model.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in tensors if "_proj" in name]:
-        del tensors[name]
-        tensors |= {f"{name.removesuffix('weight')}{part}": torch.ones(8, 8) for part in parts.split()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"_proj\.\w+ is stored in place of a weight, and no quantization_config"):
-        LanguageModel(Checkpoint(tmp_path / "m"), torch.float32).require_complete()

@@ -57,7 +57,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model("glm4_moe", tmp_path_factory.mktemp("glm") / "m", moved, extra, num_nextn_predict_layers=1)
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq"])
 def test_a_draft_layer_of_a_shallower_relative_is_stated_as_dense(layout: str, glm: Path, tmp_path: Path) -> None:
     report = quantized(glm, tmp_path / "out", layout)
     asked = [f"{DRAFT}.{part}" for part in ("eh_proj", "shared_head.head", "mlp.experts.3.up_proj", "self_attn.o_proj")]
@@ -92,12 +92,9 @@ def test_experts_of_a_draft_in_one_tensor_are_stated_as_dense(tmp_path: Path) ->
     assert dense_in(tmp_path / "out", asked) == asked and report["outside"] == 2
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq"])
-def test_a_pattern_that_also_matches_a_draft_layer_changes_only_the_model(
-    layout: str, glm: Path, tmp_path: Path
-) -> None:
+def test_a_pattern_that_also_matches_a_draft_layer_changes_only_the_model(glm: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"override": {".*o_proj": "int4:g32"}, "group_size": 64, "min_share": 0}
-    report = quantkit.quantize(glm, tmp_path / "out", method="rtn", layout=layout, **changes)
+    report = quantkit.quantize(glm, tmp_path / "out", method="rtn", layout="gptq", **changes)
     made = Checkpoint(tmp_path / "out")
     assert {made.scheme(f"model.layers.{i}.self_attn.o_proj").group_size for i in (0, 1)} == {32}
     asked = [f"{DRAFT}.self_attn.o_proj"]

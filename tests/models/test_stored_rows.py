@@ -122,17 +122,11 @@ def test_rows_are_found_on_an_example() -> None:
         lambda g: {"x": torch.cat([g[0], g[0]])},
         lambda g: {"x": g[0].view(3, 2, 2)},
         lambda g: {"y": g[0]},
-        lambda g: {"x": g[1]},
+        lambda g: {"x": g[1]},  # fails
         lambda g: {"x": g[0].float()},
-        lambda g: {"x": g[0] / 2},
-        lambda g: {"x": g[0] > 3},
         lambda g: {"x": [g[0]]},
         lambda g: {"x": g[0][:0]},
         lambda g: {"x": g[0][:, :0]},
-    ],
-    ids=[
-        *["transposed", "columns", "backwards", "scaled", "dropped", "twice", "shape", "name", "fails"],
-        *["other dtype", "halved", "compared", "a list", "no rows", "no columns"],
     ],
 )
 def test_anything_but_rows_is_left_to_transformers(convert: Any) -> None:

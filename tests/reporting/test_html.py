@@ -170,16 +170,13 @@ def test_charts_and_their_tables_show_the_error_of_each_linear() -> None:
     assert len(charts) == 2 and all("8 linears" in attrs["aria-label"] for attrs in charts)
 
 
-def test_the_experts_of_a_block_are_one_mark() -> None:
-    found = Page(page(mixture()))
-    marks = [title for title in found.all("title") if title.startswith("Block")]
-    assert marks == [f"Block {i}, up_proj (experts): median 10.0 %, 5.00 % to 15.0 % (3 linears)" for i in range(2)]
+EXPERTS = [f"Block {i}, up_proj (experts): median 10.0 %, 5.00 % to 15.0 % (3 linears)" for i in range(2)]
 
 
-def test_kinds_of_one_name_in_two_places_stay_apart() -> None:
-    report = example()
+def test_the_experts_of_a_block_are_one_mark_and_kinds_of_one_name_in_two_places_stay_apart() -> None:
+    assert [title for title in Page(page(mixture())).all("title") if title.startswith("Block")] == EXPERTS
     names = ("layers.0.attn.out_proj", "layers.0.mamba.out_proj", "layers.0.mlp.up_proj", "lm_head")
-    report["layers"] = [layer(name, loss=None) for name in names]
+    report = {**example(), "layers": [layer(name, loss=None) for name in names]}
     kinds = [title.split(", ")[1].split(":")[0] for title in Page(page(report)).all("title") if "Block" in title]
     assert kinds == ["attn.out_proj", "mamba.out_proj", "up_proj"]
 
@@ -320,16 +317,15 @@ def test_large_models_give_small_pages() -> None:
     assert f"The {LISTED + 1} linears are in quantkit_report.json" in page(report)
 
 
-@pytest.mark.parametrize("top", [1e-9, 0.0123, 0.05, 0.1, 0.95, 1.0, 3.0, 7.3, 99.0, 1e300])
-def test_an_axis_has_a_few_round_ticks_up_to_its_largest_value(top: float) -> None:
-    found = ticks(top)
-    assert found[0] == 0 and found[-1] >= top * (1 - 1e-9) and 3 <= len(found) <= 6
-    assert found[-2] < top
-    assert float(f"{found[1]:.2g}") == pytest.approx(found[1])
-
-
 def test_units_are_short() -> None:
     said = ["0.0 s", "59.9 s", "1 min 1 s", "59 min 59 s", "2 h 2 min"]
     assert [format_seconds(s) for s in (0.04, 59.9, 61, 3599, 7325)] == said
     assert [format_percent(x) for x in (0.06, 0.1234, 1.0, 0.0)] == ["6.00 %", "12.3 %", "100 %", "0.00 %"]
-    assert ticks(0) == [0, 1]
+
+
+@pytest.mark.parametrize("top", [1e-9, 0.0123, 0.1, 0.95, 7.3, 1e300])
+def test_an_axis_has_a_few_round_ticks_up_to_its_largest_value(top: float) -> None:
+    found = ticks(top)
+    assert found[0] == 0 and found[-1] >= top * (1 - 1e-9) and 3 <= len(found) <= 6
+    assert found[-2] < top
+    assert float(f"{found[1]:.2g}") == pytest.approx(found[1]) and ticks(0) == [0, 1]

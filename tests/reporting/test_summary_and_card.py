@@ -11,8 +11,12 @@ from quantkit.engines.tables import ENGINES
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.model_card import model_card
 from quantkit.reporting.summary import summary
-from tests.reporting.samples import HOSTILE, example
+from tests.reporting.samples import HOSTILE, example, layer
 
+TIED = {
+    **{**example()["totals"], "dense_bytes": 335_000_000, "dense_bits": 16, "tied_head": True},
+    "dense_largest": {"model.embed_tokens": 334_000_000},
+}
 USES = {name: use for engine in ENGINES for name, use in engine.uses.items()}
 
 
@@ -45,11 +49,33 @@ def test_closing_table_and_card_count_every_event(fact: str) -> None:
         assert f"1 of 2 linears {EVENTS[fact]}: {counted}, first a.k_proj" in text
 
 
+DENSE = "335.0 MB of it, in 16 bits: model.embed_tokens 334.0 MB, the head is tied to it"
+
+
+@pytest.mark.parametrize(
+    ("facts", "closing", "card"),
+    [
+        ({"layers": [layer("a"), layer("b", scheme="fp6:channel")]}, "2 linears, int4:g128 (1) + fp6:channel (1)", ""),
+        ({"same_values": 2}, "lossless      2 of 2 tensors", ""),
+        ({"same_values": 1}, "lossy         1 of 2 tensors", ""),
+        ({"dense": [f"l{i}" for i in range(9)]}, "l0, l1, l2, l3, l4 and 4 more", ""),
+        ({"left_out": ["original/", "model.gguf"]}, "original/, model.gguf", "original/, model.gguf"),
+        ({"left_out": [f"{i}.pth" for i in range(9)]}, "3.pth, 4.pth and 4 more", "3.pth, 4.pth and 4 more"),
+        ({"totals": TIED}, f"dense         {DENSE}", f"| dense | {DENSE} |"),
+        ({"chat_template": True}, "", "tokenizer.apply_chat_template(messages"),
+    ],
+)
+def test_a_fact_is_told_where_it_is_one(facts: dict[str, Any], closing: str, card: str) -> None:
+    plain, report = example(), {**example(), **facts}
+    for write, words in ((summary, closing), (model_card, card)):
+        assert words in write(report) and (not words or words not in write(plain))
+
+
 def test_linears_behind_rounding_on_held_out_text_are_named_by_source() -> None:
     report = example()
     assert "held out" not in summary(report) and "behind rounding" not in summary(report)
-    for layer, figures in zip(report["layers"], ((0.5, 0.8), (2.0, 1.25)), strict=True):
-        layer["held_out"] = dict(zip(("talks", "code"), figures, strict=True))
+    for linear, figures in zip(report["layers"], ((0.5, 0.8), (2.0, 1.25)), strict=True):
+        linear["held_out"] = dict(zip(("talks", "code"), figures, strict=True))
     report["layers"][0]["held_out"]["code"] = 1.5
     for text in (" ".join(summary(report).split()), model_card(report)):
         assert "talks 1.000, code 1.369 of rounding's, in the geometric mean" in text
@@ -70,15 +96,6 @@ def test_experts_with_few_tokens_name_the_samples_that_they_need(samples: int = 
     report["layers"][1][fact] = "0 tokens for 512 input channels"
     report["calibration"] = {}
     assert "--samples" not in summary(report)
-
-
-def test_what_stays_dense_is_named_with_the_head_that_is_tied_to_it() -> None:
-    report = example()
-    assert "\ndense " not in summary(report)
-    report["totals"] |= {"dense_bytes": 335_000_000, "dense_bits": 16, "tied_head": True}
-    report["totals"]["dense_largest"] = {"model.embed_tokens": 334_000_000}
-    says = "335.0 MB of it, in 16 bits: model.embed_tokens 334.0 MB, the head is tied to it"
-    assert f"dense         {says}" in summary(report) and f"| dense | {says} |" in model_card(report)
 
 
 @pytest.mark.parametrize(
@@ -108,46 +125,16 @@ def test_a_size_that_disappoints_is_explained(source: dict[str, str], totals: di
     assert "in 16 bits" not in summary(report) and "as large as its source" not in summary(report)
 
 
-def test_the_card_of_a_model_with_a_chat_template_shows_a_chat() -> None:
-    plain, chat = model_card(example()), model_card({**example(), "chat_template": True})
-    assert "The capital of France is" in plain and "apply_chat_template" not in plain
-    assert "The capital of France is" not in chat and "tokenizer.apply_chat_template(messages" in chat
-
-
-@pytest.mark.parametrize("command", ["quantize", "pack"])
 @pytest.mark.parametrize(
-    ("signed", "layout", "readers", "told"),
-    [
-        (True, "compressed-tensors", ["vLLM", "SGLang"], 1),
-        (True, "gptq", ["quantkit.load", "vLLM"], 1),
-        (True, "compressed-tensors", ["SGLang"], 0),
-        (False, "compressed-tensors", ["vLLM"], 0),
-    ],
+    ("command", "signed", "readers", "told"),
+    [("quantize", True, ["vLLM", "SGLang"], 1), ("pack", True, ["SGLang"], 0), ("pack", False, ["vLLM"], 0)],
 )
 def test_a_card_says_in_which_use_negative_scales_break(
-    command: str, signed: bool, layout: str, readers: list[str], told: int
+    command: str, signed: bool, readers: list[str], told: int
 ) -> None:
-    report = {**example(), "command": command, "recipe": {"signed": signed}, "layout": layout, "readers": readers}
+    report = {**example(), "command": command, "recipe": {"signed": signed}, "layout": "gptq", "readers": readers}
     lines = [line for line in model_card(report).splitlines() if "VLLM_MARLIN_INPUT_DTYPE=int8" in line]
     assert len(lines) == told and all("quantize with --set signed=false (https://" in line for line in lines)
-
-
-def test_linears_of_several_schemes_are_counted_in_the_first_line() -> None:
-    report = example()
-    report["layers"][1]["scheme"] = "fp6:channel"
-    assert "2 linears, int4:g128 (1) + fp6:channel (1), marlin" in summary(report)
-
-
-@pytest.mark.parametrize(("same", "line"), [(2, "lossless      2 of 2 tensors"), (1, "lossy         1 of 2 tensors")])
-def test_a_conversion_says_how_many_tensors_have_the_same_values(same: int, line: str) -> None:
-    assert line in summary({**example(), "same_values": same})
-    assert "tensors represent" not in summary(example())
-
-
-def test_a_long_list_of_dense_linears_ends_in_a_count() -> None:
-    report = example()
-    report["dense"] = [f"l{i}" for i in range(9)]
-    assert "l0, l1, l2, l3, l4 and 4 more" in summary(report)
 
 
 def test_the_model_card_opens_with_metadata_that_yaml_reads() -> None:
@@ -203,14 +190,6 @@ def test_closing_table_and_card_have_the_evaluation_with_its_protocol() -> None:
     for text in (summary(report), model_card(report).split("## Evaluation")[1]):
         assert "0.012500 nats (p99.9 3.500000, above 0.1 nat 1.200 %), top-1" in text
         assert "of 2048 tokens with BOS (as asked), 32752" in text
-
-
-def test_closing_table_and_card_list_what_was_left_out() -> None:
-    report = example()
-    assert "left out" not in summary(report) + model_card(report)
-    report["left_out"] = ["original/", "model.gguf", *(f"{i}.pth" for i in range(9))]
-    for text in (summary(report), model_card(report)):
-        assert "original/, model.gguf, 0.pth, 1.pth, 2.pth and 6 more" in text
 
 
 def test_the_card_keeps_licence_language_and_tags_of_the_source() -> None:

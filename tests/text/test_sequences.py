@@ -54,23 +54,16 @@ def test_too_little_text_of_a_mixture_is_answered_with_samples_of_the_whole(
     assert len(draw(samples=20).sequences) == 20
 
 
-def test_the_seed_determines_documents_and_windows(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_seed_determines_documents_and_windows_that_can_lie_anywhere(tmp_path: Path, tokenizer: Any) -> None:
     source = write(tmp_path / "a.txt", "\n\n".join(f"{i:04}" * (i + 1) for i in range(50)))
-
-    def draw(seed: int) -> str:
-        return str(draw_calibration(source, tokenizer, samples=8, max_length=32, seed=seed).facts["sha256"])
-
+    draw = partial(draw_calibration, source, tokenizer, samples=8, max_length=32)
     torch.manual_seed(1)
-    first = draw(0)
+    first = draw(seed=0).facts["sha256"]
     torch.manual_seed(2)
-    assert draw(0) == first != draw(1)
-
-
-def test_a_window_can_lie_anywhere_in_a_document(tmp_path: Path, tokenizer: Any) -> None:
-    source = write(tmp_path / "a.txt", "".join(chr(97 + i % 26) for i in range(20)))
-    starts = {
-        int(draw_calibration(source, tokenizer, samples=1, max_length=18, seed=s).sequences[0][0]) for s in range(40)
-    }
+    assert draw(seed=0).facts["sha256"] == first != draw(seed=1).facts["sha256"]
+    source = write(tmp_path / "b.txt", "".join(chr(97 + i % 26) for i in range(20)))
+    draw = partial(draw_calibration, source, tokenizer, samples=1, max_length=18)
+    starts = {int(draw(seed=seed).sequences[0][0]) for seed in range(20)}
     assert len(starts) == 3  # offsets 0, 1 and 2, the last one included
 
 
@@ -116,13 +109,6 @@ def test_each_source_holds_out_documents_behind_the_samples_and_calibrates_alike
     assert not draw_calibration(sources, tokenizer, samples=4, max_length=200, seed=0).held_out  # too few tokens
 
 
-def test_invalid_numbers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    source = paragraphs(tmp_path, [30])
-    for samples, max_length in ((0, 32), (1, 1)):
-        with pytest.raises(RecipeError):
-            draw_calibration(source, tokenizer, samples=samples, max_length=max_length, seed=0)
-
-
 def test_a_text_without_blank_lines_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
     letters = "".join(chr(97 + i % 26) for i in range(100))
     source = write(tmp_path / "a.txt", letters)
@@ -130,20 +116,19 @@ def test_a_text_without_blank_lines_is_cut_into_windows(tmp_path: Path, tokenize
     assert {tokenizer.decode(s) for s in found.sequences} < {letters[i : i + 20] for i in range(0, 100, 20)}
     assert found.facts["rule"] == "no blank lines, windows of 20 tokens"
     assert found.notices == ("a.txt: has no blank line between documents: windows of 20 tokens were cut",)
-    with pytest.raises(
-        CheckpointError, match="holds 100 tokens, 6 windows of 20 need 120: use --samples 5, or a longer"
+    for text, samples, length, says in (
+        (source, 6, 20, "holds 100 tokens, 6 windows of 20 need 120: use --samples 5, or a longer"),
+        (source, 2, 200, "2 windows of 200 need 400: use --max-length 50, or"),
+        (write(tmp_path / "b.txt", "a"), 1, 200, r"\(the whole text is one document\): use a longer --calib file"),
     ):
-        draw_calibration(source, tokenizer, samples=6, max_length=20, seed=0)
-    with pytest.raises(CheckpointError, match="2 windows of 200 need 400: use --max-length 50, or"):
-        draw_calibration(source, tokenizer, samples=2, max_length=200, seed=0)
-    with pytest.raises(CheckpointError, match=r"\(the whole text is one document\): use a longer --calib file"):
-        draw_calibration(write(tmp_path / "b.txt", "a"), tokenizer, samples=1, max_length=200, seed=0)
+        with pytest.raises(CheckpointError, match=says):
+            draw_calibration(text, tokenizer, samples=samples, max_length=length, seed=0)
     whole = draw_calibration(source, tokenizer, samples=1, max_length=200, seed=0)
     assert (len(whole.sequences[0]), whole.notices) == (100, ())
 
 
 @pytest.fixture
-def chatty(tokenizer: Any) -> Any:
+def chatty() -> Any:
     made = byte_tokenizer()
     made.chat_template = CHAT_TEMPLATE
     return made
@@ -245,25 +230,29 @@ def test_weights_become_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("sources", "samples", "says"),
+    ("sources", "options", "says"),
     [
-        (["a.txt:1", "a.txt:2"], 8, "a.txt is named twice"),
-        (["a.txt:0", "b.txt"], 8, "a.txt:0: the weight is 0"),
-        (["a.txt:1", "b.txt:9"], 4, "a.txt: its share of 4 samples is none"),
+        (["a.txt:1", "a.txt:2"], {}, "a.txt is named twice"),
+        (["a.txt:0", "b.txt"], {}, "a.txt:0: the weight is 0"),
+        (["a.txt:1", "b.txt:9"], {"samples": 4}, "a.txt: its share of 4 samples is none"),
+        (["text.txt"], {"samples": 0}, "0 samples of at most 32 tokens: use at least 1 sample"),
+        (["text.txt"], {"max_length": 1}, "8 samples of at most 1 tokens: use at least 1 sample"),
+        (["text.txt"], {"split": "test"}, r"--set calibration\.split=test: no source is a hub data set"),
+        (["text.txt"], {"text_column": "x"}, r"--set calibration\.text_column=x: no source has records"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(sources: list[str], samples: int, says: str, tokenizer: Any) -> None:
+def test_what_cannot_be_drawn_is_refused(
+    sources: list[str],
+    options: dict[str, Any],
+    says: str,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paragraphs(tmp_path, [30])
     with pytest.raises(RecipeError, match=says):
-        draw_calibration(sources, tokenizer, samples=samples, max_length=32, seed=0)
-
-
-def test_a_column_or_split_without_a_use_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    source = paragraphs(tmp_path, [30])
-    options = {"samples": 1, "max_length": 32, "seed": 0}
-    with pytest.raises(RecipeError, match=r"--set calibration\.split=test: no source is a hub data set"):
-        draw_calibration(source, tokenizer, **options, split="test")
-    with pytest.raises(RecipeError, match=r"--set calibration\.text_column=x: no source has records"):
-        draw_calibration(source, tokenizer, **options, text_column="x")
+        draw_calibration(sources, tokenizer, **{"samples": 8, "max_length": 32, "seed": 0, **options})
 
 
 def test_the_packaged_text_says_that_it_calibrates_and_what_may_do_better(tokenizer: Any) -> None:

@@ -17,17 +17,12 @@ from quantkit.text.tokenizer import load_tokenizer
 from tests.tiny_models import write_model
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-40])
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("tokenizer.json", cut),
-        ("tokenizer.json", lambda path: path.write_text("<html>401</html>")),
+        ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-40])),
         ("tokenizer.json", lambda path: path.write_text("{}")),
-        ("tokenizer_config.json", cut),
+        ("tokenizer_config.json", lambda path: path.write_text("[]")),
     ],
 )
 def test_rounding_publishes_no_tokenizer_that_nobody_can_read(
@@ -55,7 +50,6 @@ OPEN = "{% for m in messages %}{{ m.content }}"
     [
         ("chat_template.jinja", OPEN, "its chat template does not parse"),
         ("tokenizer_config.json", json.dumps({"chat_template": OPEN}), "its chat template does not parse"),
-        ("chat_template.json", json.dumps({"chat_template": OPEN}), "its chat template does not parse"),
         ("preprocessor_config.json", "{", "no file of a tokenizer or processor"),
         ("generation_config.json", "{", "not the JSON it should be"),
         ("generation_config.json", '{"cache_implementation": "none such"}', "cannot be read"),
@@ -97,10 +91,3 @@ def test_a_package_that_a_tokenizer_needs_is_named(
 def test_a_folder_whose_name_is_no_text_has_a_readable_tokenizer(tmp_path: Path) -> None:
     folder = write_model("llama", tmp_path / "m").rename(tmp_path / os.fsdecode(b"\xe6\x9d"))
     tokenizer.require_readable_tokenizer(folder)
-
-
-def test_a_tokenizer_config_that_is_a_list_is_refused_before_work(tmp_path: Path) -> None:
-    folder = write_model("llama", tmp_path / "m")
-    (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: no file of a tokenizer"):
-        tokenizer.require_readable_tokenizer(folder)
