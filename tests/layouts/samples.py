@@ -22,19 +22,16 @@ HELD = {
             *("int5:g64", "int6:channel", "int6:g128:asym", "int8:channel", "int8:g32:asym"),
             *("fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel", "nvfp4:g16", "mxfp4:g32"),
         ],
-        [(64, 128), (8, 256), (128, 384)],
+        [(8, 256), (40, 384)],
     ),
     "humming": (
         [
             *("fp6:channel", "fp5:channel", "int2:channel", "int3:g32"),
             *("int4:channel", "int5:g32", "int6:channel", "int8:g32"),
         ],
-        [(1, 32), (7, 96), (64, 256)],
+        [(1, 32), (7, 96), (16, 256)],
     ),
-    "tcfpx": (
-        ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"],
-        [(64, 64), (128, 192), (64, 256)],
-    ),
+    "tcfpx": (["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"], [(64, 64), (128, 192)]),
     "gptq": (["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym"], [(32, 128), (96, 384)]),
     "gptq-v2": (
         ["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym"],
@@ -42,11 +39,11 @@ HELD = {
     ),
     "awq": (
         ["int4:g128", "int4:channel", "int4:g32:24", "int4:g64:asym", "int4:channel:asym"],
-        [(8, 128), (40, 256), (96, 384)],
+        [(8, 128), (40, 256)],
     ),
-    "quick": (["int4:g128", "int4:g32", "int4:g128:24", "int4:g64:asym"], [(128, 128), (384, 256), (256, 384)]),
-    "marlin": (["int4:g128", "int4:channel", "int4:channel:24"], [(64, 128), (192, 256), (256, 384)]),
-    "marlin24": (["int4:g128:24", "int4:channel:24"], [(128, 128), (384, 256), (256, 384)]),
+    "quick": (["int4:g128", "int4:g32", "int4:g128:24", "int4:g64:asym"], [(128, 128), (384, 256)]),
+    "marlin": (["int4:g128", "int4:channel", "int4:channel:24"], [(64, 128), (192, 256)]),
+    "marlin24": (["int4:g128:24", "int4:channel:24"], [(128, 128), (384, 256)]),
     "marlin24-ct": (["int4:g128:24", "int4:channel:24"], [(128, 128), (256, 256)]),
 }
 

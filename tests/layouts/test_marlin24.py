@@ -69,20 +69,6 @@ def test_the_encoding_of_pytorch_chooses_the_same_places() -> None:
         assert torch.equal(kept.bool(), file(case, "values") != 0), case
 
 
-def test_worked_example_of_the_documentation() -> None:
-    k, n = torch.meshgrid(torch.arange(128), torch.arange(256), indexing="ij")
-    codes = (k + 3 * (k // 8) + 5 * n + 7 * (n // 8)) % 16
-    codes[(k % 4) % 2 != n % 2] = 8
-    q = QuantizedTensor(ROWS, codes.to(torch.uint8).t().contiguous(), torch.ones(256, 1, dtype=torch.float16))
-    packed = MARLIN24.pack(q)
-    words = [[f"{word & 0xFFFFFFFF:08x}" for word in row] for row in packed["B_24"].tolist()]
-    meta = [[f"{word & 0xFFFF:04x}" for word in row] for row in packed["B_meta"].tolist()]
-    assert words[0][:4] == ["c682a460", "2ce80ac6", "602c4e0a", "c682a460"]
-    assert words[0][16] == "b571935f" and words[1][0] == "824e602c"
-    assert meta[0][:8] == ["8888", "88e8", "8888", "8888", "ddd9", "dddd", "dddd", "dddd"]
-    assert meta[0][64:68] == ["8888", "8888", "8888", "88e8"]
-
-
 # ----------------------------------------------------------------------------------------------------- the encoding
 
 
@@ -128,15 +114,6 @@ def test_kept_codes_are_expanded_to_the_places_of_any_valid_metadata(zero: int, 
     back = torch.empty_like(expected)
     marlin.expand(pairs, torch.full((256, 1), code, dtype=torch.uint8), zero, out=back)
     assert torch.equal(back, expected)
-
-
-def test_codes_may_be_a_view_of_another_tensor() -> None:
-    q = record(GROUPS, 128, 256).codes
-    inside = torch.full((130, 261), 3, dtype=torch.uint8)
-    inside[1:129, 5:] = q
-    for codes in (inside[1:129, 5:], q.t().contiguous().t()):
-        for found, expected in zip(marlin.compress(codes, 8), marlin.compress(q, 8), strict=True):
-            assert torch.equal(found, expected)
 
 
 # -------------------------------------------------------------------------------------------------- damage and reading

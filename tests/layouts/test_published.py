@@ -1,4 +1,4 @@
-"""Words, scales and zero points of the published packers, in both directions, and the worked examples of the pages."""
+"""Words, scales and zero points of the published packers, in both directions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from quantkit.layouts import LAYOUTS, marlin
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.names import FORMATS
 from tests.golden import FULL, HERE, Golden, both_ways, full, golden, here, same, scheme_of
-from tests.layouts.laws import rows
 from tests.layouts.samples import record
 
 FILES = sorted(path.name.removesuffix(".safetensors.gz") for path in HERE.glob("*.gz"))
-_N, _K = torch.arange(256).view(-1, 1), torch.arange(128)
-#: The weight of the worked examples.
-CODES = ((_K + 3 * (_K // 8) + 5 * _N + 7 * (_N // 8)) % 16).to(torch.uint8)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -150,23 +146,3 @@ def test_humming_has_the_words_and_zero_points_of_pack_quantized(label: str) -> 
     names = {"weight": "weight_packed", "weight_scale": "weight_scale", "zero_point": "weight_zero_point"}
     assert all(torch.equal(tensor, here[names[name]]) for name, tensor in there.items())
     assert len(there) == 2 + (q.zeros is not None) and LAYOUTS["humming"].unpack(there, q.scheme).equal(q)
-
-
-def test_the_worked_example_of_awq() -> None:
-    packed = LAYOUTS["awq"].pack(QuantizedTensor(Scheme.parse("int4:g128"), CODES, torch.ones(256, 1).half()))
-    words = rows(packed["qweight"])
-    assert [f"{word:08x}" for word in (*words[0][:4], words[1][0])] == [
-        "39f5e4a0", "28e4d39f", "17d3c28e", "06c2b17d", "4a06f5b1"
-    ]  # fmt: skip
-
-
-def test_the_worked_example_of_quick() -> None:
-    zeros, scales = ((5 * _N + 7 * (_N // 8)) % 16).to(torch.uint8), (_N + 1).half()
-    packed = LAYOUTS["quick"].pack(QuantizedTensor(Scheme.parse("int4:g128:asym"), CODES, scales, zeros))
-    words, zero_points = rows(packed["qweight"]), rows(packed["qzeros"])[0]
-    assert [f"{word:08x}" for word in words[0][:9]] == [
-        "b0c1afb0", "9eaf8d9e", "7c8d6b7c", "5a6b495a", "16270516", "f405e3f4", "d2e3c1d2", "b0c1afb0", "d2e3c1d2"
-    ]  # fmt: skip
-    assert (words[1][0], words[2][0], words[8][0]) == (0xB0C1AFB0, 0xF405E3F4, 0x7C8D6B7C)
-    assert zero_points[:4] == [0xDEF0DEF0, 0x9ABC9ABC, 0x23452345, 0xEF01EF01]
-    assert packed["scales"][0, [*range(8), 16, 64, 128, 256]].tolist() == [1, 1, 9, 9, 17, 17, 25, 25, 2, 129, 5, 65]

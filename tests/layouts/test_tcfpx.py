@@ -89,22 +89,6 @@ def test_weights_are_quantized_to_the_published_words_and_values() -> None:
         assert torch.equal(q.dequantize(torch.float16).view(torch.int16), dense.view(torch.int16)), case
 
 
-def test_worked_example_of_the_documentation() -> None:
-    m, k = torch.arange(64).view(-1, 1), torch.arange(64)
-    codes = (7 * m + k + 3 * (k // 8) + 11 * (m // 8)) % 64
-    assert plain(codes, 6)[0].startswith(bytes.fromhex("001083105187"))
-    low = {0: "1c4f0b3e 3e612d50 50834f72 72a56194"}
-    six = {0: "01010101 01110111 11110111 11151111", 32: "15561516 16561556", 288: "72a56194 94c783b6"}
-    five = {0: "171e1716 165e175e 5e5e1e5e 5e7a5e5a", 32: "a185a1a5 a585a185"}
-    for label, expected in (("fp6", six | {256: low[0]}), ("fp5", five | {128: low[0]})):
-        scheme = Scheme.parse(label)
-        q = with_codes(scheme, (codes % 2**scheme.format.bits).to(torch.uint8))
-        words = LAYOUTS["tcfpx"].pack(q)["weight"].view(-1).tolist()
-        for first, text in expected.items():
-            found = [f"{word & 0xFFFFFFFF:08x}" for word in words[first : first + len(text.split())]]
-            assert found == text.split(), (label, first)
-
-
 @pytest.mark.parametrize("label", ["fp6", "fp5", "fp6-e2m3", "fp5-e2m2"])
 def test_bytes_and_a_column_of_scales_are_read_as_the_same_record(label: str) -> None:
     q = record(Scheme.parse(label), 64, 192)
