@@ -65,7 +65,7 @@ def is_24(weight: Tensor) -> bool:
     return bool(((weight != 0).view(len(weight), -1, 4).sum(-1) <= 2).all())
 
 
-def on_threads(compute: Callable[[], T], counts: Sequence[int] = (1, 2, 3)) -> list[T]:
+def on_threads(compute: Callable[[], T], counts: Sequence[int] = (1, 3)) -> list[T]:
     """Return a result for each number of threads."""
     before = torch.get_num_threads()
     found = []

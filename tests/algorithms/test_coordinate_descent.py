@@ -61,7 +61,7 @@ def slow_pass(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("k", [64, 320])
 def test_a_pass_equals_the_slow_loop(label: str, k: int) -> None:
-    w, h = gauss(24, k), correlated(k)
+    w, h = gauss(12, k), correlated(k)
     h[5] = h[:, 5] = 0
     tensor = rounded(w, label)
     expected = slow_pass(w, tensor, h)
@@ -103,7 +103,7 @@ def slow_fours(w: Tensor, q: Tensor, h: Tensor, scales: Tensor | None) -> Tensor
 
 @pytest.mark.parametrize("k", [32, 160])
 def test_a_pass_over_masks_equals_the_slow_loop(k: int) -> None:
-    w, h = gauss(6, k), correlated(k)
+    w, h = gauss(3, k), correlated(k)
     start = rounded(w, "int4:g32:24", signed=True)
     found = coordinate_descent.descend(w, start, h, masks=True)
     scales = start.scales.double().repeat_interleave(32, 1)
@@ -314,7 +314,7 @@ def test_refined_gptq_is_guarded_and_reports_the_final_tensor(order: Any) -> Non
 
 
 def test_the_refinements_lower_the_held_out_loss_of_the_synthetic_layer() -> None:
-    layer = synthetic.layer(0, n=128, k=512)
+    layer = synthetic.layer(0, n=64, k=512)
     for label, least in (("int4:g128", 0.8), ("fp6:channel", 0.95)):
         signed = label.startswith("int4")
         found = [
@@ -396,7 +396,7 @@ def test_one_float_takes_no_signed_scales_from_the_integers_beside_it(method: An
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("label", ["int4:g32", "int4:g64:asym", "fp6:channel"])
 def test_losses_that_follow_from_the_refit_are_those_of_the_errors(label: str, dtype: torch.dtype) -> None:
-    w, h = gauss(300, 128).to(dtype), correlated(128)
+    w, h = gauss(100, 128).to(dtype), correlated(128)
     h[5] = h[:, 5] = 0  # a dead channel
     before = w.clone()
     near = 1e-6 if dtype == torch.float32 else 1e-9  # `row_losses` takes the errors in float32

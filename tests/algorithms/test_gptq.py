@@ -138,7 +138,8 @@ def test_static_order_of_equal_channels_is_natural_order_with_frozen_scales() ->
 def test_errors_of_a_wide_channel_by_batches_of_blocks_are_those_by_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_search, "WIDEST_BLOCK", 256)
     k = 17 * 128 + 70  # more than one batch of blocks, and a narrow last one
-    h = correlated(k, k)
+    x = gauss(300, k)
+    h = x.T @ x
     errors = group_errors(h, 1.01 * h.diagonal(), 1, "block", torch.float64)
     assert errors is not None and isinstance(errors[0], scale_search.TriangularError)
     delta = gauss(5, k).double()
@@ -174,7 +175,7 @@ def test_errors_of_all_groups_of_a_row_together_are_those_of_each_group() -> Non
     ids=label,
 )
 def test_no_row_is_worse_than_plain_rounding(label: str, options: Options) -> None:
-    layer = synthetic.layer(3, n=256, k=256)
+    layer = synthetic.layer(3, n=128, k=256)
     solution = gptq.quantize(layer.weight, Scheme.parse(label), layer.h, options)
     assert (solution.loss <= solution.rtn_loss).all()
     assert torch.allclose(solution.loss, loss(layer.weight, solution.tensor, layer.h), rtol=1e-9)
@@ -256,10 +257,9 @@ def test_a_massive_channel_does_not_reduce_the_others_to_rtn(size: float) -> Non
 # Shapes, dtypes, and what the pipeline relies on ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 2, 127, 128, 129])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 2), (1, 127), (3, 128), (3, 129)])
 @pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
-def test_odd_shapes(k: int, n: int, options: Options) -> None:
+def test_odd_shapes(n: int, k: int, options: Options) -> None:
     w, h = gauss(n, k).float(), correlated(k).float()
     for label in ("int4:channel", "int4:channel:asym", "fp6:channel", "int4:g128"):
         if label == "int4:g128" and k != 128:
@@ -274,7 +274,7 @@ def test_odd_shapes(k: int, n: int, options: Options) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
 def test_float32_arithmetic_raises_the_loss_by_a_thousandth_at_most(dtype: torch.dtype, options: Options) -> None:
-    layer = synthetic.layer(4, n=256, k=256)
+    layer = synthetic.layer(4, n=128, k=256)
     w, scheme = layer.weight.to(dtype), Scheme.parse("int4:g64")
     solution = gptq.quantize(w, scheme, layer.h.float(), options)
     if dtype == torch.bfloat16:
@@ -297,13 +297,14 @@ def test_weights_with_nan_and_scales_that_overflow_are_refused() -> None:
             gptq.quantize(w, Scheme.parse("int4:g32"), h, options)
 
 
-@pytest.mark.parametrize(("options", "label"), PAIRS, ids=label)
-def test_zero_rows_stay_exact_zeros(label: str, options: Options) -> None:
+@pytest.mark.parametrize("label", LABELS)
+def test_zero_rows_stay_exact_zeros(label: str) -> None:
     w = gauss(6, 256).half()
     w[3] = 0
-    tensor = gptq.quantize(w, Scheme.parse(label), correlated(256).float(), options).tensor
-    assert (tensor.dequantize()[3] == 0).all() and (tensor.dequantize()[2] != 0).any()
-    assert (tensor.scales[3] == 1).all()
+    for options in (EVERY_ORDER[1], EVERY_ORDER[2]):
+        tensor = gptq.quantize(w, Scheme.parse(label), correlated(256).float(), options).tensor
+        assert (tensor.dequantize()[3] == 0).all() and (tensor.dequantize()[2] != 0).any()
+        assert (tensor.scales[3] == 1).all()
 
 
 @pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
@@ -363,7 +364,7 @@ def test_the_number_of_threads_changes_no_bit(options: Any, scheme: str) -> None
 
 
 def test_synthetic_layer_ranks_the_variants() -> None:
-    found = synthetic.table(synthetic.layer(0))  # the first of both draws: the figures of one are near enough
+    found = synthetic.table(synthetic.layer(0, n=64))  # the figures of one draw and fewer rows are near enough
     assert sorted(found, key=found.__getitem__) == sorted(synthetic.EXPECTED, key=synthetic.EXPECTED.__getitem__), found
     for name, expected in synthetic.EXPECTED.items():
         assert expected / 1.5 < found[name] < expected * 1.5, (name, found)

@@ -173,7 +173,7 @@ def test_a_survivor_that_overflows_half_precision_is_refused_or_left_to_the_guar
 
 
 def test_synthetic_layer_ranks_rules_and_their_combinations_with_int4() -> None:
-    layer = synthetic.layer(0)
+    layer = synthetic.layer(0, n=64)
     w, h, scheme = layer.weight, layer.h, Scheme.parse("int4:g128:24")
     norm = float(((w @ layer.held_out) * w).sum())
     natural = Options(damp=0.3, act_order="off")

@@ -23,7 +23,7 @@ FLOATS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "nvfp4", "mxfp4"]
 SUMMED = {"relative_error", "seconds"}
 
 
-def weight(dtype: torch.dtype, n: int = 192, k: int = 1024) -> Tensor:
+def weight(dtype: torch.dtype, n: int = 192, k: int = 512) -> Tensor:
     """Make a weight with outliers, ties, groups of zeros, small groups and weights that vanish."""
     g = torch.Generator().manual_seed(0)
     w = torch.randn(n, k, generator=g) * 0.02
@@ -47,7 +47,7 @@ def rounded(
 
 @pytest.fixture(autouse=True)
 def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "PART", 80 * 1024)
+    monkeypatch.setattr(budget, "PART", 80 * 512)
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,22 @@ def test_a_gpu_gives_the_record_and_the_counts_of_a_cpu(label: str, clip: str, d
     assert "zeroed" in facts or dtype == torch.float16
 
 
-@pytest.mark.parametrize("label", ["int4:channel", "fp6:channel", "int2:g64"])
-def test_the_order_of_a_sum_alone_would_change_bytes(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_a_sum_alone_would_change_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_search, "_by_cpu", lambda x, at, scales, zeros, errors, fmt: errors)
-    w = weight(torch.float16, 1024)
+    w = weight(torch.float16, 1024, 1024)
     with simulated_gpu():
-        assert not rounded(w, label, "search", CUDA)[0].equal(rounded(w, label, "search", CPU)[0])
+        assert not rounded(w, "int2:g64", "search", CUDA)[0].equal(rounded(w, "int2:g64", "search", CPU)[0])
 
 
-@pytest.mark.parametrize(("row", "value"), [(100, torch.nan), (150, 6e4), (3, torch.inf)])
-@pytest.mark.parametrize("label", ["int4:g128", "fp6:channel", "int4:g128:asym"])
+@pytest.mark.parametrize(
+    ("label", "row", "value"),
+    [
+        ("int4:g128", 100, torch.nan),
+        ("fp6:channel", 150, 6e4),
+        ("int4:g128:asym", 150, 6e4),
+        ("fp6:channel", 3, torch.inf),
+    ],
+)
 def test_an_error_names_the_row_of_the_whole_weight(label: str, row: int, value: float) -> None:
     w = weight(torch.float32)
     w[row, 5], w[row, 6], w[row + 1, 6] = value, -value, value
@@ -91,7 +97,7 @@ def test_an_error_names_the_row_of_the_whole_weight(label: str, row: int, value:
 
 
 def test_padding_and_pruning_count_the_whole_weight() -> None:
-    w = weight(torch.bfloat16)[:, :1000]
+    w = weight(torch.bfloat16, k=1024)[:, :1000]
     for label in ("int4:g128", "int4:g128:24"):
         here, facts = rounded(w, label, "search", CPU, pad=True)
         with simulated_gpu():

@@ -88,18 +88,15 @@ def test_zero_rows_and_groups(label: str, clip: Clip) -> None:
 
 
 @pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("value", [1.0, -1.0, 0.37, -3e-3, 41.0])
-def test_a_single_value_errs_by_half_a_step_at_most(label: str, value: float) -> None:
-    w = torch.zeros(2, 128)
-    w[0, 77] = value
-    w[1] = value
-    signs = torch.cat([w[1:], -w[1:]], 1).reshape(1, -1)[:, ::2]
+def test_a_single_value_errs_by_half_a_step_at_most(label: str) -> None:
     # Of the largest value, at the top.
     steps = {"int4": 2 / 15, "fp6": 4 / 28, "fp5": 8 / 24, "fp6-e2m3": 0.5 / 7.5, "fp5-e2m2": 1 / 7}
     step = steps[label.split(":")[0]]
-    for clip in ("none", "search"):
-        tensor, _ = rtn.quantize(torch.cat([w, signs]), Scheme.parse(label), clip=clip)
-        error = (tensor.dequantize() - torch.cat([w, signs])).abs().max()
+    for value, clip in product((1.0, 0.37, -3e-3, 41.0), ("none", "search")):
+        w = torch.zeros(3, 128)
+        w[0, 77], w[1], w[2, :64], w[2, 64:] = value, value, value, -value
+        tensor, _ = rtn.quantize(w, Scheme.parse(label), clip=clip)  # type: ignore[arg-type]
+        error = (tensor.dequantize() - w).abs().max()
         assert error <= step / 2 * abs(value) * 1.1 + abs(value) * 2**-10, (clip, tensor.scales)
 
 
@@ -117,14 +114,15 @@ def test_subnormal_weights_are_not_flushed_and_low_scales_are_counted() -> None:
 
 @pytest.mark.parametrize("label", ["int4:channel", "int4:g32", "int4:channel:asym", "fp6:channel", "fp5:channel"])
 @pytest.mark.parametrize("clip", ["none", "search"])
-@pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 65504), (torch.bfloat16, 3e38), (torch.float32, 3e38)])
-def test_an_overflowing_scale_is_refused_with_its_row(label: str, clip: Clip, dtype: torch.dtype, top: float) -> None:
-    w = gauss(7, 64).to(dtype)
-    w[5, 3], w[5, 4] = top, -top
-    with pytest.raises(NumericError, match=r"row 5 .*65504"):
-        rtn.quantize(w, Scheme.parse(label), clip=clip)
-    w[:, 3], w[5, 4] = 59000, 0  # the largest that pass
-    assert torch.isfinite(rtn.quantize(w.half(), Scheme.parse(label), clip=clip)[0].dequantize(torch.float16)).all()
+def test_an_overflowing_scale_is_refused_with_its_row(label: str, clip: Clip) -> None:
+    for dtype, top in ((torch.float16, 65504), (torch.bfloat16, 3e38), (torch.float32, 3e38)):
+        w = gauss(7, 64).to(dtype)
+        w[5, 3], w[5, 4] = top, -top
+        with pytest.raises(NumericError, match=r"row 5 .*65504"):
+            rtn.quantize(w, Scheme.parse(label), clip=clip)
+        w[:, 3], w[5, 4] = 59000, 0  # the largest that pass
+        found, _ = rtn.quantize(w.half(), Scheme.parse(label), clip=clip)
+        assert torch.isfinite(found.dequantize(torch.float16)).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -150,9 +148,8 @@ def test_tensors_that_are_not_weights_are_refused(bad: Tensor) -> None:
         rtn.quantize(torch.zeros(4, 4).to(torch.float8_e4m3fn), INT4)
 
 
-@pytest.mark.parametrize("k", [1, 2, 127, 128, 129])
-@pytest.mark.parametrize("n", [1, 3])
-def test_odd_shapes_are_quantized_or_refused(k: int, n: int) -> None:
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 2), (1, 127), (3, 128), (3, 129)])
+def test_odd_shapes_are_quantized_or_refused(n: int, k: int) -> None:
     w = gauss(n, k).float()
     h = correlated(k)
     for label in ("int4:channel", "int4:channel:asym", "fp6:channel", "fp5:channel", "int4:g128"):
@@ -177,11 +174,10 @@ def group_loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
     return torch.einsum("ngi,gij,ngj->ng", delta, blocks, delta)
 
 
-#: Every scheme with every metric, in two of four dtypes that take turns: each meets all.
+#: Every scheme with every metric, in dtypes that take turns.
 SEARCHES = [
-    (label, metric, (torch.float16, torch.bfloat16, torch.float32, torch.float64)[(i + turn) % 4])
+    (label, metric, (torch.float16, torch.bfloat16, torch.float32, torch.float64)[i % 4])
     for i, (label, metric) in enumerate(product(LABELS, ("mse", "diag", "block")))
-    for turn in (0, 2)
 ]
 
 
@@ -220,14 +216,14 @@ def test_the_search_finds_the_best_candidate_and_the_larger_on_ties() -> None:
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("clip", ["none", "search"])
-@pytest.mark.parametrize("exponent", [-9, -3, 1, 6])
-def test_scaling_by_a_power_of_two_keeps_every_code(label: str, clip: Clip, exponent: int) -> None:
+def test_scaling_by_a_power_of_two_keeps_every_code(label: str, clip: Clip) -> None:
     w = gauss(32, 256).float()
     one, _ = rtn.quantize(w, Scheme.parse(label), clip=clip)
-    other, facts = rtn.quantize(w * 2.0**exponent, Scheme.parse(label), clip=clip)
-    assert not facts["subnormal_scales"]
-    assert torch.equal(one.codes, other.codes)
-    assert torch.equal(one.scales.float() * 2.0**exponent, other.scales.float())
+    for exponent in (-9, 6):
+        other, facts = rtn.quantize(w * 2.0**exponent, Scheme.parse(label), clip=clip)
+        assert not facts["subnormal_scales"]
+        assert torch.equal(one.codes, other.codes)
+        assert torch.equal(one.scales.float() * 2.0**exponent, other.scales.float())
 
 
 @pytest.mark.parametrize("metric", ["diag", "block"])

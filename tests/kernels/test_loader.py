@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import warnings
@@ -14,6 +13,7 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.io import files
 from quantkit.kernels import MATMULS, gptq, loader, missing
+from tests import ranks as processes
 
 SOURCE = '#include "shared.cuh"\ntemplate <int N> __global__ void f(float *y) { *y = N + SHARED; }\n'
 INSTANCES = ("f<1>", "f<2>")
@@ -105,18 +105,13 @@ def test_an_entry_that_is_a_link_or_a_folder_is_not_read(sources: Path, tmp_path
         assert loader.cached("f", INSTANCES, "sm_80", sources) == good
 
 
-def test_processes_that_start_at_once_all_get_the_binary(sources: Path) -> None:
-    code = f"""if True:
-        import os, pathlib
-        from quantkit.kernels import loader
-        os.fork(), os.fork()  # four processes, whose imports are done once
-        binary = loader.cached('f', {INSTANCES!r}, 'sm_80', pathlib.Path({str(sources)!r}))
-        os.write(1, f'{{len(binary.cubin)}} {{sorted(binary.names)}}\\n'.encode())  # a line at once, not in parts
-    """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
-    said = done.stdout.splitlines()
-    assert len(said) == 4 and len(set(said)) == 1, done.stderr
+def test_processes_that_start_at_once_all_get_the_binary(sources: Path, tmp_path: Path) -> None:
+    def work() -> None:
+        found = loader.cached("f", INSTANCES, "sm_80", sources)
+        assert found.cubin.startswith(b"\x7fELF") and found.names.keys() == set(INSTANCES)
+
+    ended = processes.run([work] * 4, tmp_path)
+    assert [each.code for each in ended] == [0] * 4, ended
     assert len(entries()) == 1, "left over beside the entry"
 
 

@@ -18,7 +18,7 @@ from quantkit.kernels import LAUNCHERS, SOURCES, grouped, tiles
 from quantkit.kernels.hopper import MAX_TOKENS, token_parts
 from quantkit.kernels.launcher import FAMILIES
 from quantkit.kernels.portable import PortableKernel
-from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, PortableTile, ceil, choose_tile
+from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil, choose_tile
 from tests.kernels import sweeps
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.hopper_cases import ALL, CASES, FIRST
@@ -233,7 +233,6 @@ def test_many_tokens_are_divided_into_launches_of_nearly_equal_size(m: int, fake
 
 EVERY = [kernel for family in FAMILIES.values() for kernel in family.every if isinstance(kernel, PortableKernel)]
 KERNELS = sorted(EVERY, key=lambda kernel: kernel.function is not None)  # those of experts last
-PORTABLE_TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.choice.tiles]
 PORTABLE_LAYERS = [*LAYERS[:6], (8192, 28672)]
 SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
 #: Shared memory of a block on sm_86 and sm_89, the smallest of all, and of a multiprocessor of sm_90, the largest.
@@ -269,9 +268,10 @@ def test_every_tile_is_chosen_for_some_product(kernel: PortableKernel) -> None:
     assert chosen == set(choice.tiles)
 
 
-@pytest.mark.parametrize(("kernel", "tile"), PORTABLE_TILES)
-def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableKernel, tile: PortableTile) -> None:
-    for m, (n, k), sms in itertools.product((1, 7, 64, 300, 1 << 14), SHAPES, (1, 46, 108, 132)):
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
+def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableKernel) -> None:
+    tokens = (1, 7, 64, 300, 1 << 14)
+    for tile, m, (n, k), sms in itertools.product(kernel.choice.tiles, tokens, SHAPES, (1, 46, 108, 132)):
         resident, depth = sms * tile.blocks, -(-k // tile.k)
         rounds, per, blocks = tiles.split(tile, m, n, k, resident)
         shared = tile.units(m, n, k) - rounds * blocks * depth
@@ -287,18 +287,6 @@ def test_kernels_of_a_function_have_the_same_workspace() -> None:
     names = [kernel.function or kernel.source for kernel in KERNELS]
     sizes = {(name, kernel.choice.workspace_size(132)) for name, kernel in zip(names, KERNELS, strict=True)}
     assert len(sizes) == len(set(names)), "it is kept by this name"
-
-
-def test_parts_of_two_tiles_never_share_a_place() -> None:
-    """In the source, block b has place 2b for the tile it starts in, and 2b + 1 for one that begins in it."""
-    for depth, count, per in itertools.product(range(1, 8), range(1, 8), range(1, 17)):
-        places, counters = [], []
-        for first in range(0, depth * count, depth):
-            start, last = first // per, (first + depth - 1) // per
-            if start < last:
-                counters.append(start)
-                places += [2 * block + (first > block * per) for block in range(start, last + 1)]
-        assert len(set(places)) == len(places) and len(set(counters)) == len(counters)
 
 
 #: The first portable kernel of each source.
