@@ -45,20 +45,12 @@ def test_an_encoder_decoder_begins_and_ends_alike_without_a_file(tmp_path: Path)
     assert (dense.forced_eos_token_id, dense.decoder_start_token_id, dense.eos_token_id) == (7, 9, 256)
 
 
-@pytest.mark.parametrize(
-    "search",
-    [
-        {"num_beams": 4, "do_sample": True, "num_return_sequences": 3},
-        {"force_words_ids": [[5]]},
-        {"dola_layers": "high"},
-        {"cache_implementation": "quantized"},
-        {"token_healing": True},
-        {"max_time": 1e-9, "max_length": 2, "watermarking_config": {"bias": 9.0}},
-    ],
-)
-def test_no_search_or_cache_of_the_file_changes_or_stops_a_text(search: dict[str, Any], tmp_path: Path) -> None:
+def test_no_search_or_cache_of_the_file_changes_or_stops_a_text(tmp_path: Path) -> None:
     path = write_model("llama", tmp_path / "model")
     expected = generate(path, "abc", max_new_tokens=6, device="cpu")
+    search: dict[str, Any] = {"num_beams": 4, "do_sample": True, "num_return_sequences": 3, "force_words_ids": [[5]]}
+    search |= {"dola_layers": "high", "cache_implementation": "quantized", "token_healing": True}
+    search |= {"max_time": 1e-9, "max_length": 2, "watermarking_config": {"bias": 9.0}}
     dense, packed = _texts(path, eos_token_id=256, **search)
     assert dense.to_dict() == packed.to_dict()
     found = generate(path, "abc", max_new_tokens=6, device="cpu")

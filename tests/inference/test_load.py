@@ -26,13 +26,15 @@ from tests.layouts.samples import write_folder
 from tests.tiny_models import write_model
 
 
-@pytest.mark.parametrize(("layout", "label"), KERNELS + OTHERS)
+@pytest.mark.parametrize(("layout", "label"), dict(reversed([*KERNELS, *OTHERS])).items())
 def test_a_loaded_model_equals_the_decoded_one_and_saves_the_same_bytes(
     layout: str, label: str, folder: Folders, tmp_path: Path
 ) -> None:
     path = folder(layout, label)
     expected = decoded(path)
-    model = quantkit.load(path, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model = quantkit.load(path, device="cpu")
     assert torch.equal(logits(model), expected)
     assert [layer.layout for layer in layers(model)] == 14 * [layout]
     assert not any(name.startswith("model.layers") and p.ndim == 2 and p.dtype == torch.float32
@@ -82,19 +84,7 @@ def test_padded_and_dense_weights_beside_packed_ones(tmp_path: Path) -> None:
     assert torch.equal(logits(model), decoded(tmp_path / "out"))
 
 
-def test_experts_made_of_linears_are_packed(tmp_path: Path) -> None:
-    from tests.moe import TinyMoe, TinyMoeConfig
-
-    source = tmp_path / "dense"
-    torch.manual_seed(0)
-    TinyMoe(TinyMoeConfig()).half().save_pretrained(source)
-    quantkit.quantize(source, tmp_path / "out", method="rtn", layout="marlin", skip=[".*router"])
-    model = quantkit.load(tmp_path / "out", device="cpu")
-    assert len(layers(model)) == 2 * 2 * 4
-    assert torch.equal(logits(model), decoded(tmp_path / "out"))
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "granitemoe", "dbrx", "gpt2"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text", "granitemoe", "dbrx", "gpt2"])
 def test_experts_and_transposed_linears_are_packed(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     skip = [] if family in ("gpt2", "dbrx") else ["layers.1.*"]
     options = {"method": "rtn", "group_size": 64, "layout": "gptq", "skip": skip, "min_share": 0.4}
@@ -137,9 +127,8 @@ def test_perplexity_and_divergence_are_those_of_the_decoded_model(folder: Folder
     assert eval_kld(folder("marlin", "int4:g128"), path, data=data, window=128, device="cpu").kld > 0
 
 
-@pytest.mark.parametrize(("layout", "label"), [("gptq", "int4:g128"), ("awq", "int4:g64:asym"), OTHERS[0]])
-def test_load_opens_folders_of_other_programs(layout: str, label: str, folder: Folders) -> None:
-    path = folder(layout, label, False)  # type: ignore[call-arg]
+def test_load_opens_folders_of_other_programs(folder: Folders) -> None:
+    path = folder("gptq", "int4:g128", False)  # type: ignore[call-arg]
     model = quantkit.load(path, device="cpu")
     assert torch.equal(logits(model), decoded(path)) and len(layers(model)) == 14
 
@@ -177,12 +166,6 @@ def test_a_model_with_several_layouts_is_not_saved(folder: Folders, tmp_path: Pa
     assert src.layout is not None and src.layout.NAME == "marlin"
     again = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float16)
     assert torch.equal(logits(again), logits(model)) and torch.allclose(logits(again), expected, atol=1e-2)
-
-
-def test_loading_on_a_cpu_gives_no_warning(folder: Folders) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        quantkit.load(folder("marlin", "int4:g128"), device="cpu")
 
 
 def test_weights_that_are_decoded_once_stay_packed_for_all_else(

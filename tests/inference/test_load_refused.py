@@ -21,8 +21,6 @@ from quantkit.errors import CheckpointError, KernelError, LayoutError, QuantkitE
 from quantkit.inference import swap_linears
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
-from tests.command_line import refused
-from tests.folders import TEXT
 from tests.inference.samples import Folders, change
 
 
@@ -82,7 +80,7 @@ def test_an_unusable_folder_is_refused_in_one_line(case: str, broken: Path) -> N
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("layout", ["gptq", "humming", "compressed-tensors"])
+@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])
 def test_scales_that_float16_does_not_hold_are_named_before_the_first_token(
     layout: str, folder: Folders, tmp_path: Path
 ) -> None:
@@ -119,20 +117,6 @@ def test_an_absent_gpu_is_refused(folder: Folders) -> None:
     with pytest.raises(RecipeError, match='use device="cpu"'):
         quantkit.load(folder("marlin", "int4:g128"), device="cuda")
     swap_linears.require_kernels(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("command", [("generate", "abc"), ("eval", "ppl"), ("eval", "kld")])
-def test_the_command_line_prints_the_same_line(command: tuple[str, ...], broken: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    _drop("model.layers.1.mlp.up_proj.s")(broken)
-    name, *rest = command
-    if name == "generate":
-        assert "up_proj.s is missing" in refused("generate", broken, *rest, "--device", "cpu")
-        refused("generate", tmp_path / "nowhere", "abc")
-        return
-    against = ("--against", broken) if rest == ["kld"] else ()
-    options = ("--data", tmp_path / "text.txt", "--window", 32, "--device", "cpu")
-    assert "up_proj.s is missing" in refused(*command, broken, *against, *options)
 
 
 def test_an_old_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ CASTS = [nn.Module.bfloat16, nn.Module.half, nn.Module.double, partial(nn.Module
 def test_every_layout_multiplies_as_its_decoded_weight(layout: str, label: str) -> None:
     q = values(label)
     layer = packed(layout, q)
-    for dtype, batch in product((torch.float32, torch.float16, torch.bfloat16), BATCHES):
+    for dtype, batch in zip((torch.float32, torch.float16, torch.bfloat16) * 2, BATCHES, strict=True):
         x = gauss(*batch, 256).to(dtype)
         assert same(layer(x), linear(x, q.dequantize(dtype), layer.bias.to(dtype)))
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from tests.inference.samples import KERNELS, OTHERS, Folders
+from tests.inference.samples import Folders
 from tests.layouts.samples import write_folder
 
 #: One process checks both, because the imports take most of its time.
@@ -57,9 +56,9 @@ def test_import_changes_no_table_and_from_pretrained_opens_a_layout_or_leaves_it
     folder: Folders, small_llama: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
-    cases = {layout: folder(layout, label) for layout, label in reversed((*KERNELS, *OTHERS))}
-    assert cases.keys() == set(LAYOUTS)
-    cases["compressed-tensors"] = folder("compressed-tensors", "int4:g128")
+    labels = {"humming": "fp5:channel", "tcfpx": "fp6:channel", "awq": "int4:g64:asym", "quick": "int4:g32"}
+    named = ("marlin", "gptq", "compressed-tensors", *labels)  # one of each method in public configs
+    cases = {layout: folder(layout, labels.get(layout, "int4:g128")) for layout in named}
     cases["marlin by its own name"] = tmp_path / "marlin"
     schemes = Schemes(Scheme.parse("int4:g128"), ignore=("lm_head",))
     write_folder(small_llama, tmp_path / "marlin", "marlin", schemes, key=False)
