@@ -49,19 +49,10 @@ def test_every_ordered_pair_is_listed_and_is_a_command() -> None:
             parse(wrong)
 
 
-def test_the_list_agrees_with_the_documentation() -> None:
-    """Compare with docs/layouts.md 11, row by row."""
+def test_a_verdict_names_its_conditions_and_the_command_lists_them() -> None:
+    """Whether they are true is asked below, cell by cell."""
     assert FOUND["gptq-v2", "gptq"].condition == "g_idx is static (k // group size); no zero point is 0"
-    assert FOUND["marlin", "gptq"].lossless and FOUND["marlin", "compressed-tensors"].lossless
-    assert FOUND["marlin24", "marlin24-ct"].lossless and FOUND["marlin24", "marlin"].lossless
-    assert "group size is 128, 256 or channel" in FOUND["gptq", "marlin"].verdict
-    assert RECENTRED in FOUND["awq", "marlin"].verdict and PRUNED in FOUND["awq", "marlin24"].verdict
-    assert FOUND["quick", "awq"].verdict == "lossless"
-    assert FOUND["awq", "quick"].restated == "channel as 128"
-    assert FOUND["humming", "compressed-tensors"].verdict == "lossless"
-    assert "k % 64 == 0" in FOUND["humming", "tcfpx"].verdict
-    assert FOUND["tcfpx", "humming"].restated == "fp5-e2m2 as fp6"
-    assert "the format is int2, int3 or int4" in FOUND["humming", "marlin"].verdict
+    assert FOUND["awq", "quick"].restated == "channel as 128" and "k % 64 == 0" in FOUND["humming", "tcfpx"].verdict
     assert FOUND["tcfpx", "marlin"].verdict == "not possible because MARLIN holds int4, not fp6"
     listed = json.loads(call("convert", "--list", "--json").stdout)["conversions"]
     assert {(c["source"], c["target"]): Conversion(**c) for c in listed} == FOUND

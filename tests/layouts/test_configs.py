@@ -66,13 +66,10 @@ def refused(config: Any, *words: str) -> str:
 
 
 @pytest.mark.parametrize(("layout", "schemes"), CASES)
-def test_the_quantkit_key_reads_back_exactly(layout: str, schemes: Schemes) -> None:
-    found, read = read_config(folder_config(layout, schemes), PATH)
-    assert found is LAYOUTS[layout] and read == schemes
-
-
-@pytest.mark.parametrize(("layout", "schemes"), CASES)
-def test_the_public_part_alone_gives_every_module_its_scheme(layout: str, schemes: Schemes) -> None:
+def test_the_key_reads_back_exactly_and_the_public_part_alone_gives_every_module_its_scheme(
+    layout: str, schemes: Schemes
+) -> None:
+    assert read_config(folder_config(layout, schemes), PATH) == (LAYOUTS[layout], schemes)
     public = json.loads(json.dumps(LAYOUTS[layout].write_config(schemes)))
     if layout == "compressed-tensors" and any(
         s.format.is_float for s in (schemes.default, *dict(schemes.overrides).values())
@@ -132,23 +129,22 @@ INT4_G128, INT4_ROWS, INT4_ASYM = parse("int4:g128", "int4:channel", "int4:g128:
 
 
 def test_written_configs_are_those_of_the_documentation() -> None:
-    head = ("lm_head",)
-    assert LAYOUTS["marlin"].write_config(Schemes(INT4_G128, ignore=head)) == {
+    assert LAYOUTS["marlin"].write_config(Schemes(INT4_G128, ignore=HEAD)) == {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
         "checkpoint_format": "marlin", "is_marlin_format": True, "lm_head": False,
     }  # fmt: skip
-    assert LAYOUTS["humming"].write_config(Schemes(Scheme(FP6), ignore=head)) == {
+    assert LAYOUTS["humming"].write_config(Schemes(Scheme(FP6), ignore=HEAD)) == {
         "quant_method": "humming", "b_dtype": "float6e3m2", "weight_scale_group_size": 0, "ignore": ["lm_head"]
     }  # fmt: skip
-    assert LAYOUTS["tcfpx"].write_config(Schemes(Scheme(FP5), ignore=head)) == {
+    assert LAYOUTS["tcfpx"].write_config(Schemes(Scheme(FP5), ignore=HEAD)) == {
         "quant_method": "tcfpx", "format": "e3m1", "bits": 5, "ignore": ["lm_head"]
     }  # fmt: skip
-    gptq = LAYOUTS["gptq"].write_config(Schemes(INT4_ROWS, ignore=head))
+    gptq = LAYOUTS["gptq"].write_config(Schemes(INT4_ROWS, ignore=HEAD))
     assert gptq.items() >= {
         "quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "desc_act": False, "lm_head": False,
         "checkpoint_format": "gptq", "format": "gptq",
     }.items()  # fmt: skip
-    v2 = LAYOUTS["gptq-v2"].write_config(Schemes(Scheme.parse("int4:g32:asym"), ignore=head))
+    v2 = LAYOUTS["gptq-v2"].write_config(Schemes(Scheme.parse("int4:g32:asym"), ignore=HEAD))
     assert (v2["checkpoint_format"], v2["format"], v2["sym"], v2["group_size"]) == ("gptq_v2", "gptq_v2", False, 32)
     weights = LAYOUTS["compressed-tensors"].write_config(Schemes(INT4_ROWS))["config_groups"]["group_0"]["weights"]
     assert weights.items() >= {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None}.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from quantkit.layouts import LAYOUTS, quantkit_key, read_config, schemes as expr
 from quantkit.layouts.schemes import Schemes
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
+from tests.layouts.samples import write_folder
 
 INT4, WIDE = Scheme.parse("int4:g128"), Scheme.parse("int4:g64")
 NAMES = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(3) for part in "qkvo"]
@@ -27,7 +27,7 @@ NAME = "model." + "layers.0.self_attn." * 12 + "q_proj"
 
 @pytest.fixture
 def gptq(tiny_llama: Path, tmp_path: Path) -> Path:
-    call("quantize", tiny_llama, "--method", "rtn", "--layout", "gptq", "-o", tmp_path / "gptq", "-q")
+    write_folder(tiny_llama, tmp_path / "gptq", "gptq", Schemes(INT4, ignore=("lm_head",)))
     return tmp_path / "gptq"
 
 
@@ -40,13 +40,11 @@ def restate(folder: Path, dynamic: dict[str, Any]) -> Path:
     return folder
 
 
-def test_no_command_hangs_on_a_pattern_of_a_config(gptq: Path, tmp_path: Path) -> None:
+def test_no_command_hangs_on_a_pattern_of_a_config(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "SECONDS_IN_ALL", 0.2)  # without a limit this test has no end
     restate(gptq, {f"+:{pattern}": {} for pattern in ENDLESS})
-    started = time.process_time()
-    for args in (("inspect", gptq), ("pack", gptq, "--layout", "marlin", "-o", tmp_path / "out")):
-        message = refused(*args)
-        assert "takes too long" in message and "write the names in full" in message
-    assert time.process_time() - started < 60  # without a limit this test has no end
+    message = refused("inspect", gptq)
+    assert "takes too long" in message and "write the names in full" in message
 
 
 def test_patterns_that_are_each_quick_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +57,10 @@ def test_patterns_that_are_each_quick_have_a_limit_together(monkeypatch: pytest.
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(.*)\1+x", *ENDLESS])
 def test_a_match_ends(pattern: str) -> None:
-    started = time.process_time()
     try:
         assert expressions.matches(pattern, "a" * 200 + "!", 0.1) is (pattern == ENDLESS[0])
     except CheckpointError as error:
         assert "takes too long" in str(error)
-    assert time.process_time() - started < 10
 
 
 def test_more_overrides_than_are_compiled_in_seconds_are_refused(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
