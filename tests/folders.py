@@ -15,8 +15,9 @@ VOLATILE = {REPORT}  # holds times and peak memory
 
 
 def gptq(calib: str, **changes: object) -> dict[str, object]:
-    """Return a short calibrated recipe; only `clip` makes it search scales."""
-    return {"calibration": {"data": calib, "samples": 8, "max_length": 64}, "clip": "none", **changes}
+    """Return a short calibrated recipe; only `clip` makes it search scales, and `gptq` descend."""
+    text = {"data": calib, "samples": 8, "max_length": 64}
+    return {"calibration": text, "clip": "none", "gptq": {"descent": 0}, **changes}
 
 
 def tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:

@@ -23,8 +23,11 @@ from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.tiny_models import write_model
 
-COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
-PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {"first_token": 0}}  # its Hessians can be computed in one line
+#: Without the descent, which takes half of a short run: tests/algorithms and tests/promises have it.
+QUICK: dict[str, Any] = {"clip": "none", "gptq": {"descent": 0}}
+COARSE: dict[str, Any] = {**QUICK, "scheme": {"group_size": "channel"}}
+#: Its Hessians can be computed in one line.
+PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {**QUICK["gptq"], "first_token": 0}}
 #: Families whose blocks differ in code, and their groups that share an input, by the last part of the names, in the
 #: order in which a block calls them.
 GROUPS = {

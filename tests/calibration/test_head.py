@@ -58,7 +58,9 @@ def test_a_head_is_closer_than_rounding_on_the_outputs_of_quantized_blocks(
 ) -> None:
     """Its name in the checkpoint differs from its module's path in two of them."""
     folder = folders[family] if family in folders else families.write(family, tmp_path / "model")
-    items, commits = quantized(folder, from_mapping({**PACKED, "overrides": {name: "int4:g32"}}), tmp_path)
+    items, commits = quantized(
+        folder, from_mapping({**PACKED, "gptq": {"first_token": 0}, "overrides": {name: "int4:g32"}}), tmp_path
+    )
     src = Checkpoint(folder)
     model, reference = BlockRunner(src, device="cpu"), load_dense_model(src)
     assert model.head == name and [commit["block"] for commit in commits] == [0, 1, "rest"]

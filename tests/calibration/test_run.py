@@ -16,12 +16,12 @@ from quantkit.calibration import budget
 from quantkit.calibration.loop import calibrated, new_run
 from quantkit.calibration.run import Waiting
 from quantkit.calibration.stages import solve
-from quantkit.calibration.stages.base import LoadedBlock, Task, find_groups
+from quantkit.calibration.stages.base import Task, find_groups
 from quantkit.calibration.stages.solve import Solve
 from quantkit.calibration.stages.statistics import collect
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
-from quantkit.errors import NumericError, QuantkitError
+from quantkit.errors import QuantkitError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.interception import State
 from quantkit.progress import Progress
@@ -31,7 +31,6 @@ from tests.calibration.runs import (
     PLAIN_SUM,
     digests,
     distance,
-    quantized,
     sequences,
     start,
 )
@@ -190,17 +189,3 @@ def test_a_pass_that_is_dropped_leaves_the_model_as_it_was(three: Path, tmp_path
     assert stream.waiting.close() and not stream.waiting.close()
     after = stream.run(0, [0])
     assert before and after and torch.equal(before.hidden, after.hidden)
-
-
-def test_an_error_while_passes_wait_frees_them(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = list[Waiting]()
-
-    def refused(self: Solve, block: LoadedBlock, tasks: list[Task]) -> None:
-        waiting.append(block.stream.waiting)
-        assert (0,) in waiting[0]
-        raise NumericError("no weight is good enough")
-
-    monkeypatch.setattr(Solve, "work", refused)
-    with pytest.raises(NumericError, match="good enough"):
-        quantized(three, from_mapping(COARSE), tmp_path)
-    assert (0,) not in waiting[0]

@@ -46,7 +46,7 @@ from tests.command_line import call, refused
 from tests.evaluation.folders import written
 from tests.folders import TEXT
 
-SMALL: dict[str, Any] = {"calibration": {"samples": 2, "max_length": 32}, "clip": "none"}
+SMALL: dict[str, Any] = {"calibration": {"samples": 2, "max_length": 32}, "clip": "none", "gptq": {"descent": 0}}
 RECIPES = ["int4:g64:rtn", "int4:g64:gptq", "fp6:g64:gptq"]
 
 

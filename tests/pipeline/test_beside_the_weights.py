@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,40 +100,29 @@ def compressed(fmt: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "stated",
+    ("name", "stated"),
     [
-        {"quant_method": "gptq", **GPTQ},
-        {"quant_method": "modelopt"},
-        compressed("float-quantized", "float"),
-        compressed("dense", "int"),
+        ("quantization_config", {"quant_method": "gptq", **GPTQ}),
+        ("quantization_config", {"quant_method": "modelopt"}),
+        ("quantization_config", compressed("float-quantized", "float")),
+        ("quantization_config", compressed("dense", "int")),
+        ("compression_config", compressed("int-quantized", "int")),
     ],
 )
-def test_a_stale_section_of_the_config_is_named(stated: dict[str, Any], model: Path) -> None:
-    put(model, change(model, quantization_config=stated))
-    with pytest.raises(CheckpointError, match=r"dense: remove quantization_config from config\.json, which is out of"):
+def test_a_stale_section_of_the_config_is_named(name: str, stated: dict[str, Any], model: Path) -> None:
+    put(model, change(model, **{name: stated}))
+    with pytest.raises(CheckpointError, match=rf"dense: remove {name} from config\.json, which is out of"):
         plan(model, from_mapping(RTN))
 
 
-def test_a_stale_section_of_the_former_name_is_named_and_does_not_survive(model: Path, tmp_path: Path) -> None:
-    stale = compressed("int-quantized", "int")
-    put(model, change(model, compression_config=stale))
-    with pytest.raises(CheckpointError, match=r"dense: remove compression_config from config\.json, which is out of"):
-        plan(model, from_mapping(RTN))
-    quantize(write_model("llama", tmp_path / "other", num_hidden_layers=1), tmp_path / "int4", from_mapping(RTN))
-    config = json.loads((tmp_path / "int4" / "config.json").read_text())
-    (tmp_path / "int4" / "config.json").write_text(json.dumps(config | {"compression_config": stale}))
-    pack(tmp_path / "int4", tmp_path / "gptq", "gptq")
+def test_a_stale_section_of_the_former_name_does_not_survive(int4: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(int4, tmp_path / "int4")
+    config = json.loads((source / "config.json").read_text())
+    stale = {"compression_config": compressed("int-quantized", "int")}
+    (source / "config.json").write_text(json.dumps(config | stale))
+    pack(source, tmp_path / "gptq", "gptq")
     made = json.loads((tmp_path / "gptq" / "config.json").read_text())
     assert "compression_config" not in made and made["quantization_config"]["quant_method"] == "gptq"
-
-
-def test_a_side_file_of_quantized_weights_is_not_stale(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "gptq", from_mapping({**RTN, "layout": "gptq"}))
-    put(tmp_path / "gptq", change(tmp_path / "gptq"))
-    config = json.loads((tmp_path / "gptq" / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
-    assert Checkpoint(tmp_path / "gptq").modules()
 
 
 def test_float32_tensors_stay_with_one_notice(model: Path, tmp_path: Path) -> None:
@@ -146,9 +136,8 @@ def test_float32_tensors_stay_with_one_notice(model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_a_dense_dtype_changes_dense_tensors_alone(calibrated: bool, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "calib.txt").write_text(TEXT)
-    recipe = gptq(str(tmp_path / "calib.txt")) if calibrated else RTN
+def test_a_dense_dtype_changes_dense_tensors_alone(calibrated: bool, model: Path, calib: Path, tmp_path: Path) -> None:
+    recipe = gptq(str(calib)) if calibrated else RTN
     asked = from_mapping({**recipe, "dense_dtype": "bfloat16"})
     planned = plan(model, asked, out=tmp_path / "bf16")
     quantize(model, tmp_path / "f32", from_mapping(recipe))
@@ -168,11 +157,9 @@ def test_a_dense_dtype_changes_dense_tensors_alone(calibrated: bool, model: Path
     call("verify", tmp_path / "packed", "--against", tmp_path / "bf16")
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda"])
-def test_a_dense_dtype_changes_a_pruned_model_after_the_choice(method: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "calib.txt").write_text(TEXT)
-    text = {"data": str(tmp_path / "calib.txt"), "samples": 4, "max_length": 64}
-    recipe = {"method": method, "skip": ["lm_head"], **({} if method == "magnitude" else {"calibration": text})}
+def test_a_dense_dtype_changes_a_pruned_model_after_the_choice(model: Path, calib: Path, tmp_path: Path) -> None:
+    text = {"data": str(calib), "samples": 4, "max_length": 64}
+    recipe = {"method": "wanda", "skip": ["lm_head"], "calibration": text}
     quantize(model, tmp_path / "f32", pruning_from_mapping(recipe))
     quantize(model, tmp_path / "bf16", pruning_from_mapping({**recipe, "dense_dtype": "bfloat16"}))
     before, after = Checkpoint(tmp_path / "f32"), Checkpoint(tmp_path / "bf16")
@@ -248,7 +235,7 @@ def test_an_untied_model_without_a_head_is_refused_by_its_flag(flag: bool | None
 def test_a_tilde_is_the_home_folder_everywhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "calib.txt").write_text(TEXT)
-    (tmp_path / "few.yaml").write_text(json.dumps(gptq("~/calib.txt")))
+    (tmp_path / "few.yaml").write_text(json.dumps(gptq("~/calib.txt", gptq={})))
     call("quantize", "~/model", "--recipe", "~/few.yaml", "--out=~/one")
     call("plan", "~/model", "--calib", "~/calib.txt:1", "--samples", 8, "--max-length", 64)
     quantkit.quantize("~/model", Path("~/two"), calib=["~/calib.txt"], samples=8, max_length=64, clip="none")
@@ -277,12 +264,3 @@ def test_tokens_without_an_embedding_are_noted_although_no_text_is_read(file: st
     (folder / file).write_text(json.dumps(stated))
     notices = quantkit.plan(folder, method="rtn", group_size=64).notices
     assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, notices))
-
-
-def test_a_packed_folder_with_two_bases_of_positions_is_not_packed_again(tmp_path: Path) -> None:
-    quantkit.quantize(families.write("llama", tmp_path / "m"), tmp_path / "packed", method="rtn", group_size=64)
-    config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    (tmp_path / "packed" / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
-    with pytest.raises(CheckpointError, match=r"rope_theta is 500\.0 and rope_parameters\.rope_theta is"):
-        pack(tmp_path / "packed", tmp_path / "out", "gptq")
-    assert not (tmp_path / "out").exists()

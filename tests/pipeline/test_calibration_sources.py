@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi
 
-from quantkit import api
 from quantkit.checkpoint.report import REPORT
-from quantkit.errors import RecipeError
 from quantkit.recipes.files import load
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
@@ -102,15 +100,3 @@ def test_without_a_hub_each_command_names_its_own_option(small_llama: Path, tmp_
         error = refused(command, small_llama, "--calib", "c4", out=tmp_path / "out")
         assert error == f"Error: c4: {says} --calib FILE\n"
     assert refused("eval", "ppl", small_llama) == f"Error: wikitext2: {says} --data FILE\n"
-
-
-def test_the_api_takes_one_source_or_many() -> None:
-    for calib, data in (("a.txt", "a.txt"), (["a.txt"], "a.txt"), (("a.txt:1", "b.txt:2"), ("a.txt:1", "b.txt:2"))):
-        assert api.build_recipe(calib=calib).calibration.data == data
-    assert api.build_recipe(calib=()).calibration.data == api.build_recipe("int4-gptq").calibration.data == "packaged"
-    assert "text_column" not in api.build_recipe().to_mapping()["calibration"]
-    found = api.build_recipe(text_column="body", split="test").to_mapping()["calibration"]
-    assert (found["text_column"], found["split"]) == ("body", "test")
-    for wrong in ({"data": []}, {"data": ["a", 7]}, {"text_column": 7}):
-        with pytest.raises(RecipeError, match="calibration"):
-            from_mapping({"calibration": wrong})

@@ -192,15 +192,6 @@ def test_tensors_of_another_layout_under_the_same_names(small_llama: Path, tmp_p
         assert LAST in error and words in error
 
 
-@pytest.mark.parametrize(("layout", "suffix"), [("gptq", "qweight"), ("marlin24", "B_24"), ("tcfpx", "scales")])
-def test_a_weight_without_the_tensor_that_marks_it(layout: str, suffix: str, small_llama: Path, tmp_path: Path) -> None:
-    scheme = {"gptq": "int4:g128", "marlin24": "int4:g128:24", "tcfpx": "fp6:channel"}[layout]
-    bad = folder(small_llama, tmp_path / "bad", layout, Schemes(Scheme.parse(scheme)), key=True)
-    change(bad, lambda found: found.pop(f"{LAST}.{suffix}"))
-    error = refused("pack", bad, "--layout", "compressed-tensors", out=tmp_path / "out")
-    assert f"{LAST}.{suffix} is missing: download it again" in error
-
-
 @pytest.mark.parametrize("out", ["", "."])
 def test_the_folder_that_it_runs_in_is_no_output(
     out: str, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

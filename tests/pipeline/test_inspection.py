@@ -203,18 +203,6 @@ def test_a_conversion_of_a_family_that_transformers_does_not_know(int4: Path, tm
     assert layout.NAME == "marlin"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
-def test_what_opening_says_of_experts_and_conv1d_is_true(family: str, tmp_path: Path) -> None:
-    model = write_model(family, tmp_path / "model")
-    report = quantkit.quantize(model, tmp_path / "out", method="rtn", layout="gptq", group_size=32)
-    assert report["opened_by"] == [OURS] and set(report["not_tried"]) == {THEIRS}
-    assert quantkit.load(tmp_path / "out", device="cpu")(torch.arange(8)[None]).logits.isfinite().all()
-    name = next(name for name in Checkpoint(tmp_path / "out").modules())
-    bad = edited(tmp_path / "out", tmp_path / "bad", lambda tensors: tensors.pop(f"{name}.qweight"))
-    with pytest.raises(CheckpointError, match="is missing"):
-        open_folder(bad, load_json(tmp_path / "out" / "config.json"), Checkpoint(model))
-
-
 def test_a_reader_that_refuses_is_not_on_the_card(tmp_path: Path) -> None:
     """Falcon's linears are a class of its own, which transformers' quantizer does not expect."""
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")

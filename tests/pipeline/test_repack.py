@@ -13,7 +13,6 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load
-from quantkit.errors import CheckpointError, LayoutError
 from quantkit.io.files import hash_of
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert
@@ -75,13 +74,6 @@ def test_the_damaged_weight_is_the_one_that_is_named(which: int, int4: Path, tmp
     shown = call("pack", tmp_path / "ct", "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1).stderr
     assert f"{modules[which]}.weight: codes or scales differ" in shown and len(shown.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["ct"]
-
-
-@pytest.mark.usefixtures("workers")
-def test_what_the_data_do_not_allow_is_said_as_ever(int4: Path, tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match=r"weight: .* quads have more than two values .* add --requantize"):
-        pack(int4, tmp_path / "out", "marlin24")
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("handlers", "workers")
@@ -158,25 +150,3 @@ def test_notices_come_in_the_order_of_the_weights(int4: Path, tmp_path: Path, mo
     pack(int4, tmp_path / "out", "gptq")
     found = [line for line in load(tmp_path / "out")["notices"] if line.startswith("found in")]
     assert found == [f"found in {module}" for module in modules]
-
-
-@pytest.mark.parametrize("batch", [1, 2**20], ids=["each alone", "both at once"])
-def test_an_unreadable_weight_is_named_in_its_turn(
-    batch: int, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One weight does not pack, the next cannot be read: the error names the first."""
-    monkeypatch.setattr(convert, "BATCH", batch)
-    call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
-    modules = Checkpoint(tmp_path / "ct").modules()
-    damage(tmp_path / "ct", f"{modules[0]}.weight_packed")
-    stored = Checkpoint.stored
-
-    def failing(self: Checkpoint, module: str) -> dict[str, torch.Tensor]:
-        if module == modules[1]:
-            raise CheckpointError("the second one cannot be read")
-        return stored(self, module)
-
-    monkeypatch.setattr(Checkpoint, "stored", failing)
-    with pytest.raises(CheckpointError, match=f"{modules[0]}.weight: codes or scales differ"):
-        pack(tmp_path / "ct", tmp_path / "out", "marlin")
-    assert [path.name for path in tmp_path.iterdir()] == ["ct"]

@@ -18,7 +18,7 @@ from quantkit.io.json_files import load_json
 from quantkit.models import block_runner
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
-from tests.calibration.runs import changed
+from tests.calibration.runs import QUICK, changed
 from tests.command_line import call, refused
 from tests.faults import Killed, faults
 from tests.folders import hashes
@@ -28,7 +28,6 @@ SHORT = ("--samples", 9, "--max-length", 64)
 AWARE = (*SHORT, "--set", "output_aware=true", "--set", "tune=2")
 #: Changes that make a model small, so that a run takes a second.
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-QUICK: dict[str, Any] = {"scheme": {"group_size": 32}, "clip": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,8 @@ def half(interrupted: Path, tmp_path: Path) -> Path:
 
 def aware(calib: Path, **changes: Any) -> Recipe:
     text = {"data": str(calib), "samples": 9, "max_length": 64}
-    return from_mapping({**QUICK, "calibration": text, "output_aware": True, "tune": 2, **changes})
+    asked = {**QUICK, "scheme": {"group_size": 32}, "calibration": text, "output_aware": True, "tune": 2}
+    return from_mapping({**asked, **changes})
 
 
 def at(operation: str, name: str) -> Callable[[str, Path], None]:

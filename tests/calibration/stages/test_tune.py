@@ -21,7 +21,7 @@ from quantkit.errors import NumericError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
-from tests.calibration.runs import digests, interrupted, resumed, short_sequences, small
+from tests.calibration.runs import QUICK, digests, interrupted, resumed, short_sequences, small
 from tests.tiny_models import write_model
 
 #: Changes that make a family's model smaller.
@@ -30,7 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "opt": {"num_hidden_layers": 1, "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
     "mixtral": {"num_hidden_layers": 1},
 }
-TUNED: dict[str, Any] = {"scheme": {"group_size": 32}, "clip": "none", "tune": 4}
+TUNED: dict[str, Any] = {**QUICK, "scheme": {"group_size": 32}, "tune": 4}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def facts_of(items: dict[str, Item]) -> list[dict[str, Any]]:
         ("llama", {"scheme": {"group_size": 32}, "signed": True, "gptq": {"descent": 1, "refit": True}}),
         ("opt", {"scheme": {"symmetric": False}, "clip": "none"}),
         ("gemma2", {"scheme": {"format": "fp6"}, "method": "gptq", "clip": "none"}),
-        ("mixtral", {"scheme": {"group_size": 32}, "clip": "none", "skip": ["lm_head", "k_proj"]}),
+        ("mixtral", {**QUICK, "scheme": {"group_size": 32}, "skip": ["lm_head", "k_proj"]}),
         ("llama", {"scheme": {"sparsity": "2:4"}, "clip": "none"}),
     ],
 )
