@@ -108,29 +108,10 @@ def test_a_value_that_was_not_stored_is_missed_only_if_it_is_used(between: Calla
     assert caught.value.number == 7
 
 
-def test_code_between_blocks_changes_the_stored_state_once() -> None:
-    blocks, forward = entered(Model())
-    found = blocks.run(forward, Pass(2, stored())).output
-    assert found is not None and torch.equal(found.hidden, HIDDEN + 2)  # 1 between the blocks, 1 in the block
-
-
 def test_a_block_that_is_never_called_is_told() -> None:
     blocks, forward = entered(Model(calls=2))
     with pytest.raises(NotReached):
         blocks.run(forward, Pass(2, stored()))
-
-
-@pytest.mark.parametrize("shape", [(1, 5, 2), (5, 1, 2), (3, 1, 5, 2)])
-def test_tokens_come_first_whatever_the_dimensions(shape: tuple[int, ...]) -> None:
-    entering = torch.randn(shape)
-    model = nn.ModuleList([nn.Identity(), nn.Identity()])
-    model[1].forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
-    blocks = Interception([*model])
-    found = blocks.run(lambda: model[0](entering), Pass(0, enters_only=True)).output
-    assert found is not None and len(found.hidden) == 5
-    again = blocks.run(lambda: model[1](model[0](entering)), Pass(1, found)).output
-    assert again is not None and torch.equal(again.hidden, found.hidden)
-    assert blocks.batch_comes_first == (len(shape) == 3 and shape[0] == 1)
 
 
 SHAPE = torch.Size((1, 4, 2))

@@ -18,7 +18,7 @@ RTN = {"method": "rtn", "clip": "none"}
 FILLED = "would open the output and fill with random values"
 
 
-@pytest.mark.parametrize(("family", "layout"), [("openai-gpt", "awq"), ("granitemoe", "humming"), ("dbrx", "awq")])
+@pytest.mark.parametrize(("family", "layout"), [("openai-gpt", "awq"), ("granitemoe", "humming")])
 def test_a_family_that_transformers_fills_gets_another_layout(family: str, layout: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
     model = families.write(family, tmp_path / "model")

@@ -11,10 +11,9 @@ import pytest
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.planning.survey import with_group_size
-from quantkit.progress import Event
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.command_line import RTN, call, refused
-from tests.promises.model import TEXT, write_model
+from tests.promises.model import write_model
 
 BLOCK = "model.layers.0."
 
@@ -94,24 +93,6 @@ def test_a_plan_that_will_not_be_is_not_printed(tmp_path: Path) -> None:
     for recipe in (("--recipe", "int4-rtn"), ("--group-size", 128, *RTN)):
         assert "--group-size 32" in refused("plan", model, *recipe)
         assert json.loads(call("plan", model, *recipe, "--json", code=1).stdout)["misfits"]
-
-
-def test_a_resumed_run_has_the_size_of_the_first(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "odd", hidden_size=96, num_hidden_layers=2)
-    (tmp_path / "text.txt").write_text(TEXT)
-    asked: dict[str, Any] = {"calib": tmp_path / "text.txt", "samples": 2, "max_length": 16}
-
-    def stops(event: Event) -> None:
-        if event.done == 1:
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        quantkit.quantize(model, tmp_path / "out", progress=stops, **asked)
-    made = quantkit.quantize(model, tmp_path / "out", resume=True, **asked)
-    assert made["recipe"]["scheme"]["group_size"] == 32
-    whole = quantkit.quantize(model, tmp_path / "whole", **asked)
-    for path in made.path.glob("*.safetensors"):
-        assert path.read_bytes() == (whole.path / path.name).read_bytes()
 
 
 def test_a_recipe_object_of_the_defaults_states_no_size(tmp_path: Path) -> None:

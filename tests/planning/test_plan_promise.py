@@ -93,19 +93,12 @@ BAD = {
     "skip in GPTQ": (unchanged, (*GPTQ, "--calib", "TEXT", "--skip", "layers.7.mlp.up_proj"), 2),
     "override": (unchanged, (*RTN, "--override", "v_prj=int4:g64"), 2),
     "override of what is skipped": (unchanged, (*RTN, "--skip", "v_proj", "--override", "v_proj=int4:g64"), 2),
-    "two patterns": (unchanged, (*RTN, "--skip", "a_proj", "--override", "b_proj=int4:g64"), 2),
     "everything skipped": (unchanged, (*RTN, "--skip", ".*"), 2),
     "misfits": (unchanged, (*RTN, "--layout", "marlin", "--group-size", 64), 1),
     "share": (unchanged, (*RTN, "--skip", "mlp.*"), 4),
     "device": (unchanged, (*RTN, "--device", "abacus"), 2),
     "no text": (unchanged, (*GPTQ, "--calib", "missing.txt"), 1),
-    "kind of text": (unchanged, (*GPTQ, "--calib", __file__), 1),
     "few documents": (unchanged, (*GPTQ, "--calib", "TEXT", "--samples", 100_000), 1),
-    "few tokens": (
-        unchanged,
-        (*GPTQ, "--calib", "TEXT", "--samples", 100_000, "--set", "calibration.lengths=fixed"),
-        1,
-    ),
     "tokenizer": (lacks_a_tokenizer, (*GPTQ, "--calib", "TEXT"), 1),
     "a link": (has_a_link, RTN, 1),
     "family": (is_of_family(model_type="abacus"), RTN, 1),
@@ -150,10 +143,7 @@ def test_what_helps_where_too_few_sequences_tune_helps_with_a_recipe_that_tunes(
         call(*words, *way)
 
 
-def test_a_pattern_without_effect_names_the_nearest_linears(small_llama: Path) -> None:
-    line = call("plan", small_llama, *RTN, "--skip", "dwn_proj", "-q", code=2).stderr
-    assert line.startswith("Error: skip 'dwn_proj' matches no linear: the nearest names are down_proj,")
-    assert len(line.splitlines()) == 1
+def test_a_pattern_without_effect_names_the_nearest_linears() -> None:
     names = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(3) for p in "qkvo"]
     assert nearest_names(r"model\.layers\.3\.self_attn\.q_proj", names)[0].endswith("self_attn.q_proj")
     assert nearest_names(".*attn.q_prj$", names)[0] == "self_attn.q_proj"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quantkit.core.units import format_percent, format_seconds
-from quantkit.reporting.charts import DARK, LIGHT, MARKS, ticks
+from quantkit.reporting.charts import ticks
 from quantkit.reporting.html import LISTED, WORST, page
 from quantkit.reporting.layer_errors import NO_CAUSE, bits, causes
 from tests.reporting.samples import HOSTILE, example, layer
@@ -136,14 +136,6 @@ def test_no_width_is_fixed_above_that_of_a_phone() -> None:
     boxes = [attrs for _, attrs, _ in found.elements if attrs.get("class") == "scroll"]
     assert wide and len(boxes) == len(wide), "a wide table scrolls in a box of its own"
     assert all(box["tabindex"] == "0" and box["aria-label"] for box in boxes)
-
-
-def test_light_and_dark_pages_have_a_colour_and_a_mark_for_each_series() -> None:
-    [style] = Page(page(model())).all("style")
-    light, _, dark = style.rpartition("@media (prefers-color-scheme: dark)")
-    for i in range(len(LIGHT)):
-        assert f".s{i}{{color:{LIGHT[i]}}}" in light and f".s{i}{{color:{DARK[i]}}}" in dark
-    assert len(set(LIGHT)) == len(set(DARK)) == len(set(MARKS)) == len(LIGHT) == len(DARK) == len(MARKS)
 
 
 def test_the_headline_shows_the_figures_of_the_report() -> None:
