@@ -149,7 +149,8 @@ def test_resuming_with_another_recipe_names_each_value_and_the_options_that_brin
         "--overwrite"
     )
     assert refusal(small_llama, out, recipe({"samples": 9}, scheme={"sparsity": "2:4"})) == (
-        "samples was 8 and is now 9, prune was none and is now 2:4: use --samples 8 and drop --prune, or use --overwrite"
+        "samples was 8 and is now 9, prune was none and is now 2:4: "
+        "use --samples 8 and drop --prune, or use --overwrite"
     )
     magnitude = pruning_from_mapping({"method": "magnitude"})
     assert refusal(small_llama, out, magnitude) == (
