@@ -22,11 +22,6 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 257,
     "max_position_embeddings": 512,
 }
-FAMILIES = {
-    "llama": LLAMA,
-    "qwen2 tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
-    "gpt_neox": {**LLAMA, "model_type": "gpt_neox"},
-}
 
 
 def tiny(**changes: Any) -> Outline:

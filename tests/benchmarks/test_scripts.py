@@ -45,12 +45,3 @@ def test_the_phases_of_a_run_add_up_and_nothing_is_left(tmp_path: Path, monkeypa
         assert float(total[key]) == pytest.approx(sum(float(row[key]) for row in each), rel=1e-4)
     assert float(by_name["solve"]["times_floor"]) > 0 < float(total["planned_ram"])
     assert not list((tmp_path / "work").iterdir())
-
-
-def test_an_estimate_grows_by_blocks_by_bytes_or_by_saved_blocks() -> None:
-    blocks = [{"forward": 5.0, "check": 7.0}, {"forward": 2.0, "save": 3.0}, {"forward": 2.0}, {"forward": 1.0}]
-    run = {"forward": 10.0, "check": 7.0, "open": 1.0, "save": 3.0}
-    found = {row["phase"]: row for row in quantize.phases(blocks, run, 10, 4.0, {"save": 2.0, "forward": 1.0}, 2)}
-    estimates = {name: row["estimate_all_blocks_s"] for name, row in found.items()}
-    assert estimates == {"forward": 22.0, "check": 28.0, "open": 1.0, "save": 12.0, "all": 63.0}
-    assert (found["save"]["block_s"], found["save"]["block_floor_s"]) == (1.5, 1.0)

@@ -46,19 +46,15 @@ def test_a_program_passes_by_its_tests_and_has_no_network(isolated: None) -> Non
         dials = DIALS.replace("PORT", str(server.getsockname()[1]))
         cases = [
             (HUMANEVAL, "\n    return x + x\n", False, True),
-            (HUMANEVAL, "\n    return 2 * x\n", False, True),
             (HUMANEVAL, "\n    return 4\n", False, False),
             (HUMANEVAL, "\n    exit(0)\n", False, False),
             (HUMANEVAL, "\n    while True: pass\n", False, False),
-            (HUMANEVAL, "Sure:\n```python\ndef double(x):\n    return x + x + 0 * 'a'\n```", True, False),
             (HUMANEVAL, "Sure:\n```python\ndef double(x):\n    return (pi, x + x)[1]\n```\nIt adds.", True, True),
-            (MBPP, "def count(n): return 1", False, True),
-            (MBPP, "```\ndef count(n): return 2\n```", True, False),
             (MBPP, f"```\n{COUNT}\nassert count(1) == 2\n```\nIts tests:\n```\n{TESTS}\n```", True, True),
             (MBPP, dials, False, False),
         ]
         made = [programs.program(row, text, chats) for row, text, chats, _ in cases]
-        assert programs.judged(made, 3.0) == [passes for *_, passes in cases]
+        assert programs.judged(made, 1.5) == [passes for *_, passes in cases]
         exec(made[-1], namespace := {})
         assert namespace["passes"](), "here it reaches the server"
 

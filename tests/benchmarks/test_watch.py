@@ -1,47 +1,14 @@
-"""The watch over engines: what it fetches of a wheel, which page it writes, and when it fails."""
+"""The watch over engines: which page it writes, and when it fails."""
 
 from __future__ import annotations
 
-import io
-import os
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.engines import watch
 
 PAGE = "before\n\n<!-- make engines -->\nold\n<!-- end -->\nbehind\n"
-
-
-def test_only_blocks_with_python_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as wheel:
-        wheel.writestr("vllm/__init__.py", "first = 1\n")
-        wheel.writestr("vllm/_C.abi3.so", os.urandom(8 * watch.Remote.BLOCK))
-        wheel.writestr("vllm-1.dist-info/METADATA", "Name: vllm\n")
-    asked: list[str] = []
-
-    class Answer(io.BytesIO):
-        headers = {"Content-Length": str(len(data.getvalue()))}  # noqa: RUF012
-
-    def answer(request: Any) -> Answer:
-        if request.get_method() == "HEAD":
-            return Answer()
-        asked.append(span := request.get_header("Range").removeprefix("bytes="))
-        first, last = map(int, span.split("-"))
-        return Answer(data.getvalue()[first : last + 1])
-
-    monkeypatch.setattr(watch, "urlopen", answer)
-    monkeypatch.setattr(watch, "PLACE", tmp_path)
-    monkeypatch.setattr(watch, "pip", lambda *options: "")
-    place = watch.fetched("vllm", {"metadata": {"version": "1"}, "download_info": {"url": "http://x/vllm.whl"}})
-    assert {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} == {
-        "vllm/__init__.py",
-        "vllm-1.dist-info/METADATA",
-    }
-    assert (place / "vllm/__init__.py").read_text() == "first = 1\n" and len(asked) == len(set(asked)) == 2
 
 
 @pytest.mark.parametrize(("ran", "wrong", "code"), [(9, [], 0), (9, ["loads"], 1), (0, [], 1)])
