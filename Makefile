@@ -5,7 +5,7 @@
 #   make fast   the quick ones of them, under a minute
 #   make lint   ruff, mypy and import-linter
 #   make check  lint and test
-#   make reliability  the attacks of docs/reliability.md, section 4, under ten minutes on two cores; reliability-nightly: all of them
+#   make reliability  the attacks of docs/reliability.md, section 4, under three minutes on two cores; reliability-nightly: all of them
 #   make docs   write the generated pages
 #   make site   build the pages into build/site, which a browser opens and searches without a server
 #   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (benchmarks/census/engine.py)

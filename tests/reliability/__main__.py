@@ -54,12 +54,12 @@ def versions() -> dict[str, str]:
     }
 
 
-def attempt(family: Family, column: str, seed: int, folder: str) -> dict[str, Any]:
+def attempt(family: Family, column: str, seed: int, folder: Path) -> dict[str, Any]:
     """Run a family in a process of its own, so that a crash or a hang ends this family alone."""
-    result = Path(folder) / f"{family.id}.json"
+    result = folder / f"{family.id}.json"
     said_in = result.with_suffix(".txt")
     said_in.touch()
-    process = PROCESSES.Process(target=alone, args=(family.id, column, seed, result, said_in, scratch()))
+    process = PROCESSES.Process(target=alone, args=(family.id, column, seed, folder, result, said_in))
     process.start()
     process.join(LIMIT[column])
     if process.is_alive():
@@ -71,7 +71,7 @@ def attempt(family: Family, column: str, seed: int, folder: str) -> dict[str, An
     if result.exists():
         found: dict[str, Any] = json.loads(result.read_text())
         return found
-    broken = Run(column, family.least(column), seed, Path(folder))
+    broken = Run(column, family.least(column), seed, folder, folder)
     broken.fail(family.id, said)
     return entry(family, broken, 0.0)
 
@@ -104,8 +104,8 @@ def main() -> int:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     os.environ |= {name: os.environ.get(name, word) for name, word in THREADS.items()}
     PROCESSES.set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        running = {pool.submit(attempt, known[name], column, seed, folder): name for name in chosen}
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {pool.submit(attempt, known[name], column, seed, Path(folder)): name for name in chosen}
         for done in as_completed(running):
             name = running[done]
             result["families"][name] = found = {**done.result(), "versions": here}

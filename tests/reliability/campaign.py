@@ -28,13 +28,14 @@ KEPT = 20
 class Run:
     """One run of a family: its least number of cases, its random numbers, its scratch folder, and what it found.
 
-    `facts` are figures that the family measured. They go into the result.
+    All families of a campaign have `shared`. `facts` are figures that the family measured. They go into the result.
     """
 
     column: str
     least: int
     seed: int
     folder: Path
+    shared: Path
     cases: int = 0
     failures: int = 0
     failed: list[str] = field(default_factory=list)
@@ -96,9 +97,9 @@ def families() -> dict[str, Family]:
     return found
 
 
-def run(family: Family, column: str, seed: int, folder: Path) -> dict[str, Any]:
+def run(family: Family, column: str, seed: int, folder: Path, shared: Path) -> dict[str, Any]:
     """Run one family in this process; returns its entry of reliability.json."""
-    found = Run(column, family.least(column), seed, folder)
+    found = Run(column, family.least(column), seed, folder, shared)
     began = time.monotonic()
     try:
         family.attack(found)
@@ -107,13 +108,13 @@ def run(family: Family, column: str, seed: int, folder: Path) -> dict[str, Any]:
     return entry(family, found, time.monotonic() - began)
 
 
-def alone(name: str, column: str, seed: int, result: Path, said: Path, scratch: str | None) -> None:
+def alone(name: str, column: str, seed: int, shared: Path, result: Path, said: Path) -> None:
     """Run one family in a process that is its own: its entry goes into `result`, what it prints into `said`."""
     with said.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        found = run(families()[name], column, seed, Path(folder))
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        found = run(families()[name], column, seed, Path(folder), shared)
     result.write_text(json.dumps(found))
 
 

@@ -43,7 +43,7 @@ ERRORS = {
 
 def attempts(found: Run, *names: str) -> list[Job]:
     """Return the jobs that a family disturbs, and state their operations."""
-    known = Jobs(found.folder)
+    known = Jobs(found)
     made = [known[name] for name in names]
     found.facts["operations"] = {job.name: job.operations for job in made}
     return made
@@ -82,7 +82,7 @@ def full(found: Run) -> None:
             says = re.escape(str(out.parent)), r"no space left \([\d,]+ more bytes needed, [\d,]{1,6} free\)"
             survives(job, ended, out, found.folder, *says)
     for job, share in chosen(found, list(product((solved, packed), range(5, 125, 5))), 2, "size"):
-        size = sum(path.stat().st_size for path in (found.folder / f"{job.name}-reference").iterdir())
+        size = sum(path.stat().st_size for path in job.reference.iterdir())
         with disk(found, f"{job.name}: disk of {share} % of the output", f"{share * size // 100}") as out:
             small(found, job, out, f"{TOO_SMALL}|{ERRORS[errno.ENOSPC]}", share > 95)
     for inodes in chosen(found, list(range(2, 30)), 2, "inodes"):
@@ -148,7 +148,7 @@ def refusing(found: Run) -> None:
     ]
     for error, job, k in chosen(found, steps, 12, "error"):
         injected(found, job, error, k, once=k % 2 == 0)
-    largest = max(path.stat().st_size for path in (found.folder / "calibrated-reference").iterdir())
+    largest = max(path.stat().st_size for path in solved.reference.iterdir())
     found.facts["largest file"] = largest
     limits = list(product(range(2048, largest + 8192, 8192), (True, False)))
     for limit, ignored in chosen(found, limits, 8, "limit"):

@@ -249,6 +249,6 @@ FAMILIES = [
         "H4", "a flipped bit of an output, by verify, inspect --check and load", (200, 10_000, 10_000), attack_outputs
     ),
     Family(
-        "H5", "changed configs, indexes, tokenizers, recipes, journals, proofs", (2_000, 100_000, 10**6), attack_texts
+        "H5", "changed configs, indexes, tokenizers, recipes, journals, proofs", (1_000, 100_000, 10**6), attack_texts
     ),
 ]

@@ -223,14 +223,11 @@ class Evil:
 
 PICKLE = pickle.dumps(Evil())
 CODE = "import os\nos.system('touch pwned')\nclass Model: pass\nclass Tokenizer: pass\n"
-#: Names of a shard that are refused, a blank between two.
-NAMES = rf"../x.safetensors a/../../x.safetensors /etc/passwd //host/x.safetensors C:\x.safetensors ~ . {FIRST}/"
-LONG, COMPOSED = "x" * 4097 + ".safetensors", "e\u0301.safetensors"
 #: The cases of RELIABILITY 2, with whether a folder is refused (None: by some commands).
 FOLDERS: dict[str, tuple[Change, bool | None]] = {
     **{
-        f"a shard named {name[:20]!r}": (renamed(name), True)
-        for name in (*NAMES.split(), "", f"{FIRST}\0", f"{FIRST}\n", FIRST.upper(), LONG, COMPOSED)
+        f"a shard named {name!r}": (renamed(name), True)  # the others are in tests/io/test_model_folder.py
+        for name in ("../x.safetensors", "/etc/passwd", f"{FIRST}\0")
     },
     "a link to outside": (in_place_of(lambda path, outside: path.symlink_to(outside)), True),
     "a chain of links to outside": (in_place_of(linked), True),
@@ -298,8 +295,10 @@ EVALUATE = "eval ppl {model} --data {text} --window 64 --tokens 256"
 
 
 def attack_folders(found: Run) -> None:
+    lines = (INSPECT, "quantize {model} --method rtn -o {out}", EVALUATE)
+    if found.column != "pr":  # it reads what `quantize` reads before its work
+        lines += (PLAN,)
     for name, (change, refused) in FOLDERS.items():
-        lines = (INSPECT, PLAN, "quantize {model} --method rtn -o {out}", EVALUATE)
         attacked(found, name, change, lines, refused)
     with found.case("a shard that is replaced during the run"):
         model, out = samples.model(found.folder / "replaced", 1), found.folder / "out"
@@ -476,7 +475,7 @@ def tree(folder: Path) -> dict[str, Any]:
 
 
 FAMILIES = [
-    Family("P1", "hostile indexes and folders, with every open() watched", (40, 40, 40), attack_folders),
+    Family("P1", "hostile indexes and folders, with every open() watched", (30, 30, 30), attack_folders),
     Family(
         "P2", "folders that try to run code, with every import, exec and socket watched", (30, 30, 30), attack_with_code
     ),

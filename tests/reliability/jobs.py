@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import pickle
 import re
 import shutil
 import sys
@@ -26,13 +28,14 @@ Hook = Callable[[str, Path], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A command without its output folder, and what an undisturbed run writes and takes.
+    """A command without its output folder, and what an undisturbed run writes, into `reference`, and takes.
 
     `operations` are those on the disk, `commits` the lines of its journal, `events` those of Python's audit.
     """
 
     name: str
     words: tuple[object, ...]
+    reference: Path
     files: dict[str, str]
     report: object
     operations: int
@@ -49,11 +52,11 @@ class Job:
 
 
 class Jobs(dict[str, Job]):
-    """The jobs of a model of some blocks; each runs once when it is first asked for."""
+    """The jobs of a model of some blocks; each runs once for all families, when one of them first asks for it."""
 
-    def __init__(self, folder: Path, blocks: int = 2) -> None:
-        self.folder = folder
-        self.source, self.text = samples.model(folder / "source", blocks), samples.text(folder / "calib.txt")
+    def __init__(self, found: Run, blocks: int = 2) -> None:
+        self.folder = folder = found.shared / f"{blocks} blocks"
+        self.source, self.text = folder / "source", folder / "calib.txt"
         text = ("--calib", self.text, *samples.SHORT)
         rounding, packed = ("quantize", self.source, "--method", "rtn", "-q"), folder / "packed"
         self.lines: dict[str, tuple[object, ...]] = {
@@ -64,9 +67,29 @@ class Jobs(dict[str, Job]):
             "mapped": ("quantize", self.source, "--act-budget", "1KB", *text),
             "pack": ("pack", packed, "--layout", "marlin", "-q"),
         }
-        samples.quantkit(folder, *rounding, "-o", packed)
+        folder.mkdir(exist_ok=True)
+        with self.alone():
+            if not packed.exists():
+                samples.model(self.source, blocks)
+                samples.text(self.text)
+                samples.quantkit(folder, *rounding, "-o", packed)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other family make a job in the block."""
+        with (self.folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def __missing__(self, name: str) -> Job:
+        known = self.folder / f"{name}.pickle"
+        with self.alone():
+            if not known.exists():
+                known.write_bytes(pickle.dumps(self.undisturbed(name)))
+        self[name] = pickle.loads(known.read_bytes())
+        return self[name]
+
+    def undisturbed(self, name: str) -> Job:
         words, out, counted = self.lines[name], self.folder / f"{name}-reference", self.folder / "counted.json"
         seen = [0, 0, 0]
 
@@ -88,8 +111,7 @@ class Jobs(dict[str, Job]):
         ended = run(work, self.folder)
         assert ended.code == 0, ended.stderr
         stated = samples.digests(out), samples.report(out), *json.loads(counted.read_text())
-        self[name] = Job(name, words, *stated, ended.seconds)
-        return self[name]
+        return Job(name, words, out, *stated, ended.seconds)
 
 
 def is_commit(what: str, path: Path) -> bool:

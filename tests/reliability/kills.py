@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment continue to the same bytes, or left nothing (K1 to K5)."""
+"""Runs that are killed at any moment continue to the same bytes, or left nothing (K1 to K4)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import quantkit
 from quantkit.calibration import budget, loop
-from quantkit.calibration.activations import Activations
-from quantkit.checkpoint import writer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.io import files
 from quantkit.io.staging import JOURNAL, read_journal
 from tests.faults import Killed, faults, killer
 from tests.reliability import power, samples
@@ -37,10 +31,10 @@ WORK = ("lock", JOURNAL, "activations-")
 NAMES = ("calibrated", "fp6", "pruned", "rounded", "mapped")
 
 
-def jobs(folder: Path) -> Jobs:
+def jobs(found: Run) -> Jobs:
     """Write a model of four blocks, whose streamed runs commit several times."""
     loop.COMMIT_BYTES = COMMIT_BYTES
-    return Jobs(folder, 4)
+    return Jobs(found, 4)
 
 
 def everything(out: Path) -> dict[str, str]:
@@ -152,7 +146,7 @@ def killed(found: Run, key: str, job: Job, case: str) -> Iterator[Path]:
 
 def attack_at_random_instants(found: Run) -> None:
     """Kill at a random time, or at a random event of Python's audit."""
-    known = jobs(found.folder)
+    known = jobs(found)
     states = {"nothing": 0, "partial": 0, "complete": 0}
     for i, rng in found.draws("K1"):
         job, timed, share = known[rng.choice(("calibrated", *NAMES))], rng.random() < 0.5, rng.random()
@@ -175,7 +169,7 @@ def attack_at_random_instants(found: Run) -> None:
 
 def attack_at_every_operation(found: Run) -> None:
     """Kill before each operation, and after the last: before an operation is after the one before it."""
-    known = jobs(found.folder)
+    known = jobs(found)
     names = {"pr": NAMES, "nightly": NAMES[:1]}.get(found.column, NAMES[:3])
     found.facts["operations"] = {name: known[name].operations for name in names}
     instants = [(known[name], k) for name in names for k in range(1, known[name].operations + 2)]
@@ -193,7 +187,7 @@ def attack_with_power_cuts(found: Run) -> None:
 
     Two instants may leave the same folder. Then it is continued once, and counts for both.
     """
-    known = jobs(found.folder)
+    known = jobs(found)
     names = NAMES[:1] if found.column == "nightly" else NAMES
     kept: dict[str, str] = {}
     for name in names:
@@ -287,7 +281,7 @@ def power_cuts(found: Run, job: Job, first: int | None) -> Iterator[tuple[str, s
 
 def attack_again_and_again(found: Run) -> None:
     """Kill a run and the runs that continue it; no commit is lost on the way."""
-    known = jobs(found.folder)
+    known = jobs(found)
     kills = 0
     for i, rng in found.draws("K4"):
         job, lines = known[rng.choice(NAMES)], 0
@@ -312,104 +306,6 @@ def attack_again_and_again(found: Run) -> None:
     found.facts["kills"] = kills
 
 
-#: The most that journal and snapshots may take of a run, and the seconds of a core until a resumed run computes; its
-#: imports do not count, and hashing, at 1 GB/s, comes on top.
-JOURNAL_SHARE, RESUME_SECONDS = 0.03, 5
-#: The model whose run is long enough to be measured.
-LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 8}
-
-
-def clocked(work: Work, noted: Path) -> Work:
-    """Return work that notes its seconds, and those in the journal and in snapshots of activations."""
-    spent: list[float] = []
-
-    def clock(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*values: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return function(*values)
-            finally:
-                spent.append(time.monotonic() - began)
-
-        return call
-
-    def timed() -> int | None:
-        began = time.monotonic()
-        journal = patch.object(writer, "append_journal", clock(writer.append_journal))
-        with journal, patch.object(files, "save_tensor", clock(files.save_tensor)), suppress(SystemExit):
-            work()
-        noted.write_text(json.dumps([time.monotonic() - began, sum(spent)]))
-        return 0
-
-    return timed
-
-
-def until_it_computes(work: Work, noted: Path) -> Work:
-    """Return work that ends with code 9 when it has loaded activations, and notes its seconds of a core."""
-    load = Activations.load
-
-    def loaded(*values: Any) -> None:
-        load(*values)
-        noted.write_text(f"{time.process_time()}")
-        os._exit(9)
-
-    def stopped() -> int | None:
-        with patch.object(Activations, "load", loaded):
-            return work()
-
-    return stopped
-
-
-def measure_costs(found: Run) -> None:
-    """Measure, on a disk, what commits cost and what a kill costs; each figure is a case."""
-    with tempfile.TemporaryDirectory() as name:
-        costs(found, Path(name))
-
-
-def costs(found: Run, folder: Path) -> None:
-    source, words = samples.model(folder / "source", 3, **LARGER), samples.text(folder / "calib.txt")
-    line: tuple[object, ...] = ("quantize", source, "--calib", words, "--samples", 16, "--max-length", 256, "-q")
-    noted, share, out = folder / "noted", 1.0, folder / "cut" / "out"
-    for _ in range(3):  # a disk that others use too makes a run slower, never quicker
-        ended = run(clocked(command(*line, "-o", folder / "whole", "--overwrite"), noted), folder)
-        assert ended.code == 0 and (folder / "whole").exists(), ended.stderr
-        seconds, spent = json.loads(noted.read_text())
-        share = min(share, spent / seconds)
-        if share <= JOURNAL_SHARE:
-            break
-    found.facts |= {"seconds of a run": round(seconds, 2), "journal and snapshots, share of the run": round(share, 4)}
-    with found.case("the journal's share of a run"):
-        assert share <= JOURNAL_SHARE, f"{share:.1%} of the run"
-    out.parent.mkdir()
-    with found.case("work lost by a kill within the third block"):
-        found.facts["blocks committed when the third was killed"] = blocks = killed_in_block(folder, line, out, 3) - 1
-        assert blocks >= 2, f"only {blocks} blocks are left of 2 finished ones"
-    with found.case("a resumed run starts"):
-        hashed = sum(path.stat().st_size for place in (partial_of(out), source) if place for path in place.iterdir())
-        ended = run(until_it_computes(command(*line, "-o", out, "--resume"), noted), folder)
-        assert ended.code == 9, ended.stderr
-        found.facts["seconds of a core until a resumed run computes"] = seconds = round(float(noted.read_text()), 2)
-        found.facts["bytes that it hashes"] = hashed
-        assert seconds <= RESUME_SECONDS + hashed / 1e9, f"{seconds:.1f} seconds"
-    with found.case("a resumed run gives the same bytes"):
-        samples.quantkit(folder, *line, "-o", out, "--resume")
-        assert samples.digests(out) == samples.digests(folder / "whole")
-
-
-def killed_in_block(folder: Path, line: tuple[object, ...], out: Path, block: int) -> int:
-    """Kill a run when it opens the file of a block; returns the lines of the journal."""
-
-    def hook(operation: str, path: Path) -> None:
-        # The first file has the tensors outside the blocks.
-        if operation == "open" and path.name == f"model-{block + 1:05}.safetensors":
-            die()
-
-    ended = run(hooked(command(*line, "-o", out), hook), folder)
-    partial = partial_of(out)
-    assert ended.code == -signal.SIGKILL and partial is not None, ended.stderr
-    return len(read_journal(partial / JOURNAL))
-
-
 FAMILIES = [
     Family(
         "K1", "runs killed at a random instant continue to the same bytes", (10, 200, 1000), attack_at_random_instants
@@ -417,5 +313,4 @@ FAMILIES = [
     Family("K2", "runs killed before and after each operation on the disk", (16, 200, 500), attack_at_every_operation),
     Family("K3", "power cuts that lose, tear or reorder unsynced writes", (0, 600, 3000), attack_with_power_cuts),
     Family("K4", "second and third kills during the resume", (3, 50, 200), attack_again_and_again),
-    Family("K5", "what commits and a resume cost", (1, 1, 1), measure_costs),
 ]

@@ -183,7 +183,7 @@ def without_memory(found: Run) -> None:
     A process that gets not one more page is not tried: there Python's `Thread.start` waits for ever for a thread that
     has died before it began, in transformers' own pool.
     """
-    known = Jobs(found.folder)
+    known = Jobs(found)
     made = known["rounded"], known["calibrated"]
     record, out = found.folder / "allocations", found.folder / "out"
     steps: list[tuple[Job, int]] = []
@@ -195,12 +195,12 @@ def without_memory(found: Run) -> None:
         steps += [(job, k) for k in range(1, count + 1)]
     if found.column == "nightly":
         steps = steps[:: math.ceil(len(steps) / MOST)]
-    for job, k in chosen(found, steps, 12, "allocation"):
+    for job, k in chosen(found, steps, 8, "allocation"):
         with case(found, f"{job.name}: allocation {k}", out):
             ended = run(refusing(job.line(out), k, record), found.folder)
             survives(job, ended, out, found.folder, "(?i)memory")
     moments = [(job, k) for job in made for k in range(1, job.operations, 4)]
-    limits = chosen(found, list(product(moments, (MIB // 4, MIB, 16 * MIB))), 10, "limit")
+    limits = chosen(found, list(product(moments, (MIB // 4, MIB, 16 * MIB))), 8, "limit")
     completed = 0
     for (job, k), more in limits:
         with case(found, f"{job.name}: {more} bytes from operation {k}", out):
@@ -255,6 +255,6 @@ def streaming(found: Run) -> None:
 FAMILIES: list[Family] = [
     Family("M1", "memory of 1.10 times the peak that plan states suffices", (3, 12, 12), sufficient),
     Family("M2", "half of it is refused at once, by plan and by quantize", (3, 12, 12), insufficient),
-    Family("M3", "memory that is refused ends a run in one line, or changes no byte", (20, 300, 500), without_memory),
+    Family("M3", "memory that is refused ends a run in one line, or changes no byte", (16, 300, 500), without_memory),
     Family("M4", "a checkpoint of 8 GB streams through a few tensors' memory", (0, 1, 1), streaming),
 ]

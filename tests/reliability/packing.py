@@ -1,26 +1,17 @@
-"""The laws of packing, and faults planted for verify to find (B1, B2)."""
+"""The laws of packing (B1)."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.errors import LayoutError, QuantkitError
-from quantkit.evaluation.verify import verify
+from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.schemes import Schemes
 from tests.layouts.laws import UNITS, obeys, same_bytes
-from tests.layouts.samples import HELD, record, write_folder
-from tests.reliability import samples
+from tests.layouts.samples import HELD, record
 from tests.reliability.campaign import Family, Run
 
 #: Nibbles of each packed tensor that B1 changes, one after the other.
@@ -103,118 +94,6 @@ def changed_nibbles(layout: str, q: QuantizedTensor, rng: random.Random) -> None
     assert LAYOUTS[layout].unpack(packed, q.scheme).equal(q)
 
 
-def one_code(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    codes, zero = q.codes.clone(), q.scheme.format.zero_code
-    row, column = rng.choice((codes != zero).nonzero().tolist())
-    codes[row, column] = rng.choice(sorted({*range(2**q.scheme.format.bits)} - {int(codes[row, column]), zero}))
-    return replace(q, codes=codes)
-
-
-def tile_turned(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    """Transpose a tile of codes; one of 2:4 is only turned upside down."""
-    codes = q.codes.clone()
-    row, column = (16 * rng.randrange(size // 16) for size in q.shape)
-    tile = codes[row : row + 16, column : column + 16]
-    tile.copy_(tile.flip(0) if q.scheme.sparsity is not None else tile.T.clone())
-    return replace(q, codes=codes)
-
-
-def one_scale(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    scales = q.scales.clone()
-    scales.view(-1)[rng.randrange(scales.numel())] *= 2
-    return replace(q, scales=scales)
-
-
-def groups_off_by_one(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    return replace(q, scales=q.scales.view(-1).roll(1).view(q.scales.shape))
-
-
-def zeros_shifted(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
-    return q if q.zeros is None else replace(q, zeros=(q.zeros % 15) + 1)
-
-
-#: Changes of a record, and of the tensors of a folder.
-RECORD_FAULTS = (one_code, tile_turned, one_scale, groups_off_by_one, zeros_shifted)
-TENSOR_FAULTS = ("exchanged", "a bit of a dense tensor", "a byte of a packed tensor")
-#: Tensors of one shape that are exchanged, packed or dense.
-PAIRS = (("q_proj", "k_proj"), ("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm"))
-
-
-def planted(folder: Path, rng: random.Random) -> str:
-    """Plant a fault as a careful attacker would: nothing in the folder states a hash; returns what it is."""
-    path = folder / "model.safetensors"
-    src, tensors = Checkpoint(folder), load_file(path)
-    module = rng.choice(src.modules())
-    fault = rng.choice((*RECORD_FAULTS, *TENSOR_FAULTS))
-    packed = {name for each in src.modules() for name in src.parts(each).values()}
-    if fault == "exchanged":
-        a, b = rng.choice(PAIRS)
-        for name in [name for name in tensors if f".{a}." in name]:
-            tensors[name], tensors[name.replace(a, b)] = tensors[name.replace(a, b)], tensors[name]
-        module = f"{a} and {b}"
-    elif isinstance(fault, str):
-        module = rng.choice([name for name in tensors if (name in packed) == ("packed" in fault)])
-        data = tensors[module].contiguous().view(-1).view(torch.uint8).clone()
-        data[rng.randrange(data.numel())] ^= 1 << rng.randrange(8) if "bit" in fault else rng.randrange(1, 256)
-        tensors[module] = data.view(tensors[module].dtype).view(tensors[module].shape)
-    else:
-        q = src.quantized(module)
-        other = fault(q, rng)
-        if other.equal(q):  # two equal scales, a symmetric tile, or no zeros
-            other = one_code(q, rng)
-        assert src.layout is not None
-        tensors |= {f"{module}.{suffix}": t.contiguous() for suffix, t in src.layout.pack(other).items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    return f"{fault if isinstance(fault, str) else fault.__name__}: {module}"
-
-
-def attack_verify(found: Run) -> None:
-    source = samples.model(found.folder / "source", blocks=1, dtype="float16")
-    good: list[Path] = []
-    alarms = {"pr": 20, "nightly": 500, "release": 500}[found.column]
-    cases = [(layout, label) for layout, (labels, _) in HELD.items() for label in labels]
-    for i in range(alarms):
-        rng = found.random("B2 good", i)
-        layout, label = cases[i % len(cases)]
-        folder = written(source, found.folder / f"good {i}", layout, label, rng)
-        with found.case(f"good: {layout} {label}"):
-            alone, beside = verify(folder, device="cpu", unsealed=True), verify(folder, against=folder, device="cpu")
-            assert alone.ok and not alone.checked and beside.ok and beside.checked, (alone.failures, beside.failures)
-        if len(good) < len(cases):
-            good.append(folder)
-        else:
-            shutil.rmtree(folder)
-    unreadable = 0
-    for i, rng in found.draws("B2"):
-        reference = rng.choice(good)
-        folder = shutil.copytree(reference, found.folder / "broken")
-        what = planted(folder, rng)
-        with found.case(f"case {i}: {what}, {json.loads((folder / 'config.json').read_text())['quantization_config']}"):
-            try:
-                assert not verify(folder, against=reference, device="cpu").ok, "passed"
-            except QuantkitError as error:
-                assert "\n" not in str(error)
-                unreadable += 1
-            if i % 25 == 0:
-                samples.quantkit(found.folder, "verify", folder, "--against", reference, "-q", code=None)
-        shutil.rmtree(folder)
-    found.facts = {"good_checkpoints": alarms, "planted_faults": found.least, "of_them_unreadable": unreadable}
-
-
-def written(source: Path, folder: Path, layout: str, label: str, rng: random.Random) -> Path:
-    """Write random codes and scales in a layout, without a report and without digests."""
-    records = write_folder(source, folder, layout, Schemes(Scheme.parse(label), ignore=("lm_head",)))
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for module, q in records.items():  # of its own seed
-        other = record(q.scheme, *q.shape, seed=rng.getrandbits(32), lowest_zero=1)
-        q = replace(q, codes=other.codes, zeros=other.zeros)
-        tensors |= {f"{module}.{suffix}": t.contiguous() for suffix, t in LAYOUTS[layout].pack(q).items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    return folder
-
-
 FAMILIES = [
     Family("B1", "the laws of packing on random shapes, and changed nibbles", (500, 50_000, 50_000), attack_laws),
-    Family("B2", "faults planted for verify, and good checkpoints", (50, 200, 200), attack_verify),
 ]

@@ -44,7 +44,7 @@ ROUNDED = {
 }
 #: These may depend on the number of threads, by the model's forward alone (docs/reliability.md 1.4).
 CALIBRATED = {
-    "gptq": ("quantize", "{model}", "--calib", "{text}", *map(str, samples.SHORT)),
+    "gptq": ("quantize", "{model}", "--calib", "{text}", *map(str, samples.FEW), "--set", "clip=none"),
     "thin": ("prune", "{model}", "--calib", "{text}", *map(str, samples.FEW)),
 }
 

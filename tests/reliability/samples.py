@@ -29,9 +29,9 @@ def text(path: Path) -> Path:
     return path
 
 
-#: A short calibration, and one without the search of scales, which is half of such a run and writes nothing.
+#: A short calibration, and one without the search of scales and the descent, most of such a run, which write nothing.
 FEW = ("--samples", 4, "--max-length", 64, "-q")
-SHORT = (*FEW, "--set", "clip=none")
+SHORT = (*FEW, "--set", "clip=none", "--set", "gptq.descent=0")
 
 
 def calibrated(source: Path, words: Path, out: Path | str, *options: object) -> tuple[object, ...]:

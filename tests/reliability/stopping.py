@@ -46,7 +46,7 @@ def to_nobody(work: Work) -> Work:
 
 
 def attack_with_signals(found: Run) -> None:
-    folder, known = found.folder, Jobs(found.folder)
+    folder, known = found.folder, Jobs(found)
     for i, rng in found.draws("S1"):
         job = known[rng.choice(("calibrated", "calibrated", "rounded", "pruned", "pack"))]
         how, out = rng.choice((*SIGNALS, "twice", "pipe", "eval")), folder / f"out{i}"
@@ -105,12 +105,13 @@ def appears(path: Path) -> None:
 
 
 def attack_with_two_runs(found: Run) -> None:
-    folder, known = found.folder, Jobs(found.folder)
+    folder, known = found.folder, Jobs(found)
     job = known["calibrated"]
     (folder / "other").symlink_to(folder)
+    (folder / "below").mkdir()
     for i, rng in found.draws("S2"):
         out, go, held = folder / f"out{i}", folder / f"go{i}", folder / f"held{i}"
-        other = rng.choice((out, folder / "other" / out.name, folder / "." / "packed" / ".." / out.name))
+        other = rng.choice((out, folder / "other" / out.name, folder / "." / "below" / ".." / out.name))
         second = (known["pack"] if rng.random() < 0.5 else job).line(other) + rng.choice(((), ("--overwrite",)))
         dies = rng.random() < 0.4
 

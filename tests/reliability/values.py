@@ -1,19 +1,18 @@
 """Odd numbers, odd Hessians and odd scales have the result that is written down (N1 to N3).
 
-tests/algorithms has the odd inputs of a solver. Here every method meets odd weights, shapes, Hessians and folders.
+tests/algorithms has the odd weights and shapes of a solver. Here folders with them go through whole commands, and every
+method meets random Hessians and all scales.
 """
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,12 +31,9 @@ from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.algorithms.inputs import loss
 from tests.reliability.campaign import Family, Run
-from tests.reliability.samples import calibrated, model, one_line, quantkit, refused, text
+from tests.reliability.samples import calibrated, model, one_line, quantkit, text
 
-N = K = 256
 SMALLEST_NORMAL = 2.0**-14  # of float16
-#: The largest step of a format relative to the largest magnitude of a group.
-STEP = {"int4": 2 / 15, "fp6": 4 / 28, "fp5": 8 / 24, "fp6-e2m3": 0.5 / 7.5, "fp5-e2m2": 1 / 7}
 
 
 @dataclass(frozen=True)
@@ -74,13 +70,13 @@ class Method:
         """Whether codes come from the unrounded scale, by the published rule of FP6 and FP5."""
         return self.scheme.format.is_float and not self.solved
 
-    def quantize(self, weight: Tensor, tokens: Tensor | None = None) -> tuple[QuantizedTensor, dict[str, Any]]:
+    def quantize(self, weight: Tensor, tokens: Tensor) -> tuple[QuantizedTensor, dict[str, Any]]:
         """Quantize one linear as a run does; `tokens` `[t, k]` calibrate it."""
         if not self.solved:
             item = solve_uncalibrated("w", weight, self.scheme, self.recipe)
         else:
             hessian = Hessian(weight.shape[1], "cpu")
-            hessian.add(ordinary(weight.shape[1]) if tokens is None else tokens)
+            hessian.add(tokens)
             (item,) = solve({"w": weight}, {"w": self.scheme}, hessian, self.recipe, Progress(quiet=True))
         assert isinstance(item.value, QuantizedTensor) and item.facts is not None
         return item.value, item.facts
@@ -113,200 +109,25 @@ def gauss(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@functools.cache
 def ordinary(k: int, tokens: int = 1024, seed: int = 1) -> Tensor:
     """Return tokens `[t, k]` whose channels correlate and differ in size."""
     mix = gauss(k, k, seed=seed + 1) / k**0.5 + 0.3
     return gauss(tokens, k, seed=seed) @ mix * torch.exp(0.7 * gauss(k, seed=seed + 2))
 
 
-def holding(scheme: Scheme, n: int = N, k: int = K) -> list[str]:
-    """List the layouts that hold an `[n, k]` weight of a scheme."""
+def holding(scheme: Scheme) -> list[str]:
+    """List the layouts that hold a weight of a scheme in the sizes of the model."""
     found = []
     for name, layout in LAYOUTS.items():
         try:
-            layout.check(scheme, n, k)
+            layout.check(scheme, 256, 256)
         except LayoutError:
             continue
         found.append(name)
     return found
 
 
-def survives(layout: str, tensor: QuantizedTensor) -> None:
-    """Pack and unpack; every bit must come back. GPTQ v1 has no zero point of 0, and must say so."""
-    if layout == "gptq" and tensor.zeros is not None and bool((tensor.zeros == 0).any()):
-        refused(lambda: LAYOUTS[layout].pack(tensor), "a zero point of 0")
-        return
-    packed = LAYOUTS[layout].pack(tensor)
-    assert LAYOUTS[layout].unpack(packed, tensor.scheme).equal(tensor), "packing changed the weight"
-
-
 # --- N1 ---------------------------------------------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """A weight, its record, the facts of the record, and how it was made."""
-
-    weight: Tensor
-    tensor: QuantizedTensor
-    facts: dict[str, Any]
-    method: Method
-
-
-Check = Callable[[Result], None]
-
-
-def half_a_step(result: Result, rows: slice | int = 7) -> None:
-    """Ask that no weight of some rows errs by more than half a step of its group's largest, if it survived.
-
-    With signed scales the grid ends a step short of the largest on one side, so that its code may err by a step.
-    """
-    weight, tensor, _, method = result
-    w, q, codes = (x[rows].view(-1, K) for x in (weight.float(), tensor.dequantize(), tensor.codes))
-    survived = (
-        codes != tensor.scheme.format.zero_code if tensor.scheme.sparsity else torch.ones_like(q, dtype=torch.bool)
-    )
-    groups = w.view(len(w), tensor.scales.shape[1], -1)
-    span = groups.abs().amax(-1)
-    if tensor.zeros is not None:
-        span = (groups.amax(-1).clamp_min(0) - groups.amin(-1).clamp_max(0)).maximum(span)
-    limit = (STEP[tensor.scheme.format.name] / 2 * 1.1 + 2**-8) * span
-    error = (w - q).abs() * survived / (1 + ((codes == 15) & method.signed).float())
-    assert bool((error.view_as(groups).amax(-1) <= limit).all()), "off by more than half a step"
-
-
-def exactly_zero(result: Result, rows: slice | int = 7) -> None:
-    _, tensor, facts, method = result
-    assert bool((tensor.dequantize()[rows] == 0).all())
-    assert bool((tensor.scales[rows] == (0 if method.published else 1)).all()), tensor.scales[rows]
-    assert facts["zero_scales"] == int((tensor.scales == 0).sum())
-
-
-def counted(result: Result, least: int = 1) -> None:
-    """Ask that the report counts small scales, `least` or more, and that none is silently zero."""
-    _, tensor, facts, method = result
-    scales = tensor.scales.float().abs()
-    assert least <= facts["subnormal_scales"] == int((scales < SMALLEST_NORMAL).sum())
-    assert facts["zero_scales"] == int((scales == 0).sum())
-    assert method.published or float(scales.min()) >= SMALLEST_SCALE
-    assert facts["floored_scales"] == int((scales == SMALLEST_SCALE).sum())
-
-
-def no_worse(result: Result) -> None:
-    """Ask for finite values, and for the row guard's law."""
-    assert bool(torch.isfinite(result.tensor.dequantize(torch.float16)).all())
-    assert not result.method.solved or result.facts["loss"] <= result.facts["rtn_loss"] * (1 + 1e-9)
-
-
-def usual(row: int | slice, values: Tensor | float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return an ordinary weight with other values in some rows."""
-    weight = 0.04 * gauss(N, K)
-    weight[row] = values
-    return weight.to(dtype)
-
-
-def odd_weights() -> Iterator[tuple[str, Tensor, Tensor | None, Check]]:
-    """Yield odd weights that have a result: name, weight, tokens that calibrate, and the check."""
-    one, every = torch.zeros(K), slice(None)
-    one[77] = -0.37
-    signs = torch.where(gauss(K, seed=9) > 0, 1.0, -1.0)
-    wide = 1e-9 * gauss(K, seed=3).clamp(-2, 2)
-    wide[5] = 0.4
-    half, brain, diagonal = torch.float16, torch.bfloat16, 3 * torch.eye(K)  # with these tokens GPTQ is rounding
-    yield "a row of zeros", usual(7, 0.0), None, exactly_zero
-    yield "a row of both zeros", usual(7, 0.0 * signs), None, exactly_zero
-    yield "all rows zero", torch.zeros(N, K), None, partial(exactly_zero, rows=every)
-    yield "one value in a row", usual(7, one), diagonal, half_a_step
-    yield "one value in each row", usual(every, one), diagonal, partial(half_a_step, rows=slice(0, N, 51))
-    for name, values in (("all equal", 0.37), ("all equal and negative", -0.37), ("both signs", 0.37 * signs)):
-        yield name, usual(7, values), diagonal, half_a_step
-    yield "subnormal float16", usual(7, 2**-16 * signs, half), diagonal, counted
-    yield "subnormal bfloat16", usual(7, 1e-40 * signs, brain), diagonal, counted
-    yield "a scale below the normal halves", usual(7, 1e-4 * gauss(K, seed=4).clamp(-3, 3)), diagonal, counted
-    yield "a scale below the floor", usual(7, 2**-24 * signs), diagonal, counted
-    yield "a range of 1e8", usual(7, wide), diagonal, no_worse
-    for dtype in (half, brain, torch.float32, torch.float64):
-        yield f"weights in {str(dtype)[6:]}", usual(7, 59000 * signs, dtype), None, no_worse
-
-
-def at_limits(value: float, dtype: torch.dtype) -> Tensor:
-    """Return a weight that has a value at three places."""
-    weight = (0.04 * gauss(N, K)).to(dtype)
-    weight[5, 3], weight[5, 4], weight[200, 0] = value, -value, value
-    return weight
-
-
-def refused_weights(method: Method) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield weights that a method refuses, and words of the refusal."""
-    for value in (torch.nan, torch.inf, -torch.inf):
-        weight = usual(slice(0), 0.0)
-        weight[3, 5] = value
-        yield f"{value}", weight, f"1 of {N * K} weights are NaN or infinite, the first [3, 5] = {value}"
-    values = [(3e38, torch.bfloat16), (3e38, torch.float32), (1e300, torch.float64)]
-    for value, dtype in values if method.signed else [*values, (LARGEST_HALF, torch.float16)]:
-        yield f"{value:g} in {str(dtype)[6:]}", at_limits(value, dtype), "row 5, 200 has weights too large"
-    yield "no float", torch.zeros(N, K, dtype=torch.int8), "convert it"
-
-
-def checked(method: Method, weight: Tensor, tokens: Tensor | None, check: Check) -> QuantizedTensor:
-    tensor, facts = method.quantize(weight, tokens)
-    check(Result(weight, tensor, facts, method))
-    return tensor
-
-
-def recorded(found: Run, name: str, work: Callable[[], QuantizedTensor]) -> QuantizedTensor | None:
-    """Count a case that makes a record, and one for each layout that holds it; on each change for one layout."""
-    tensor = None
-    with found.case(name):
-        tensor = work()
-    if tensor is not None:
-        layouts = holding(tensor.scheme, *tensor.shape)
-        for layout in layouts if found.column != "pr" else found.random(name).sample(layouts, min(1, len(layouts))):
-            with found.case(f"{name}, {layout}"):
-                survives(layout, tensor)
-    return tensor
-
-
-def odd_shapes(found: Run, method: Method) -> None:
-    """Every shape is refused by name, or has every weight in its result."""
-
-    def whole(result: Result) -> None:
-        no_worse(result)
-        assert result.tensor.shape == result.weight.shape
-        assert result.tensor.scheme.sparsity or result.facts["relative_error"] < 0.6, result.facts["relative_error"]
-
-    groups = sorted({None, method.scheme.group_size, 32}, key=str)
-    for n, k, group in product((1, 128), (1, 2, 64, 127, 128, 129, 192, 200), groups):
-        scheme = replace(method.scheme, group_size=group)
-        odd, weight = replace(method, label=scheme.label), 0.04 * gauss(n, k)
-        name, quads = f"{n} x {k}, {scheme.label}, {method.name}", scheme.sparsity and k % 4
-        if quads or (group is not None and k % group):
-            with found.case(name):
-                refused(partial(odd.quantize, weight), "multiple of 4" if quads else "does not divide")
-        elif (made := recorded(found, name, partial(checked, odd, weight, None, whole))) is not None:
-            for layout in set(LAYOUTS) - set(holding(scheme, n, k)):
-                with found.case(f"{name}, not in {layout}"):
-                    refused(partial(LAYOUTS[layout].pack, made), "")
-
-
-def numeric(found: Run) -> None:
-    """N1: the numeric cases through every method and layout, and through the command line."""
-    torch.set_num_threads(1)
-    for method in METHODS:
-        for name, weight, tokens, check in odd_weights():
-            recorded(found, f"{name}, {method.name}", partial(checked, method, weight, tokens, check))
-        if method.signed:
-            with found.case(f"65504 in float16 is held, {method.name}"):
-                checked(
-                    method, at_limits(LARGEST_HALF, torch.float16), 3 * torch.eye(K), partial(half_a_step, rows=200)
-                )
-        for name, weight, words in refused_weights(method):
-            with found.case(f"{name}, {method.name}"):
-                refused(partial(method.quantize, weight), words)
-        odd_shapes(found, method)
-    found.facts["through functions"] = functions = found.cases
-    commands(found)
-    found.facts["through the command line"] = found.cases - functions
 
 
 LINEAR = "model.layers.0.mlp.down_proj.weight"
@@ -369,8 +190,8 @@ def odd_folders() -> Iterator[tuple[str, Callable[[Tensors], Tensors], torch.dty
     yield "odd rows", with_odd_rows, half, (), ()
 
 
-def commands(found: Run) -> None:
-    """Run the command line on folders with odd values and dtypes; on each change by two methods drawn for a folder."""
+def odd_values(found: Run) -> None:
+    """N1: run commands on folders with odd values and dtypes; on each change by two methods drawn for a folder."""
     folder, words = found.folder, text(found.folder / "text.txt")
     out = folder / "out"
     for name, change, dtype, said, without in odd_folders():
@@ -478,6 +299,15 @@ def scale_range(found: Run) -> None:
     found.facts |= dict(states)
 
 
+def counted(tensor: QuantizedTensor, facts: dict[str, Any], method: Method) -> None:
+    """Ask that the report counts small scales, and that none is silently zero."""
+    scales = tensor.scales.float().abs()
+    assert facts["subnormal_scales"] == int((scales < SMALLEST_NORMAL).sum())
+    assert facts["zero_scales"] == int((scales == 0).sum())
+    assert method.published or float(scales.min()) >= SMALLEST_SCALE
+    assert facts["floored_scales"] == int((scales == SMALLEST_SCALE).sum())
+
+
 def too_large(method: Method, weight: Tensor) -> list[int]:
     """List the rows of a weight whose base scale, or its largest value, float16 cannot hold."""
     fmt, n = method.scheme.format, len(weight)
@@ -512,7 +342,7 @@ def scaled(method: Method, base: Tensor, tokens: Tensor, e: int, one: QuantizedT
         assert torch.equal(tensor.codes, one.codes), f"{int((tensor.codes != one.codes).sum())} codes differ"
         assert torch.equal(tensor.scales.double(), one.scales.double() * 2.0**e) and not counts["subnormal_scales"]
         return "codes identical"
-    counted(Result(weight, tensor, counts, method), least=0)
+    counted(tensor, counts, method)
     if method.published:  # codes come from the unrounded scale, so they never change
         amax = weight.float().abs().amax(1, keepdim=True)
         exact = (amax >= 1e-12).expand_as(tensor.codes)
@@ -530,7 +360,7 @@ def scaled(method: Method, base: Tensor, tokens: Tensor, e: int, one: QuantizedT
 
 
 FAMILIES: list[Family] = [
-    Family("N1", "odd values have the result that is written down, or are refused", (1500, 1500, 1500), numeric),
+    Family("N1", "odd values in folders are quantized and verify, or are refused by name", (25, 75, 75), odd_values),
     Family("N2", "no row is worse than rounding, whatever the Hessian", (100, 6000, 6000), random_hessians),
     Family("N3", "weights keep their codes at every scale that float16 holds", (81, 81, 81), scale_range),
 ]
