@@ -48,8 +48,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("family", "kind", "dtype", "form"),
     [
-        ("llama", "F16", torch.float16, "GGUF F16 (16.00 bits a weight)"),
-        ("llama", "Q8_0", torch.float16, "GGUF Q8_0 (8.50 bits a weight)"),
         ("llama", "Q4_K", torch.float16, "GGUF Q4_K (4.50 bits a weight)"),
         ("llama", "BF16", torch.bfloat16, "GGUF BF16 (16.00 bits a weight)"),
         ("llama", "F32", torch.float32, "GGUF F32 (32.00 bits a weight)"),

@@ -93,7 +93,7 @@ def test_all_rules_can_be_built_and_lose_no_character() -> None:
         assert "".join(word for word, _ in made.pre_tokenize_str(TEXT)) == TEXT, name
 
 
-@pytest.mark.parametrize("pre", [None, "default", "quux-bpe"])
+@pytest.mark.parametrize("pre", [None, "quux-bpe"])
 def test_without_a_known_rule_no_text_is_read_and_an_output_has_no_tokenizer(
     pre: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,27 +53,23 @@ def reported(model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("way", [snapshot, listed], ids=lambda way: way.__name__)
-def test_damage_stops_a_run_and_a_conversion_and_a_whole_file_is_reported_by_its_stated_hash(
-    way: Callable[[Path, Path], Path], small_llama: Path, tmp_path: Path
+def test_damage_stops_a_run_or_a_conversion_and_a_whole_file_is_reported_by_its_stated_hash(
+    way: Callable[[Path, Path], Path], small_llama: Path, int4: Path, tmp_path: Path
 ) -> None:
-    packed = tmp_path / "packed"
-    quantize(small_llama, packed, RTN)
-    (packed / REPORT).unlink()
-    for number, (model, work) in enumerate(
-        [(small_llama, lambda src, out: quantize(src, out, RTN)), (packed, lambda src, out: pack(src, out, "marlin"))]
-    ):
-        here = tmp_path / str(number)
-        here.mkdir()
-        folder = way(model, here)
-        files = work(folder, here / "whole")["source"]["files"]
-        shards = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
-        assert {path.name: files[path.name] for path in shards} == {path.name: sha256(path) for path in shards}
-        data = bytearray(shards[0].read_bytes())
-        data[-1] ^= 1
-        shards[0].resolve().write_bytes(data)
-        with pytest.raises(CheckpointError, match=f"{shards[0].name}: its hash is not the one"):
-            work(folder, here / "out")
-        assert not any(here.glob("out*"))
+    if way is snapshot:
+        folder, work = way(small_llama, tmp_path), partial(quantize, recipe=RTN)
+    else:
+        folder, work = way(int4, tmp_path), partial(pack, layout="marlin")
+        (folder / REPORT).unlink()
+    files = work(folder, tmp_path / "whole")["source"]["files"]
+    shards = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+    assert {path.name: files[path.name] for path in shards} == {path.name: sha256(path) for path in shards}
+    data = bytearray(shards[0].read_bytes())
+    data[-1] ^= 1
+    shards[0].resolve().write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{shards[0].name}: its hash is not the one"):
+        work(folder, tmp_path / "out")
+    assert not any(tmp_path.glob("out*"))
 
 
 def test_a_report_comes_before_a_list_and_what_neither_states_is_hashed_all_the_same(

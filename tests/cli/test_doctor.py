@@ -165,7 +165,6 @@ def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("blocked", "raised", "fix"),
     [
-        ("blake3", "ModuleNotFoundError(\"No module named 'blake3'\", name='blake3')", "blake3"),
         ("torch", "OSError('libtorch.so: cannot open shared object file')", "torch"),
         ("numpy", "ImportError('numpy: no attribute multiarray', name='numpy')", "numpy"),
     ],

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.cli.demo import format_demo
-from quantkit.progress import Progress
 from tests.command_line import call
 
 
@@ -42,11 +40,3 @@ def test_quiet_is_one_line_and_verbose_says_more(
     assert len(line) == 1 < len(text) < len(more)
     # The seconds of two runs differ.
     assert [row for row in text if row in more or row.startswith(("time", "memory", "disk free"))] == text
-
-
-def test_the_demo_is_one_line_too() -> None:
-    first = {"format": "float16", "method": "as it is", "layout": "-", "bits_per_weight": 16.0, "bytes": 9}
-    second = {**first, "format": "int4:g128", "method": "gptq", "perplexity": 20.5, "change": 0.025}
-    found = {"rows": [{**first, "perplexity": 20.0, "change": None}, second], "protocol": "on a text"}
-    assert format_demo(found, Progress(quiet=True)) == "verified; perplexity 20.000, int4:g128 gptq 20.500 (+2.50 %)"
-    assert len(format_demo(found, Progress()).splitlines()) > 3

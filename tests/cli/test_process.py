@@ -123,6 +123,7 @@ def test_a_signal_within_a_long_step_ends_a_command_soon_and_keeps_the_finished_
         return factorize(*args, **options)
 
     monkeypatch.setattr("quantkit.calibration.stages.solve.factorize", slow)
+    monkeypatch.setattr("quantkit.cli.process.GRACE", 0.2)
     for number, kept in ((1, False), (6, True)):
         at = number
         ended = run(command(*words), tmp_path)

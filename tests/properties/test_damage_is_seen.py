@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_named_by_load_eval_generate_and_inspect(report: bool, 
     assert TENSOR in call("inspect", folder, "--check", "-q", code=3).stdout
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_an_edited_text_is_refused_by_load_and_told_by_pack(name: str, folder: Path, tmp_path: Path) -> None:
     path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3))

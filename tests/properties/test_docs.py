@@ -155,18 +155,6 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["quantize m -o out --nonsense", "sparsify m -o out", "eval taskz m", "quantize m -o out --layout exl3", "verify"],
-)
-def test_a_wrong_command_is_found(line: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"```sh\nCUDA_VISIBLE_DEVICES=0 quantkit \\\n  {line} | head  # a comment\n```\n")
-    (args,) = invocations(page)
-    with pytest.raises(click.ClickException):
-        parse(args)
-
-
 def test_the_messages_of_the_troubleshooting_page_are_real() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "quantkit").rglob("*.py"))
     source = re.sub(r'"\s*f?"', "", source)  # a message that goes on in the next line

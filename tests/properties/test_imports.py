@@ -120,14 +120,10 @@ def test_the_start_and_the_doctor_import_nothing_heavy() -> None:
         assert unwanted & modules == set(), start
 
 
-def test_the_public_names_exist() -> None:
+def test_the_public_names_are_completed_and_others_refused() -> None:
     import quantkit
 
-    functions = {"plan", "quantize", "prune", "pack", "convert", "verify", "load"}
-    functions |= {"eval_ppl", "eval_kld", "eval_tasks", "compare", "register"}
-    assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert set(quantkit.__all__) <= set(dir(quantkit))  # notebooks complete these
-    assert all(callable(getattr(quantkit, name)) for name in functions)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = quantkit.no_such_name
 

@@ -62,10 +62,7 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
     [
         ("embed_tokens", "rtn"),
         ("model.norm", "gptq"),
-        ("lm_head", "rtn"),
         ("layers.1.input_layernorm", "gptq"),
-        ("layers.1.input_layernorm", "rtn"),
-        ("down_proj", "gptq"),
     ],
 )
 def test_a_tensor_that_is_not_finite_is_not_copied(

@@ -133,35 +133,29 @@ def test_only_a_tokenizer_with_code_is_named(own: Path, tiny_llama: Path, tmp_pa
     assert not list(out.glob("*.py"))
 
 
-def test_a_package_that_the_code_needs_is_named(own: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(own, tmp_path / "model"))
-    (model / "own_model.py").write_text("import a_package_of_theirs\n" + MODEL)
-    error = refused("quantize", model, TRUST, "--method", "rtn", out=tmp_path / "out")
-    assert "pip install a_package_of_theirs" in error and "install the packages that it names" in error
+ANEW = "fetch its Python files again, or use the transformers that they were"
+#: File of the code, its text (None: it is missing), and what the error says.
+BROKEN: list[tuple[str, str | None, tuple[str, ...]]] = [
+    (
+        "own_model.py",
+        "import a_package_of_theirs\n" + MODEL,
+        ("pip install a_package_of_theirs", "install the packages that it names"),
+    ),
+    ("own_model.py", None, ("own_model.py", ANEW)),
+    ("own_model.py", "x = 1", ("no attribute 'OwnConfig'", ANEW)),
+    ("own_model.py", "from transformers import NotThere", ("cannot import name 'NotThere'", ANEW)),
+    ("own_tokenizer.py", None, ("own_tokenizer.py, which is missing: fetch the Python files of the model too",)),
+]
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "says"),
-    [
-        ("own_model.py", None, "own_model.py"),
-        ("own_model.py", "x = 1", "no attribute 'OwnConfig'"),
-        ("own_model.py", "from transformers import NotThere", "cannot import name 'NotThere'"),
-    ],
-)
-def test_code_that_is_damaged_or_of_another_release_is_fetched_anew(
-    file: str, text: str | None, says: str, own: Path, tmp_path: Path
+@pytest.mark.parametrize(("file", "text", "says"), BROKEN)
+def test_code_that_does_not_run_is_named_with_the_way_out(
+    file: str, text: str | None, says: tuple[str, ...], own: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(own, tmp_path / "model"))
     (model / file).unlink() if text is None else (model / file).write_text(text)
     error = refused("generate", model, "Hi", TRUST)
-    assert says in error and "fetch its Python files again, or use the transformers that they were" in error
-
-
-def test_a_tokenizer_without_its_code_is_named_with_the_file(own: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(own, tmp_path / "model"))
-    (model / "own_tokenizer.py").unlink()
-    error = refused("generate", model, "Hi", TRUST)
-    assert "own_tokenizer.py, which is missing: fetch the Python files of the model too" in error
+    assert all(words in error for words in says), error
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])

@@ -25,7 +25,7 @@ from tests.command_line import RTN, call, refused
 from tests.folders import tensors
 from tests.tiny_models import write_model
 
-GPTQ = ("--samples", 4, "--max-length", 64, "--set", "clip=none")
+GPTQ = ("--samples", 2, "--max-length", 64, "--set", "clip=none")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,6 @@ def layers(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("marlin", ("--group-size", "channel")),
         ("tcfpx", ("--format", "fp6")),
         ("quick", ("--group-size", 32, "--asym", "--set", "gptq.descent=1")),
         ("marlin24", ("--group-size", "channel", "--prune", "2:4")),
