@@ -137,12 +137,6 @@ def in_place_of(make: Callable[[Path, Path], object]) -> Change:
     return change
 
 
-def linked(path: Path, to: Path) -> None:
-    """Make a link by way of another one."""
-    (path.parent / "between").symlink_to(to)
-    path.symlink_to("between")
-
-
 def listening(path: Path, outside: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # the name of a socket has at most 107 bytes
@@ -223,35 +217,24 @@ class Evil:
 
 PICKLE = pickle.dumps(Evil())
 CODE = "import os\nos.system('touch pwned')\nclass Model: pass\nclass Tokenizer: pass\n"
-#: The cases of RELIABILITY 2, with whether a folder is refused (None: by some commands).
+#: Cases of RELIABILITY 2, with whether a folder is refused (None: by some commands). tests/io and tests/checkpoint have
+#: every kind of name, link and JSON.
 FOLDERS: dict[str, tuple[Change, bool | None]] = {
-    **{
-        f"a shard named {name!r}": (renamed(name), True)  # the others are in tests/io/test_model_folder.py
-        for name in ("../x.safetensors", "/etc/passwd", f"{FIRST}\0")
-    },
+    "a shard of a name that leads outside": (renamed("../x.safetensors"), True),
     "a link to outside": (in_place_of(lambda path, outside: path.symlink_to(outside)), True),
-    "a chain of links to outside": (in_place_of(linked), True),
-    "a loop of links": (in_place_of(lambda path, outside: linked(path, path)), True),
     "a hard link": (in_place_of(lambda path, outside: path.hardlink_to(outside)), False),
     "a pipe": (in_place_of(lambda path, outside: os.mkfifo(path)), True),
-    "a link to a device": (in_place_of(lambda path, outside: path.symlink_to("/dev/zero")), True),
     "a socket": (in_place_of(listening), True),
-    "a folder": (in_place_of(lambda path, outside: path.mkdir()), True),
     "a shard that nobody may read": (lambda model: (model / FIRST).chmod(0), os.geteuid() != 0),  # root may
-    "a missing shard": (removed(FIRST), True),
     "a shard that is not listed": (copied("more.safetensors"), False),
     "a tensor that is listed and absent": (in_none, None),
     "a tensor that is not listed": (unlisted, False),
     "a tensor in two shards": (in_both(0), False),
     "a tensor in two shards, unequal": (in_both(1), False),
     "a weight_map that is a list": (entered(INDEX, weight_map=[]), True),
-    "a weight_map of numbers": (entered(INDEX, weight_map={"a": 5}), True),
-    "a weight_map of null": (entered(INDEX, weight_map=None), True),
     "an index of more than 100 MB": (lambda model: os.truncate(model / INDEX, 101 * 2**20), True),
     "an index of depth 10^5": (written(INDEX, '{"weight_map":' + "[" * 10**5 + "]" * 10**5 + "}"), True),
-    "a key twice": (as_text(INDEX, r'"weight_map"', '"weight_map": {}, "weight_map"'), True),
     "NaN in the index": (as_text(INDEX, r'"total_size": \d+', '"total_size": NaN'), True),
-    "1e999 in the index": (as_text(INDEX, r'"total_size": \d+', '"total_size": 1e999'), True),
     "a wrong total_size": (as_text(INDEX, r'"total_size": \d+', '"total_size": 1'), False),
     "one file and an index": (copied("model.safetensors"), True),
     "pickled weights beside": (written("pytorch_model.bin", PICKLE), False),
@@ -475,7 +458,7 @@ def tree(folder: Path) -> dict[str, Any]:
 
 
 FAMILIES = [
-    Family("P1", "hostile indexes and folders, with every open() watched", (30, 30, 30), attack_folders),
+    Family("P1", "hostile indexes and folders, with every open() watched", (22, 22, 22), attack_folders),
     Family(
         "P2", "folders that try to run code, with every import, exec and socket watched", (30, 30, 30), attack_with_code
     ),

@@ -8,15 +8,11 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit.layouts import arrangement
-from quantkit.pipeline import convert
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import command, run
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Runs several command lines in one new process: `umask threads [[arguments], ...]`. OMP_NUM_THREADS above the number
@@ -111,42 +107,18 @@ def attack_surroundings(found: Run) -> None:
     found.facts = {"processes": number, "calibrated runs equal to that of one thread": f"{same} of {len(counts) - 1}"}
 
 
-def attack_sizes(found: Run) -> None:
-    """Vary what divides the work: budgets of activations, sizes of files, workers and pieces of a conversion."""
+def attack_budgets(found: Run) -> None:
+    """Vary the bytes of activations that a run may hold."""
     folder, words = found.folder, samples.text(found.folder / "text.txt")
     model = samples.model(folder / "model", blocks=2)
     samples.quantkit(folder, *samples.calibrated(model, words, folder / "whole"))
-    packing = ("pack", folder / "whole", "--layout", "gptq", "-q", "-o")
-    samples.quantkit(folder, *packing, folder / "packed")
-    for i, rng in found.draws("R3"):
-        out = folder / f"{i}"
-        if i % 3 == 0:
-            budget = rng.choice(("0", "1B", "1KB", "64KB", "100KB", "1GB"))
-            with found.case(f"--act-budget {budget}"):
-                samples.quantkit(folder, *samples.calibrated(model, words, out, "--act-budget", budget))
-                assert outcome(out) == outcome(folder / "whole")
-        else:
-            size, workers, block = rng.choice((2**20, 2**31)), rng.randint(1, 5), 2 ** rng.randint(8, 22)
-            batch = 2 ** rng.randint(8, 24)
-            work = command(*packing, out, "--max-shard-size", size)
-            with found.case(f"pack with {workers} workers, pieces of {block}, batches of {batch}, files of {size}"):
-                ended = run(divided(work, workers, batch, block), folder)
-                assert ended.code == 0, ended.stderr
-                assert outcome(out) == outcome(folder / "packed")
-        shutil.rmtree(out, ignore_errors=True)
-
-
-def divided(work: Callable[[], int | None], workers: int, batch: int, block: int) -> Callable[[], int | None]:
-    """Return work that packs with other numbers of workers, bytes of a batch and codes of a piece."""
-
-    def divides() -> int | None:
-        convert.MOST_WORKERS, convert.BATCH, arrangement.BLOCK = workers, batch, block
-        return work()
-
-    return divides
+    for budget in ("0", "1B", "1KB", "64KB", "100KB", "1GB")[:: 3 if found.column == "pr" else 1]:
+        with found.case(f"--act-budget {budget}"):
+            samples.quantkit(folder, *samples.calibrated(model, words, folder / budget, "--act-budget", budget))
+            assert outcome(folder / budget) == outcome(folder / "whole")
 
 
 FAMILIES = [
     Family("R1", "threads, locale, time zone, hash seed, umask, order of files", (12, 60, 60), attack_surroundings),
-    Family("R3", "budgets of activations, workers, pieces and sizes of files", (3, 24, 24), attack_sizes),
+    Family("R3", "budgets of activations", (2, 6, 6), attack_budgets),
 ]

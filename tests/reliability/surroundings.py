@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import resource
 import shutil
-import struct
 import subprocess
 import sys
-import termios
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,8 +35,7 @@ class Surroundings:
     Several words are asked for with rising limits, until a line had each: where memory ends hangs on the allocator.
     `variables` change those of this process (None: unset); `empty` gives none at all. `limits` are by their names in
     `resource`. `name` is the name of a copy of the model, `extra` that of one more file in a copy. `read_only` is the
-    model, the cache, or the parent of the output. `closed` are descriptors. `columns` gives a terminal of so many.
-    `gone` deletes the working folder.
+    model, the cache, or the parent of the output. `closed` are descriptors. `gone` deletes the working folder.
     """
 
     what: str
@@ -55,7 +49,6 @@ class Surroundings:
     closed: Sequence[int] = ()
     stdout: str | None = None
     gone: bool = False
-    columns: int | None = None
     empty: bool = False
 
 
@@ -77,7 +70,6 @@ CASES = [
     Surroundings("64 open files", SOLVE, limits={"NOFILE": 64}),
     Surroundings("ASCII locale", ROUND, variables=ASCII),
     Surroundings("80 columns and no terminal", PACKAGED, variables=env(COLUMNS="80", TERM="dumb")),
-    Surroundings("a terminal of 80 columns", ROUND, columns=80),
     Surroundings("a folder whose name is not UTF-8", ROUND, name=b"m\xff\xfe"),
     Surroundings("a read-only model", ROUND, read_only="model"),
     Surroundings("stdin and stdout closed", ROUND, closed=(0, 1)),
@@ -99,7 +91,6 @@ CASES = [
     Surroundings("all streams closed", SOLVE, closed=(0, 1, 2)),
     Surroundings("a full disk behind stdout", ROUND, "no space left", stdout="/dev/full"),
     Surroundings("a working folder that is gone", ROUND, "the working folder was deleted", gone=True),
-    Surroundings("a terminal of 20 columns", PACKAGED, variables=SILENT, columns=20),
     Surroundings("no assertions", SOLVE, variables=env(PYTHONOPTIMIZE="1")),
     Surroundings("no docstrings", ROUND, "PYTHONOPTIMIZE", variables=env(PYTHONOPTIMIZE="2")),
     Surroundings("no GPU of that number", ROUND, variables=env(CUDA_VISIBLE_DEVICES="7")),
@@ -192,33 +183,15 @@ def started(surroundings: Surroundings, place: Place) -> Ended:
 
 
 def ran(surroundings: Surroundings, words: Sequence[str], variables: Mapping[str, str], here: Path) -> tuple[int, str]:
-    """Start the process and wait for it; returns its code and what it says on stderr, or on a terminal."""
+    """Start the process and wait for it; returns its code and what it says on stderr."""
     command = [sys.executable, "-m", "quantkit", *words]
     if surroundings.empty:  # then the package must be found without a variable
         command[1:3] = ["-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from quantkit.cli import main; main()"]
     before = prepared(surroundings, here)
-    start = partial(subprocess.run, command, cwd=here, env=variables, preexec_fn=before, timeout=300)
-    if surroundings.columns is None:
-        with open(surroundings.stdout or os.devnull, "w") as stdout:
-            ended = start(stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE)
-            return ended.returncode, ended.stderr.decode(errors="replace")
-    terminal, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, surroundings.columns, 0, 0))
-    said: list[bytes] = []
-    reader = threading.Thread(target=read_all, args=(terminal, said))
-    reader.start()
-    ended = start(stdin=end, stdout=end, stderr=end)
-    os.close(end)
-    reader.join()
-    os.close(terminal)
-    return ended.returncode, b"".join(said).decode(errors="replace")
-
-
-def read_all(terminal: int, said: list[bytes]) -> None:
-    """Read a terminal until its other end is closed, which is an error of the system."""
-    with suppress(OSError):
-        while piece := os.read(terminal, 65536):
-            said.append(piece)
+    with open(surroundings.stdout or os.devnull, "w") as stdout:
+        start = partial(subprocess.run, command, cwd=here, env=variables, preexec_fn=before, timeout=300)
+        ended = start(stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE)
+    return ended.returncode, ended.stderr.decode(errors="replace")
 
 
 def prepared(surroundings: Surroundings, here: Path) -> Callable[[], None]:
