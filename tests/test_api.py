@@ -25,7 +25,7 @@ from tests.properties.pages import Typist, prepare, shell
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 EXAMPLE = re.compile(r"^## (\w+)$|^Example:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SETUP = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CALIBRATED: dict[str, Any] = {"calib": "calibration.txt", "samples": 4, "max_length": 64, "clip": "none"}
+CALIBRATED: dict[str, Any] = {"calib": "calibration.txt", "samples": 4, "max_length": 64, "clip": "none", "descent": 0}
 
 
 @pytest.fixture(scope="module")

@@ -22,17 +22,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_nothing_is_drawn_when_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(Progress().bar(range(3), "work")) == [0, 1, 2]
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
-
-
-def test_a_short_wait_draws_nothing_on_a_terminal_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    list(Progress().bar(range(3), "work"))
-    assert "work" not in terminal.getvalue()
+@pytest.mark.parametrize(("stream", "quiet"), [(io.StringIO, False), (Terminal, False), (Terminal, True)])
+def test_a_short_wait_a_file_and_quiet_draw_nothing(
+    stream: type[io.StringIO], quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stderr = stream()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert list(Progress(quiet).bar(iter("ab"), "work", total=2)) == ["a", "b"]
+    assert stderr.getvalue() == capsys.readouterr().out == ""
 
 
 def test_a_long_wait_has_a_bar_with_an_eta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +56,6 @@ def test_quiet_never_hides_a_warning(
     progress.warn("w")
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == expected
-
-
-def test_quiet_draws_no_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    bar = Progress(quiet=True).bar(iter("ab"), "work", total=2)
-    assert list(bar) == ["a", "b"] and terminal.getvalue() == ""
 
 
 #: A bar that began ten seconds ago, in a process whose stderr is a terminal.

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from benchmarks import bench_generate as generate, decode_graphs
 from benchmarks.bench_kernels import SCHEMES
-from benchmarks.random_model import DENSE, Variant, build, random_weight, variants
-from quantkit.core.quantized_tensor import Scheme
-from tests.benchmarks.samples import CPU, LLAMA, QUIET, built, tiny
+from benchmarks.random_model import DENSE, Variant, build, variants
+from tests.benchmarks.samples import LLAMA, QUIET, built, tiny
 
 IDS = torch.randint(257, (3, 11), generator=torch.Generator().manual_seed(1))
 
@@ -44,21 +43,6 @@ def test_prompts_and_steps_write_what_the_plain_model_writes() -> None:
         turn = decode_graphs.decode_calls(made, IDS, 6)
         for _ in range(2):
             assert torch.equal(written(turn), wanted[:, IDS.shape[1] :])
-
-
-@pytest.mark.parametrize("layout", SCHEMES)
-def test_a_packed_model_is_the_model_of_its_decoded_records(layout: str) -> None:
-    model = tiny()
-    found = variants(model, [layout], [Scheme.parse(SCHEMES[layout][0])], [])[1]
-    made, plain = built(model, found), built(model, Variant(DENSE, {}))
-    for name, parameter in made.named_parameters():
-        if name.rpartition(".")[0] not in found.schemes:
-            plain.get_parameter(name).data = parameter.data
-    for path, scheme in found.schemes.items():
-        n, k = plain.get_submodule(path).weight.shape
-        plain.get_parameter(f"{path}.weight").data = random_weight(scheme, n, k, CPU).dequantize()
-    with torch.inference_mode():
-        assert torch.equal(made(IDS).logits, plain(IDS).logits)
 
 
 def test_models_that_cannot_be_measured_end_with_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

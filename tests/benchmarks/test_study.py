@@ -1,9 +1,8 @@
-"""The scripts of the study write programs and summaries with the packaged model, and judge them without a network."""
+"""The scripts of the study judge programs without a network, and summaries of the packaged model."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,32 +56,6 @@ def test_a_program_passes_by_its_tests_and_has_no_network(isolated: None) -> Non
         assert programs.judged(made, 1.5) == [passes for *_, passes in cases]
         exec(made[-1], namespace := {})
         assert namespace["passes"](), "here it reaches the server"
-
-
-@pytest.mark.parametrize("chats", [True, False])
-def test_a_model_is_asked_through_its_template_and_goes_on_after_a_stop(
-    chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, asked = shutil.copytree(MODEL, tmp_path / "model"), []
-    if chats:
-        (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
-    own = programs.write
-    monkeypatch.setattr(programs, "judged", lambda made, seconds: [False] * len(made))
-    monkeypatch.setattr(programs, "write", lambda *a, **o: asked.append((a[2], o["stops"])) or own(*a, **o))
-    data = lines(tmp_path / "data.jsonl", *[HUMANEVAL] * 3)
-    line = ["", str(model), "--data", str(data), "-o", str(tmp_path / "out"), "--device", "cpu"]
-    for limit in ("1", "3"):
-        monkeypatch.setattr(sys, "argv", [*line, "--limit", limit, "--max-new-tokens", "4"])
-        programs.main()
-    prompt, stops = asked[0]
-    assert (prompt[0][0] == "<", stops) == (chats, () if chats else programs.STOPS)
-    assert [len(each) for each, _ in asked] == [1, 2] and len((tmp_path / "out").read_text().splitlines()) == 3
-    found = "0.00 % (0.00 to 0.00)"
-    assert capsys.readouterr().out.splitlines()[-1] == f"pass@1 {found}: 0 of 3 programs"
-    other = lines(tmp_path / "other.jsonl", {"passed": True}, {"passed": True}, {"passed": False})
-    monkeypatch.setattr(sys, "argv", [*line, "--against", str(other)])
-    programs.main()
-    assert capsys.readouterr().out.splitlines()[-1] == "against other -66.67 % (-100.00 to 0.00)"
 
 
 def test_summaries_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -58,12 +58,10 @@ def split(pattern: str) -> Any:
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 #: Name of a pre-tokenizer -> the steps of such models' own tokenizer.json.
 STEPS: dict[str, list[Any]] = {
     "gpt-2": [],
     "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-    "falcon": [pre_tokenizers.Punctuation("contiguous")],
     "deepseek-coder": [
         *map(split, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+")),
         pre_tokenizers.Digits(individual_digits=True),

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import click
 import pytest
 import torch
 import yaml
@@ -22,20 +21,9 @@ from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import Command
 from quantkit.errors import RecipeError
 from quantkit.recipes.files import shipped_recipes
-from tests.command_line import ROOT, call, commands, refused
+from tests.command_line import ROOT, call, refused
 
 # ------------------------------------------------------------------------------------------------ help and results
-
-
-def test_every_help_ends_with_an_example() -> None:
-    found = [((), quantkit), *commands(quantkit)]
-    assert len(found) > 12
-    for path, command in found:
-        last = call(*path, "--help").stdout.rstrip().splitlines()
-        assert last[-2].strip() == "Example:", path
-        assert last[-1].strip().startswith(" ".join(("quantkit", *path))), path
-        for option in command.params:
-            assert not isinstance(option, click.Option) or option.help, f"{path} {option.name} has no help"
 
 
 def test_a_page_drawn_after_verify_says_so(int4: Path, tmp_path: Path) -> None:

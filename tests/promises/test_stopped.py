@@ -16,7 +16,7 @@ from tests.promises.outputs import CALIB, RTN
 from tests.promises.running import Work, differences, digests
 from tests.reliability.forks import Ended
 
-QUANTIZE = f"quantize two -o out {CALIB}"
+QUANTIZE = f"quantize two -o out {CALIB} --set clip=none --set gptq.descent=0"
 PACK = "pack int4 --layout marlin -o out"
 #: Name -> (command, signal, share of its changes of the disk, exit code).
 CASES = {

@@ -73,7 +73,7 @@ def test_a_report_with_every_entry_can_be_read(tmp_path: Path) -> None:
     assert "2, then 1" in summary(found)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(st.sampled_from(list(places(RICH))), st.sampled_from(ODD))
 def test_a_mutated_report_is_refused_or_drawn(tmp_path_factory: Any, place: tuple[Any, ...], value: Any) -> None:
     folder = tmp_path_factory.getbasetemp()

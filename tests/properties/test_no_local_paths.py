@@ -15,6 +15,7 @@ from tests.folders import TEXT
 #: The name of the folder that everything lies in.
 SECRET = "a-customer-whose-name-nobody-may-know"
 CALIB = ("--samples", 4, "--max-length", 64)
+FAST = ("--set", "clip=none", "--set", "gptq.descent=0")
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,13 @@ def require_no_secret(out: Path) -> None:
 
 def test_no_file_of_any_output_names_a_local_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calib = root / "model", ("--calib", root / "calib.txt", *CALIB)
-    call("quantize", model, "-o", root / "int4", *calib, "--eval", root / "calib.txt", "-q")
-    each = json.loads(call("plan", model, "-o", root / "planned", *calib, "--json").stdout)["files"]["each"]
+    call("quantize", model, "-o", root / "int4", *calib, *FAST, "--eval", root / "calib.txt", "-q")
+    each = json.loads(call("plan", model, "-o", root / "planned", *calib, *FAST, "--json").stdout)["files"]["each"]
     planned = {file["name"]: file["bytes"] for file in each}
     written = {path.name: path.stat().st_size for path in (root / "int4").iterdir()}
     assert planned == {name: size for name, size in written.items() if name not in ("README.md", report.REPORT)}
     mixture = ("--calib", f"{root}/calib.txt:0.5", "--calib", f"{root}/undivided.txt:0.5", *CALIB)
-    call("quantize", model, "-o", root / "mixed", *mixture, "-q")
+    call("quantize", model, "-o", root / "mixed", *mixture, *FAST, "-q")
     call("pack", root / "int4", "--layout", "gptq", "-o", root / "gptq", "-q")
     call("convert", "gptq-to-marlin", root / "gptq", "-o", root / "marlin", "-q")
     call("prune", model, "-o", root / "pruned", *calib, "-q")

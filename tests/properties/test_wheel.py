@@ -17,7 +17,6 @@ import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli import demo
-from quantkit.errors import CheckpointError
 from quantkit.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +30,7 @@ from quantkit.kernels import SOURCES, loader
 from quantkit.recipes.files import shipped_recipes
 print(quantkit.__file__, loader.source_dir(), sep="\\n", file=sys.stderr)
 print(" ".join(SOURCES), " ".join(shipped_recipes()), sep="\\n", file=sys.stderr)
-demo.EVALUATION, demo.SAMPLES = "pathlib tempfile", 32
+demo.EVALUATION, demo.SAMPLES = "pathlib tempfile", 16
 main(sys.argv[1:])
 """
 
@@ -112,13 +111,6 @@ def test_the_demo_measures_all_its_rows_and_keeps_its_checkpoints(installed: Pat
     lines = demo.format_demo(found, Progress()).splitlines()
     assert len(lines) == 1 + len(found["rows"]) + 2
     assert lines[1].endswith(f"{dense['perplexity']:.3f}") and lines[2].endswith(" %")
-
-
-def test_an_existing_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the demo sets it; restored afterwards
-    with pytest.raises(CheckpointError, match="exists"):
-        demo.run(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_packaged_model_names_its_training_data() -> None:
