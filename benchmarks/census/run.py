@@ -116,7 +116,8 @@ def quantized(source: Path, out: Path, method: str, ask_transformers: bool = Tru
     text.write_text(TEXT)
     calibration = ("--calib", str(text), *CALIBRATION) if method == "gptq" else ()
     options = ("--method", method, "--group-size", str(families.GROUP), "--min-share", "0", *calibration)
-    options += ("--set", "clip=none")  # the search of scales takes long, and is the same for every family
+    # The search of scales and the descent take long, and are the same for every family.
+    options += ("--set", "clip=none", "--set", "gptq.descent=0")
     for layout in ("compressed-tensors", "awq"):
         command = ["quantize", str(source), "-o", str(out), *options, "--layout", layout, "-q"]
         result = CliRunner().invoke(command_line, command)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.study import programs, summaries
+from benchmarks.study import programs
 
 MODEL = Path(__file__).resolve().parents[2] / "quantkit/demo_model"
 HUMANEVAL = {
@@ -56,14 +55,3 @@ def test_a_program_passes_by_its_tests_and_has_no_network(isolated: None) -> Non
         assert programs.judged(made, 1.5) == [passes for *_, passes in cases]
         exec(made[-1], namespace := {})
         assert namespace["passes"](), "here it reaches the server"
-
-
-def test_summaries_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    pytest.importorskip("rouge_score", reason="needs rouge-score")
-    rows = [{"document": f"The {word} fell for days.", "summary": f"{word} fell"} for word in ("rain", "hail")]
-    data = lines(tmp_path / "data.jsonl", *rows)
-    line = ["", str(MODEL), "--data", str(data), "--max-new-tokens", "4", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", line)
-    summaries.main()
-    assert [each.split()[0] for each in capsys.readouterr().out.splitlines()] == [*summaries.KINDS]
-    assert summaries.rouge(["the cat sat"] * 2, ["the cat"] * 2)[1] == "rouge2 66.7 (66.7 to 66.7)"

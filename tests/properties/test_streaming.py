@@ -101,14 +101,14 @@ def test_the_memory_of_a_conversion_does_not_grow_with_the_number_of_weights(tmp
     q = QuantizedTensor(scheme, torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 1, dtype=torch.float16))
     parts = layout.pack(q).items()
     public = layout.write_config(Schemes(scheme)) | {"quantkit": quantkit_key(layout.NAME, Schemes(scheme), "0", None)}
-    for count in (100, 400):
+    for count in (50, 200):
         folder = tmp_path / str(count)
         folder.mkdir()
         tensors = {f"model.layers.{i}.up_proj.{suffix}": part.clone() for i in range(count) for suffix, part in parts}
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
         most.append(most_memory(folder, tmp_path / f"{count}-out", "humming", tmp_path) >> 20)
-    assert most[1] < most[0] + 30  # of 75 MB more
+    assert most[1] < most[0] + 15  # of 37 MB more
 
 
 def another(shard: Path) -> None:
