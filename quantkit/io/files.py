@@ -157,16 +157,20 @@ def open_regular(path: Path) -> FileIO:
             file = os.fdopen(fd, "rb", buffering=0)
         if file is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError("not a regular file", "put the file itself there", subject=path)
-        start = file.read(len(POINTER))
+        require_no_pointer(file.read(len(POINTER)), path)
         file.seek(0)
-        if start == POINTER:
-            raise CheckpointError(
-                "is a Git LFS pointer, and the file itself was not fetched",
-                "run git lfs pull in its folder",
-                "download the model again with hf download",
-                subject=path,
-            )
         return file
+
+
+def require_no_pointer(start: bytes, path: Path) -> None:
+    """Raise CheckpointError for a file that begins as a Git LFS pointer."""
+    if start.startswith(POINTER):
+        raise CheckpointError(
+            "is a Git LFS pointer, and the file itself was not fetched",
+            "run git lfs pull in its folder",
+            "download it again with hf download",
+            subject=path,
+        )
 
 
 def is_pointer(path: Path) -> bool:

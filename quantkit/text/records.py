@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FILE, NAME, CheckpointError, Setting, Words, reason
+from quantkit.io import files
 from quantkit.text.conversations import (
     BrokenRecord,
     Conversation,
@@ -98,18 +99,23 @@ def read_bytes(path: Path) -> bytes:
     """
     try:
         data = path.read_bytes()
+        _require_fetched(data, path)
         opener = COMPRESSED.get(path.suffix.lower())
-        data = data if opener is None else opener(data)
+        return data if opener is None else opener(data)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         why = getattr(error, "strerror", None) or reason(error)
         raise CheckpointError(f"cannot be read ({why})", "check the file", subject=path) from error
-    if PAGE.match(data) and not path.suffix.lower().startswith(".htm"):
+
+
+def _require_fetched(start: bytes, path: Path) -> None:
+    """Raise CheckpointError for a file that begins as one which stands for the data elsewhere."""
+    files.require_no_pointer(start, path)
+    if PAGE.match(start) and not path.suffix.lower().startswith(".htm"):
         raise CheckpointError(
             "is a page of HTML, such as a login or an error, under the name of a data file",
             "download the file again",
             subject=path,
         )
-    return data
 
 
 def suffix_of(path: str | Path) -> str:
@@ -347,12 +353,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
+        with path.open("rb") as file:
+            _require_fetched(file.read(1024), path)
         if not pyarrow.parquet.read_metadata(path).num_rows:  # which datasets cannot read
             return
         yield from table_rows(
             datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True),
             path,
         )
+    except CheckpointError:
+        raise
     except Exception as error:  # the reader raises whatever its backend raises
         raise CheckpointError(
             f"is no parquet file that can be read ({reason(error)})", "check it", subject=path

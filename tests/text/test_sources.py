@@ -194,7 +194,14 @@ def test_line_ends_of_windows_change_neither_documents_nor_perplexity(tmp_path: 
         ),
         ("a.json", b'[{"chosen": [{"from": "gpt"}], "rejected": [{"from": "gpt"}]}]', "text_column=chosen"),
         ("a.json", b'{"data": [{"text": "x"}]}', "keys data: if the records are those of data, write that list to a"),
-        *((name, b"\n<!DOCTYPE html>\n<html>", "is a page of HTML") for name in ("a.jsonl", "a.csv", "a.txt")),
+        *(
+            (name, content, says)
+            for name in ("a.jsonl", "a.csv", "a.txt", "a.parquet")
+            for content, says in (
+                (b"\n<!DOCTYPE html>\n<html>", "is a page of HTML"),
+                (b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer"),
+            )
+        ),
         ("a.jsonl", b"7\n", r'line 1: .* it is no object with keys: write it as \{"text": "\.\.\."\}, or allow'),
         ("a.json", b'[{"text": "x"}, 7]', "record 2: .* it is no object with keys"),
         ("a.jsonl", b'["x"]\n["y"]\n', 'is not JSON .*: repair the file: one array, or a record {"text"'),
