@@ -86,11 +86,11 @@ class Checkpoint(StoredTensors):
         with files.guarded(path):
             listing = sorted(os.listdir(path))
         if config is None and CONFIG not in listing:
-            hint = (
-                "merge the adapter into its base model"
-                if "adapter_config.json" in listing
-                else "check the path"
-            )
+            ways = {
+                "adapter_config.json": "merge the adapter into its base model",
+                "snapshots": "give a folder in its snapshots",
+            }
+            hint = next((ways[name] for name in ways if name in listing), "check the path")
             raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
         beside = [file_in(path, CONFIG)] if config is None else []
         self.config = (

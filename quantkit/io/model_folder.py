@@ -209,6 +209,11 @@ def opened(folder: Path) -> list[str]:
         return [name for name in names if _is_opened(name) and (folder / name).is_file()]
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if a folder has a file of a tokenizer."""
+    return any(map(_is_of_tokenizer, os.listdir(folder)))
+
+
 def _with_templates(folder: Path, listing: Iterable[str]) -> list[str]:
     names = list(listing)
     if TEMPLATES in names and inside(folder, TEMPLATES).is_dir():
@@ -217,9 +222,11 @@ def _with_templates(folder: Path, listing: Iterable[str]) -> list[str]:
 
 
 def _is_opened(name: str) -> bool:
-    return name.endswith((".json", ".jinja")) or any(
-        fnmatch(name.lower(), pattern) for pattern in TOKENIZERS
-    )
+    return name.endswith((".json", ".jinja")) or _is_of_tokenizer(name)
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return any(fnmatch(name.lower(), pattern) for pattern in TOKENIZERS)
 
 
 def shards(
@@ -314,7 +321,7 @@ def companions(
         real = inside(folder, name)
         with files.guarded(real):
             found = real.stat()
-        whole = any(fnmatch(lower, pattern) for pattern in TOKENIZERS) or found.st_size <= SMALL
+        whole = _is_of_tokenizer(name) or found.st_size <= SMALL
         whole = whole and stat.S_ISREG(found.st_mode) and not files.is_pointer(real)
         (names if whole else left_out).append(name)
     for name in templates:

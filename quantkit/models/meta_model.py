@@ -100,7 +100,7 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
     _require_one_value(src.config, config, src.path / CONFIG)
-    _require_enough_experts(config.get_text_config(), src.path / CONFIG)
+    _require_possible(config.get_text_config(), src.path / CONFIG)
     if family_of(family).diffuses:
         raise CheckpointError(
             f"{family} writes blocks of text by diffusion, and quantkit does not quantize such "
@@ -130,7 +130,8 @@ def _require_one_value(stated: Mapping[str, Any], config: Any, path: Path) -> No
                 stated = {**stated, "rope_scaling": None}
     flat = {f"rope_parameters.{key}": each for key, each in (rope or {}).items()}
     twins = {} if config.is_encoder_decoder else {**config.attribute_map}
-    twins |= {"rope_scaling": "rope_parameters", **{key.partition(".")[2]: key for key in flat}}
+    twins |= {"torch_dtype": "dtype", "rope_scaling": "rope_parameters"}
+    twins |= {key.partition(".")[2]: key for key in flat}
     for one, other in twins.items():
         values = stated.get(one), {**stated, **flat}.get(other)
         if None not in values and values[0] != values[1] and not one.endswith("_token_id"):
@@ -144,18 +145,24 @@ def _require_one_value(stated: Mapping[str, Any], config: Any, path: Path) -> No
         _require_one_value(text, config.text_config, path)
 
 
-def _require_enough_experts(text: Any, path: Path) -> None:
-    """Raise CheckpointError if a token goes to more experts, or groups of them, than there are."""
+def _require_possible(text: Any, path: Path) -> None:
+    """Raise CheckpointError if a token goes to more experts, or groups of them, than there are, or
+    sees no token.
+    """
     values = {key: value for key, value in text.to_dict().items() if type(value) is int}
     experts = max((values[key] for key in values if EXPERTS.fullmatch(key)), default=0)
-    for key, most in {
-        **dict.fromkeys(ROUTED, experts),
-        "topk_group": values.get("n_group", 0),
-    }.items():
-        if most and not 0 < values.get(key, 1) <= most:
-            raise CheckpointError(
-                f"{key} is {values[key]}, and there are {most}", "mend the entry", subject=path
-            )
+    limits = {**dict.fromkeys(ROUTED, experts), "topk_group": values.get("n_group", 0)}
+    wrong = [
+        f"{key} is {values[key]}, and there are {most}"
+        for key, most in limits.items()
+        if most and not 0 < values.get(key, 1) <= most
+    ]
+    # Some classes write 0 where they use none.
+    slides = hasattr(type(text), "sliding_window") and getattr(text, "use_sliding_window", True)
+    if slides and values.get("sliding_window", 1) <= 0:
+        wrong.append(f"sliding_window is {values['sliding_window']}, and must be null or above 0")
+    if wrong:
+        raise CheckpointError(wrong[0], "mend the entry", subject=path)
 
 
 def generation_config_of(src: Checkpoint) -> GenerationConfig:

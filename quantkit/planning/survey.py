@@ -47,6 +47,7 @@ from quantkit.errors import (
 )
 from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io.json_files import shown
+from quantkit.io.model_folder import has_tokenizer
 from quantkit.io.staging import check_staging, is_complete
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import GROUP_SIZES, fitting
@@ -484,7 +485,6 @@ def require_runnable(
         made = replace(made, verdict=made.verdict.with_remarks(*lines))
         if run.progress is not None:
             run.progress.note(*lines)
-        generation_config_of(job.src)
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
     asked: Any = {"resume": run.resume, "overwrite": run.overwrite, "source": job.src.home}
@@ -520,15 +520,22 @@ def require_runnable(
 
 
 def _unknown_tokens(job: Job) -> list[str]:
-    """Note the tokens of the source's tokenizer for which the model has no embedding."""
+    """Note a source without a tokenizer, and tokens for which the model has no embedding."""
     tokens = require_readable_tokenizer(job.src.path)
     rows = len(job.model.text.get_input_embeddings().get_parameter("weight"))
     beyond = sorted(at for at in tokens if at >= rows)
-    return [
+    lines = [
         f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
         f"{shown(tokens[at])} ({len(beyond)} in all): a text with one stops an engine"
         for at in beyond[:1]
     ]
+    if not has_tokenizer(job.src.path):
+        lines.append("the source has no tokenizer: put its files beside the output")
+    ends = generation_config_of(job.src).eos_token_id
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and not 0 <= end < rows:
+            lines.append(f"eos_token_id {end} is none of {rows} embeddings: it ends no text")
+    return lines
 
 
 def calibration_text(

@@ -313,6 +313,11 @@ def test_an_adapter_is_refused_with_the_way_out(tmp_path: Path, config: bool) ->
     assert "merge" in refusal(tmp_path)
 
 
+def test_a_repository_in_the_hubs_cache_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "0").mkdir(parents=True)
+    assert "config.json is missing: give a folder in its snapshots" in refusal(tmp_path)
+
+
 def test_one_file_of_any_name_is_a_model(tmp_path: Path) -> None:
     folder = dense_folder(tmp_path / "m", index=False)
     (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")

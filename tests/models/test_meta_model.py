@@ -85,6 +85,7 @@ TWICE: dict[str, tuple[str, dict[str, Any]]] = {
     "num_experts is 8 and num_local_experts is 4": ("mixtral", {"num_experts": 8}),
     "num_hidden_layers is 7 and n_layer is 2": ("gpt2", {"num_hidden_layers": 7}),
     "rope_theta is 500.0 and rope_parameters.rope_theta is 10000.0": ("llama", {"rope_theta": 500.0}),
+    "torch_dtype is 'bfloat16' and dtype is 'float16'": ("llama", {"dtype": "float16", "torch_dtype": "bfloat16"}),
     # transformers would take the first and lose the base of the second
     "rope_scaling is {'factor': 2.0} and rope_parameters is": ("llama", {"rope_scaling": {"factor": 2.0}}),
     "rope_scaling is {'factor': 4.0} and": ("gemma3", {"text_config": {"rope_scaling": {"factor": 4.0}}}),
@@ -157,6 +158,8 @@ IMPOSSIBLE: dict[str, tuple[str, dict[str, Any]]] = {
     "num_experts_per_tok is 9, and there are 4": ("mixtral", {"num_experts_per_tok": 9}),
     "num_experts_per_tok is 0, and there are 4": ("qwen3_moe", {"num_experts_per_tok": 0}),
     "moe_k is 5, and there are 4": ("ernie4_5_moe", {"moe_k": 5}),
+    "sliding_window is 0, and must be null or above 0": ("mistral", {"sliding_window": 0}),
+    "sliding_window is -1, and": ("gemma3", {"text_config": {"sliding_window": -1}}),
     "topk_group is 2, and there are 1": ("deepseek_v3", {"topk_group": 2}),
 }
 
@@ -166,9 +169,17 @@ def test_a_number_that_gives_no_text_is_refused_before_any_work(says: str, tmp_p
     family, change = IMPOSSIBLE[says]
     folder = families.write(family, tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
+    change = {key: {**config[key], **new} if key == "text_config" else new for key, new in change.items()}
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(quantkit.QuantkitError, match=re.escape(says)):
         skeleton(Checkpoint(folder), torch.float16)
+
+
+def test_a_window_of_zero_that_is_not_used_is_none(tmp_path: Path) -> None:
+    folder = families.write("qwen2_moe", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["sliding_window"] == 0 and not config["use_sliding_window"]  # so transformers writes it
+    assert skeleton(Checkpoint(folder), torch.float16)
 
 
 @pytest.mark.parametrize("named", [["BitnetForCausalLM"], ["MistralForCausalLM"], ["LlamaModel"], None, 5])

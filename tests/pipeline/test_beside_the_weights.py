@@ -264,3 +264,14 @@ def test_tokens_without_an_embedding_are_noted_although_no_text_is_read(file: st
     (folder / file).write_text(json.dumps(stated))
     notices = quantkit.plan(folder, method="rtn", group_size=64).notices
     assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, notices))
+
+
+def test_a_source_that_no_text_is_read_or_ended_with_is_noted(tmp_path: Path) -> None:
+    folder = families.write("llama", tmp_path / "m")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    stated = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(stated | {"eos_token_id": [256, 999]}))
+    notes = [str(note) for note in quantkit.plan(folder, method="rtn", group_size=64).notices]
+    assert "the source has no tokenizer: put its files beside the output" in notes
+    assert "eos_token_id 999 is none of 384 embeddings: it ends no text" in notes
