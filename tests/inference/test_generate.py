@@ -103,15 +103,16 @@ def test_a_message_is_answered_through_the_template(templated: Path) -> None:
     assert found.prompt == "one" and found.text == tokenizer.decode(ids[0, length:], skip_special_tokens=True)
 
 
-def test_a_template_that_refuses_a_message_is_one_error(templated: Path) -> None:
-    (templated / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
-    with pytest.raises(RecipeError, match=r"refuses it \(no users\): use quantkit generate without --chat"):
-        generate(templated, "one", chat=True, device="cpu")
-
-
-def test_a_template_that_changes_every_word_is_named(templated: Path) -> None:
-    (templated / "chat_template.jinja").write_text("{{ messages[0].content | urlencode }}")
-    with pytest.raises(RecipeError, match=r"the message: .* does not contain the words of the messages: use quantkit"):
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no users') }}", r"refuses it \(no users\): use quantkit generate without --chat"),
+        ("{{ messages[0].content | urlencode }}", "the message: .* does not contain the words of the messages: use "),
+    ],
+)
+def test_a_template_that_does_not_show_the_message_is_one_error(template: str, says: str, templated: Path) -> None:
+    (templated / "chat_template.jinja").write_text(template)
+    with pytest.raises(RecipeError, match=says):
         generate(templated, "a & b", chat=True, device="cpu")
 
 
@@ -122,31 +123,19 @@ def test_a_chat_is_offered_only_where_a_template_is_the_default(
     (templated / "additional_chat_templates" / "rag.jinja").write_text("{{ messages[0].content }}")
     default = templated / "chat_template.jinja"
     default.write_text("{{ messages[0].content }}")
-    generate(templated, "one", max_new_tokens=1, device="cpu", progress=Progress())
-    assert "--chat" in capsys.readouterr().err
+    for chat in (True, False):
+        generate(templated, "one", chat=chat, max_new_tokens=1, device="cpu", progress=Progress())
+        assert ("add --chat" in capsys.readouterr().err) != chat
     default.unlink()
     generate(templated, "one", max_new_tokens=1, device="cpu", progress=Progress())
     assert "--chat" not in capsys.readouterr().err
-    with pytest.raises(RecipeError, match="has no chat template"):
+    with pytest.raises(RecipeError, match="has no chat template: use quantkit generate without --chat"):
         generate(templated, "one", chat=True, device="cpu")
 
 
 @pytest.mark.parametrize("message", ["", "  "])
 def test_a_message_without_words_is_a_message(message: str, templated: Path) -> None:
     assert generate(templated, message, chat=True, max_new_tokens=2, device="cpu").tokens
-
-
-def test_a_model_without_template_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(RecipeError, match="has no chat template: use quantkit generate without --chat"):
-        generate(tiny_llama, "one", chat=True, device="cpu")
-
-
-def test_a_chat_model_that_is_not_asked_as_one_is_hinted_at(
-    templated: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for chat in (True, False):
-        generate(templated, "one", chat=chat, max_new_tokens=1, device="cpu", progress=Progress())
-        assert ("add --chat" in capsys.readouterr().err) != chat
 
 
 BAD: list[dict[str, Any]] = [{"eos_token_id": [[1]]}, {"repetition_penalty": 0}, {"bad_words_ids": [1, 2]}]

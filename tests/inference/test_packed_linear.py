@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.errors import KernelError, LayoutError
+from quantkit.errors import KernelError
 from quantkit.kernels import MATMULS
 from quantkit.layouts.recast import recast
 from tests.inference.samples import compiled, gauss, packed, same, values
@@ -69,17 +69,9 @@ def test_activations_of_a_wrong_shape_or_dtype_are_refused(x: Tensor) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_nan_scale_raises_an_error() -> None:
-    layer = packed("marlin", values("int4:g128"))
-    layer.s.data[0, 3] = torch.nan
-    with pytest.raises(LayoutError, match="nan"):
-        layer(gauss(1, 256))
-
-
-@pytest.mark.parametrize("layout", sorted(MATMULS))
-def test_a_compiled_graph_has_one_operator_and_no_break(layout: str) -> None:
-    q = values(HELD[layout][0][0])
-    layer = packed(layout, q)
+def test_a_compiled_graph_has_one_operator_and_no_break() -> None:
+    q = values("int4:g128")
+    layer = packed("marlin", q)
     call, operators = compiled(layer)
     for m in (2, 5):
         x = gauss(m, 256)

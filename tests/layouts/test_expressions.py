@@ -98,14 +98,19 @@ def test_lookahead_of_published_configs_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"[[:alpha:]]+", r"(?:q_proj){e<=1}", r"q{x}", "a." * 5001, r"(", r"\p{L}", "(?R)"]
+    "pattern",
+    [
+        *(r"[[:alpha:]]+", r"(?:q_proj){e<=1}", r"q{x}", "a." * 5001, r"(", r"\p{L}", "(?R)", "*x", "["),
+        *("a{99999999999999999999}", "x(?i)", r"\9", "(?P<n>a)(?P<n>b)"),
+    ],
 )
 def test_what_engines_read_differently_is_refused(pattern: str) -> None:
     config = {**LAYOUTS["gptq"].write_config(Schemes(INT4)), "dynamic": {f"+:{pattern}": {}}}
     with pytest.raises(CheckpointError, match="no regular expression"):
         read_config(config, "somewhere")
-    with pytest.raises(RecipeError, match="not a regular expression"):
-        from_mapping({"skip": [pattern]})
+    for mapping in ({"skip": [pattern]}, {"overrides": {pattern: "int4"}}):
+        with pytest.raises(RecipeError, match="not a regular expression"):
+            from_mapping(mapping)
 
 
 PIECES = st.sampled_from(
