@@ -134,24 +134,3 @@ def test_metadata_that_does_not_describe_two_of_four_is_refused(layout: str, cod
     assert "does not describe two of four" in message and f"first {code:X} at row" in message and "\n" not in message
     row, column = 64 * 0 + 8 * (77 % 64 // 8) + 4 * (77 & 1) + 2 * (77 // 64) + (77 >> 2 & 1), 16 * (77 >> 1 & 1) + 8
     assert f"row {row}, columns {column} to {column + 3}" in message
-
-
-@pytest.mark.parametrize("layout", VARIANTS)
-def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) -> None:
-    """If a kept code is zero, several pairs of places have the same values; readers take the stored one."""
-    q = record(ROWS, 128, 128, seed=3)
-    ours = marlin.compress(q.codes, 8)[1]
-    quads = q.codes.view(-1, 4)
-    mask = torch.zeros_like(quads).scatter_(1, (quads != 8).int().argsort(-1, descending=True)[:, :2], 1)
-    theirs = marlin.compress(mask.view(128, 128), 0)[1]
-    assert not torch.equal(ours, theirs)
-    places = theirs.view(-1, 1).long()
-    kept = quads.gather(1, torch.cat((places & 3, places >> 2), 1)).view(128, 64)
-    b_24 = marlin.PAIRS.pack(kept, 4).view(4, 256)
-    meta = marlin.METADATA_ORDER.pack(theirs, 4).view(torch.int16).view(4, 256)
-    foreign = tensors_of(layout, b_24, meta, q.scales.t().contiguous())
-    back = LAYOUTS[layout].unpack(foreign, q.scheme)
-    assert back.equal(q)
-    again = LAYOUTS[layout].pack(back)
-    assert not torch.equal(again[META[layout]], meta)  # which `verify` reports
-    assert LAYOUTS[layout].unpack(again, q.scheme).equal(q)

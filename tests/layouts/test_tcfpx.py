@@ -1,4 +1,4 @@
-"""TC-FPx: the published bytes of every case, planes and plain streams, and damaged or foreign files."""
+"""TC-FPx: the published bytes of every case, and damaged or foreign files."""
 
 from __future__ import annotations
 
@@ -29,25 +29,6 @@ def with_codes(scheme: Scheme, codes: Tensor, scales: Tensor | None = None) -> Q
     return QuantizedTensor(scheme, codes, scales.view(-1, 1))
 
 
-def plain(codes: Tensor, bits: int) -> list[bytes]:
-    """Write each row as one big-endian bit stream (docs/layouts.md 7.1)."""
-    rows = []
-    for row in codes.tolist():
-        stream = 0
-        for code in row:
-            stream = stream << bits | code
-        rows.append(stream.to_bytes(len(row) * bits // 8, "big"))
-    return rows
-
-
-def from_plain(stream: Tensor, bits: int) -> list[list[int]]:
-    rows = []
-    for row in stream.tolist():
-        number, count = int.from_bytes(bytes(row), "big"), len(row) * 8 // bits
-        rows.append([number >> bits * (count - 1 - k) & (1 << bits) - 1 for k in range(count)])
-    return rows
-
-
 def test_published_bytes_and_values_in_both_directions() -> None:
     file = golden("fpx_tc")
     seen: dict[str, set[str]] = {}
@@ -55,21 +36,7 @@ def test_published_bytes_and_values_in_both_directions() -> None:
         scheme = Scheme(FORMATS_BY_SPLIT[info["format"]])
         seen.setdefault(info["format"], set()).add(info["pattern"])
         q = with_codes(scheme, file(case, "codes"), file(case, "scales"))
-        packed = file(case, "packed")
-        both_ways("tcfpx", q, {"weight": packed, "scales": q.scales.view(-1)})
-        buffer = LAYOUTS["tcfpx"].pack(q)["weight"].view(torch.uint8).view(-1)
-        weights, start = q.codes.numel(), 0
-        for y in (1, 2, 4):  # the planes one after the other; of six bits the two arrays of DeepSpeed
-            if info["bits"] & y and (plane := file(case, f"seg{y}")) is not None:
-                assert torch.equal(buffer[start : start + weights * y // 8], plane), case
-            start += weights * y // 8 if info["bits"] & y else 0
-        assert start == len(buffer)
-        if (stream := file(case, "plain")) is not None:
-            assert [bytes(row) for row in stream.tolist()] == plain(q.codes, scheme.format.bits)
-            assert (
-                from_plain(stream, scheme.format.bits)
-                == LAYOUTS["tcfpx"].unpack({"weight": packed, "scales": q.scales.view(-1)}, scheme).codes.tolist()
-            )
+        both_ways("tcfpx", q, {"weight": file(case, "packed"), "scales": q.scales.view(-1)})
         if (dense := file(case, "dequant")) is not None:
             assert torch.equal(q.dequantize(torch.float16).view(torch.int16), dense.view(torch.int16)), case
     assert seen["e3m2"] == {"random", "ramp", "min", "max", "negzero"}
