@@ -37,9 +37,6 @@ def rounded(w: Tensor, label: str, signed: bool = False) -> QuantizedTensor:
     return QuantizedTensor(scheme, encode(w, scheme, grid), *grid)
 
 
-# Descent --------------------------------------------------------------------------------------------------------------
-
-
 def slow_pass(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
     """Run one pass of coordinate descent (ALGORITHMS 8) column by column, in float64; return dequantized values."""
     n, k = w.shape
@@ -185,9 +182,6 @@ def test_a_tiny_channel_with_a_huge_slope_gives_finite_codes() -> None:
     assert (row_losses(w, found, h) <= row_losses(w, tensor, h)).all()
 
 
-# Refit ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("label", ["int4:g16", "int4:g16:asym", "int4:g16:24", "fp6:channel"])
 def test_refitted_scales_are_those_of_least_squares(label: str) -> None:
     x = gauss(256, 64, seed=4)
@@ -227,9 +221,6 @@ def test_refitted_scales_of_bfloat16_weights_are_bfloat16_values(dtype: torch.dt
     assert changes["refit_rows"].any() and (found.scales < 0).any()
     exact = torch.equal(found.scales.float(), found.scales.bfloat16().float())
     assert exact == (dtype == torch.bfloat16)
-
-
-# Signed scales --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -288,9 +279,6 @@ def test_signed_scales_are_refused_for_other_schemes(label: str) -> None:
             gptq.quantize(w, scheme, h, Options(clip=clip, signed=True))
     with pytest.raises(RecipeError, match="signed"):
         from_mapping({"scheme": written(scheme), "signed": True})
-
-
-# In GPTQ and in runs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["static", "off"])

@@ -49,9 +49,6 @@ def test_broken_hessians_are_refused_or_fall_back_to_rtn(label: str, words: str)
             rtn.quantize(w, scheme, clip="search", metric="block", hessian=h)
 
 
-# The sweep ------------------------------------------------------------------------------------------------------------
-
-
 def tame(k: int) -> Tensor:
     """Return a Hessian on which targets stay small in natural order, so that float64 rounding changes no code."""
     x = gauss(4 * k, k, seed=1) @ (gauss(k, k, seed=2) / k**0.5 + torch.eye(k) + 0.05)
@@ -202,9 +199,6 @@ def test_guard_takes_rounding_if_inputs_are_hardly_correlated() -> None:
     assert torch.equal(solution.loss[guard], solution.rtn_loss[guard])
 
 
-# Hostile Hessians -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"])
 @pytest.mark.parametrize(
     ("options", "dtype"),
@@ -252,9 +246,6 @@ def test_a_massive_channel_does_not_reduce_the_others_to_rtn(size: float) -> Non
         gains[kind] = loss(w, solution.tensor, h * others * others[:, None]).sum() / plain
     assert gains["median"] < 0.5
     assert gains["median"] < gains["mean"] and (gains["mean"] > 0.9 or size < 1e5), "mean damping drowns the others"
-
-
-# Shapes, dtypes, and what the pipeline relies on ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 2), (1, 127), (3, 128), (3, 129)])
@@ -358,9 +349,6 @@ def test_the_number_of_threads_changes_no_bit(options: Any, scheme: str) -> None
     else:
         one, *others = on_threads(lambda: rtn.quantize(w, scheme, clip="search", metric=options, hessian=h)[0])
     assert all(one.equal(other) for other in others)
-
-
-# The synthetic layer --------------------------------------------------------------------------------------------------
 
 
 def test_synthetic_layer_ranks_the_variants() -> None:

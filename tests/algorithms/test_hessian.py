@@ -140,9 +140,6 @@ def test_non_finite_activations_and_no_activations_are_refused() -> None:
     assert h.tokens == 0
 
 
-# The factor -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["median", "own", "mean"])
 @pytest.mark.parametrize("order", ["static", "off"])
 def test_factor_is_that_of_the_damped_hessian(kind: str, order: str) -> None:

@@ -24,9 +24,6 @@ RULES = ("magnitude", "wanda", "sparsegpt")
 SPARSE = Scheme.parse("int4:g32:24")
 
 
-# The sweep ------------------------------------------------------------------------------------------------------------
-
-
 def slow_sweep(w: Tensor, h: Tensor, order: Tensor, fixed: Tensor | None, scales: Tensor | None) -> Tensor:
     """Run SparseGPT as published: right-looking, inverse Cholesky factor; each quad's mask is chosen as it begins."""
     size = 0 if scales is None else w.shape[1] // scales.shape[1]
@@ -167,9 +164,6 @@ def test_a_survivor_that_overflows_half_precision_is_refused_or_left_to_the_guar
     assert (solution.loss <= solution.rtn_loss).all() and bool(solution.tensor.dequantize(torch.half).isfinite().all())
     with pytest.raises(NumericError, match="row 0"):
         gptq.quantize(torch.full_like(w, 65504), Scheme.parse("int4:channel:24"), h, Options())
-
-
-# The synthetic layer (ALGORITHMS 9) -----------------------------------------------------------------------------------
 
 
 def test_synthetic_layer_ranks_rules_and_their_combinations_with_int4() -> None:

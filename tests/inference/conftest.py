@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts.schemes import Schemes
@@ -27,6 +28,12 @@ def folder(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Folde
         return out
 
     return written
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
 
 
 @pytest.fixture

@@ -253,10 +253,8 @@ def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("layout", "label"), KINDS)
 def test_a_gpu_computes_experts_as_float32_in_a_graph_with_other_ids(
-    layout: str, label: str, dtype: torch.dtype
+    gpu: None, layout: str, label: str, dtype: torch.dtype
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
     (first, w), (second, v) = (stacked(layout, label, n, k, 0) for n, k in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
     first, second = (
         each._replace(tensors={suffix: tensor.cuda() for suffix, tensor in each.tensors.items()})

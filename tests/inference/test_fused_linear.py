@@ -68,9 +68,6 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
     return Products(monkeypatch)
 
 
-# ------------------------------------------------------------------------------------------------ the weights
-
-
 @pytest.mark.parametrize(("layout", "label"), STACKED)
 @pytest.mark.parametrize("k", [128, 384])  # one group, for which scales have another order, and several
 def test_stacking_packed_weights_equals_packing_the_stacked_weight(layout: str, label: str, k: int) -> None:
@@ -162,9 +159,6 @@ def test_cross_attention_and_dense_linears_are_no_siblings() -> None:
     assert list(sibling_linears(module)) == []
 
 
-# ------------------------------------------------------------------------------------------------ the products
-
-
 def test_one_product_serves_all_siblings_and_leaves_no_cache(products: Products) -> None:
     _, fused = attention()
     for _ in range(2):
@@ -253,9 +247,6 @@ def test_a_compiled_graph_distinguishes_input_tensors() -> None:
             x = gauss(3, 256, seed=seed)
             for found, wanted in zip(call(fused, x), both(separate, x), strict=True):
                 assert torch.allclose(found, wanted, atol=1e-4)
-
-
-# ------------------------------------------------------------------------------------------------ in a model
 
 
 def test_casts_change_no_weight_and_moves_keep_linears_fused() -> None:

@@ -145,19 +145,9 @@ def test_an_error_says_how_much_memory_is_missing(folder: Folders) -> None:
     assert "\n" not in str(caught.value)
 
 
-Q = "model.layers.0.self_attn.q_proj"
-#: Name -> its tensor beside or in place of those of a dense model, and what the error says.
-UNREAD: dict[str, tuple[Tensor, str]] = {
-    f"{Q}.weight": (torch.ones(128, 128, dtype=torch.int8), "is stored as int8"),
-    f"{Q}.bias": (torch.ones(128), "is not part of the model"),
-    f"{Q}.lora_A.weight": (torch.ones(4, 128), "merge_and_unload"),
-}
-
-
-@pytest.mark.parametrize("name", UNREAD)
-def test_a_dense_folder_that_transformers_would_read_as_another_model_is_refused(name: str, tmp_path: Path) -> None:
-    tensor, says = UNREAD[name]
+def test_a_dense_folder_that_transformers_would_read_as_another_model_is_refused(tmp_path: Path) -> None:
     path = families.write("llama", tmp_path / "m") / "model.safetensors"
-    save_file(load_file(path) | {name: tensor}, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=says):
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}
+    save_file(load_file(path) | bias, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="is not part of the model"):
         quantkit.load(tmp_path / "m", device="cpu")

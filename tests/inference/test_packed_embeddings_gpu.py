@@ -19,15 +19,9 @@ from tests.inference.samples import logits
 from tests.layouts.samples import HELD, record
 from tests.tiny_models import write_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 LABELS = [each for each in HELD["compressed-tensors"][0] if not each.endswith(":24")]
-
-
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
 
 
 @pytest.mark.parametrize("label", LABELS)

@@ -29,16 +29,10 @@ from tests.layouts.samples import write_folder
 from tests.serving.samples import PACKED
 from tests.tiny_models import write_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 #: Layout, scheme, layout in memory after repacking.
 CASES = [*PACKED, ("compressed-tensors", "int4:g128:24", "marlin24")]
-
-
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
 
 
 @pytest.fixture(scope="module")

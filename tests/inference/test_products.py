@@ -137,9 +137,7 @@ def test_a_gradient_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("layout", "label"), KERNELS)
-def test_a_gpu_multiplies_as_float32(layout: str, label: str, dtype: torch.dtype) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
+def test_a_gpu_multiplies_as_float32(gpu: None, layout: str, label: str, dtype: torch.dtype) -> None:
     q = values(label, 256, 512)
     tensors = {name: tensor.cuda() for name, tensor in LAYOUTS[layout].pack(q).items()}
     handle = prepare(KernelWeight(layout, q.scheme, (256, 512), tensors), 256, dtype)
@@ -153,10 +151,8 @@ def test_a_gpu_multiplies_as_float32(layout: str, label: str, dtype: torch.dtype
 @pytest.fixture(
     params=[("marlin", "int4:g128"), ("marlin24", "int4:g128:24"), ("tcfpx", "fp6:channel"), ("quick", "int4:g64:asym")]
 )
-def calls(request: pytest.FixtureRequest) -> Calls:
+def calls(gpu: None, request: pytest.FixtureRequest) -> Calls:
     """Two products of one kind that split their sums among blocks, and their results on one stream."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
     layout, label = request.param
     found = []
     for seed, m in ((1, 5), (2, 20)):
@@ -220,10 +216,8 @@ def test_a_capture_may_be_on_another_stream_than_the_first_call(calls: Calls) ->
 
 
 @pytest.mark.gpu
-def test_a_compiled_product_with_padding_has_the_bits_of_an_eager_one() -> None:
+def test_a_compiled_product_with_padding_has_the_bits_of_an_eager_one(gpu: None) -> None:
     """inductor checks that a product has the strides that the fake has promised."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
     tensors = {name: tensor.cuda() for name, tensor in LAYOUTS["marlin"].pack(values("int4:g128", 128, 256)).items()}
     packed = KernelWeight("marlin", Scheme.parse("int4:g128"), (128, 256), tensors)
     handle = prepare(packed, 100, torch.float16)

@@ -36,8 +36,6 @@ from tests.tiny_models import FAMILIES, write_model
 FOUND = {(c.source, c.target): c for c in conversions()}
 INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
 
-# ------------------------------------------------------------------------------------------------ the matrix
-
 
 def test_every_ordered_pair_is_listed_and_is_a_command() -> None:
     assert set(FOUND) == {(a, b) for a in LAYOUTS for b in LAYOUTS if a != b}
@@ -126,9 +124,6 @@ def test_every_cell_on_random_weights() -> None:
     assert refusals == {RECENTRED, PRUNED, LAYOUTS["gptq"].ZEROS_IF}
 
 
-# ------------------------------------------------------------------------------------------------ whole folders
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_fused_and_split_projections_keep_names_and_shapes(
     fused: bool, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,9 +157,6 @@ def test_recast_schemes_are_in_the_config_under_exact_names(small_llama: Path, t
         assert torch.equal(now.dequantize(), q.dequantize())
     layers = json.loads((tmp_path / "b" / REPORT).read_text())["layers"]
     assert {layer.get("restated_from") for layer in layers} == {None, "int4:channel"}
-
-
-# ------------------------------------------------------------------------------------------------ losses are reported
 
 
 def test_rows_of_zero_scales_are_reported_whoever_wrote_the_folder(small_llama: Path, tmp_path: Path) -> None:

@@ -33,9 +33,6 @@ def tensors_of(layout: str, b_24: Tensor, b_meta: Tensor, s: Tensor) -> dict[str
     return dict(zip(LAYOUTS[layout].TENSORS, (b_24, b_meta, s), strict=True))
 
 
-# ----------------------------------------------------------------------------------------------------- golden files
-
-
 @pytest.mark.parametrize("layout", VARIANTS)
 def test_published_sparse_marlin_cases_in_both_directions(layout: str) -> None:
     file = golden("sparse_marlin")
@@ -67,9 +64,6 @@ def test_the_encoding_of_pytorch_chooses_the_same_places() -> None:
         kept, metadata = marlin.compress((dense != 0).to(torch.uint8), 0)
         assert torch.equal(orders[meta.dtype].pack(metadata, 4).view(meta.dtype).view(meta.shape), meta), case
         assert torch.equal(kept.bool(), file(case, "values") != 0), case
-
-
-# ----------------------------------------------------------------------------------------------------- the encoding
 
 
 def every_quad(zero: int) -> tuple[Tensor, Tensor]:
@@ -114,9 +108,6 @@ def test_kept_codes_are_expanded_to_the_places_of_any_valid_metadata(zero: int, 
     back = torch.empty_like(expected)
     marlin.expand(pairs, torch.full((256, 1), code, dtype=torch.uint8), zero, out=back)
     assert torch.equal(back, expected)
-
-
-# -------------------------------------------------------------------------------------------------- damage and reading
 
 
 @pytest.mark.parametrize("layout", VARIANTS)
