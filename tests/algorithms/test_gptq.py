@@ -70,9 +70,10 @@ def published_loop(w: Tensor, h: Tensor, scales: Tensor | None, size: int, order
     return result
 
 
-@pytest.mark.parametrize("kind", ["median", "own", "mean"])
 @pytest.mark.parametrize("order", ["static", "off"])
-@pytest.mark.parametrize(("label", "block"), [("int4:g32", 7), ("int4:g64", 128), ("int4:channel", 1000)])
+@pytest.mark.parametrize(
+    ("kind", "label", "block"), [("median", "int4:g32", 7), ("own", "int4:g64", 128), ("mean", "int4:channel", 1000)]
+)
 def test_sweep_is_the_published_loop_code_for_code(kind: str, order: str, label: str, block: int) -> None:
     w, h = gauss(256, 192), tame(192)
     options = Options(damp_kind=kind, act_order=order, clip="none", block=block)
@@ -206,7 +207,7 @@ def test_guard_takes_rounding_if_inputs_are_hardly_correlated() -> None:
     ids=label,
 )
 def test_hostile_hessians_are_never_worse_than_rtn(name: str, options: Options, dtype: torch.dtype) -> None:
-    w = gauss(64, 128).to(dtype)
+    w = gauss(32, 128).to(dtype)
     h = hostile(name, 128)
     h = h if dtype == torch.float64 else h.float()
     for label in ("int4:g32", "int4:g64:asym", "fp6:channel"):

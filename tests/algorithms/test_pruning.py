@@ -45,8 +45,7 @@ def slow_sweep(w: Tensor, h: Tensor, order: Tensor, fixed: Tensor | None, scales
 
 @pytest.mark.parametrize("rule", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("order", ["static", "off"])
-@pytest.mark.parametrize("kind", ["own", "mean"])
-@pytest.mark.parametrize("block", [7, 128])
+@pytest.mark.parametrize(("kind", "block"), [("own", 7), ("mean", 128)])
 def test_sweeps_equal_the_slow_loop(rule: Any, order: Any, kind: Any, block: int) -> None:
     w, h = gauss(96, 160), correlated(160)
     options = Options(damp=0.3, prune=rule, act_order=order, damp_kind=kind, block=block)

@@ -53,7 +53,8 @@ def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("label", "clip", "dtype"),
     [
-        *product(INTEGERS + FLOATS, ["none", "search"], [torch.bfloat16]),
+        *product(INTEGERS + FLOATS, ["search"], [torch.bfloat16]),
+        *product(["int4:g128", "int4:g32:asym", "fp6:channel", "nvfp4"], ["none"], [torch.bfloat16]),
         *product(["int4:g64", "fp6:channel", "nvfp4"], ["search"], [torch.float16, torch.float32, torch.float64]),
     ],
     ids=str,

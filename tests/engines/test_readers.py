@@ -101,30 +101,22 @@ def test_vllm_is_named_exactly_for_folders_that_it_opened(facts: Folder, opens: 
 PLUGIN, ASKED_FOR = "vLLM with quantkit[vllm]", "vLLM asked for quantkit[vllm]"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_plug_in_is_named_for_the_layouts_of_kernels_alone(layout: str) -> None:
-    scheme = "fp6" if layout in ("humming", "tcfpx") else "int4:g128"
-    assert (PLUGIN in opened_by(folder(layout, scheme))) is (layout in KERNELS)
-
-
 def test_the_plug_in_is_named_for_experts_and_for_a_packed_head_only_in_families_that_show_it_theirs() -> None:
     assert PLUGIN in opened_by(folder("tcfpx", "fp6", modules=["model.layers.0.mlp.experts.3.up_proj"]))
     assert PLUGIN in opened_by(ends("lm_head", "int4:g128", "llama", "marlin"))
+    mixed = {DOWN: "int4:channel", "model.layers.0.self_attn.o_proj": None}
+    assert PLUGIN in opened_by(folder("marlin", "int4:g128", mixed, padded=True))
     facts = ends("lm_head", "int4:g128", "opt", "marlin")
     assert PLUGIN not in opened_by(facts)
     assert any(line.startswith(f"{PLUGIN} will not open this folder because of a packed") for line in refusals(facts))
 
 
-def test_the_plug_in_opens_padded_weights_and_several_schemes() -> None:
-    facts = folder("marlin", "int4:g128", {DOWN: "int4:channel", "model.layers.0.self_attn.o_proj": None}, padded=True)
-    assert PLUGIN in opened_by(facts)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_quantkit_opens_every_folder_and_transformers_only_methods_that_it_owns(layout: str) -> None:
+def test_quantkit_opens_every_folder_and_others_only_layouts_of_their_own(layout: str) -> None:
     named = opened_by(folder(layout, "fp6" if layout in ("humming", "tcfpx") else "int4:g128"))
     assert named[-1] == "quantkit.load"
     assert ("transformers (after quantkit.register())" in named) is (layout in ("humming", "tcfpx"))
+    assert (PLUGIN in named) is (layout in KERNELS), "the plug-in is for the layouts of kernels"
 
 
 def test_asymmetric_gptq_names_the_program_that_opens_it() -> None:

@@ -33,17 +33,18 @@ def share_of(weight: JoinedWeight) -> Tensor:
 @pytest.mark.parametrize(("layout", "label", "target"), PACKED)
 def test_no_row_of_a_rank_is_another_ranks(layout: str, label: str, target: str) -> None:
     whole = [record(label, n, K, seed) for seed, n in enumerate(N)]
+    tensors, dense = [packed(layout, q) for q in whole], [q.dequantize() for q in whole]
     for ranks in (1, 2, 4):
         for rank in range(ranks):
             parts = [Part(f"p{i}", n, n // min(ranks, 2 if i else 4)) for i, n in enumerate(N)]
             weight = joined(layout, label, parts, (K, K), rank, ranks)
             weight.check()
-            for i, q in enumerate(whole):
-                for suffix, tensor in packed(layout, q).items():
+            for i, each in enumerate(tensors):
+                for suffix, tensor in each.items():
                     weight.add([i], suffix, tensor)
             expected = []
-            for i, q in enumerate(whole):
-                pieces = q.dequantize().chunk(ranks if i == 0 else min(ranks, 2))  # two heads of keys and values
+            for i, values in enumerate(dense):
+                pieces = values.chunk(ranks if i == 0 else min(ranks, 2))  # two heads of keys and values
                 expected.append(pieces[rank if i == 0 else rank * len(pieces) // ranks])
             found = weight.packed()
             assert found.layout == target
@@ -54,13 +55,14 @@ def test_no_row_of_a_rank_is_another_ranks(layout: str, label: str, target: str)
 @pytest.mark.parametrize(("layout", "label", "target"), PACKED)
 def test_no_column_of_a_rank_is_another_ranks(layout: str, label: str, target: str) -> None:
     q = record(label, 256, K)
+    tensors, dense = packed(layout, q), q.dequantize()
     for ranks in (1, 2, 4):
         for rank in range(ranks):
             weight = joined(layout, label, [Part("down", 256, 256)], (K, K // ranks), rank, ranks)
             weight.check()
-            for suffix, tensor in packed(layout, q).items():
+            for suffix, tensor in tensors.items():
                 weight.add([0], suffix, tensor)
-            assert torch.equal(share_of(weight), q.dequantize().chunk(ranks, 1)[rank])
+            assert torch.equal(share_of(weight), dense.chunk(ranks, 1)[rank])
 
 
 @pytest.mark.parametrize(("layout", "label", "target"), PACKED)
