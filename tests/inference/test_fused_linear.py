@@ -89,8 +89,7 @@ def test_stacking_packed_weights_equals_packing_the_stacked_weight(layout: str, 
             assert again[suffix].untyped_storage().data_ptr() != found[suffix].untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize(("layout", "label"), STACKED)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("layout", "label", "bias"), [(*case, i % 2 == 0) for i, case in enumerate(STACKED)])
 def test_fused_linears_compute_the_products_of_separate_ones(layout: str, label: str, bias: bool) -> None:
     separate, fused = attention(layout, label, bias)
     for dtype in (torch.float32, torch.bfloat16):
