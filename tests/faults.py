@@ -35,6 +35,19 @@ def killer(step: int) -> Callable[[str, Path], None]:
     return hook
 
 
+def stop_at(operation: str, name: str, number: int = 1) -> Callable[[str, Path], None]:
+    """Return a hook that kills at the `number`-th operation on a file whose path contains `name`."""
+    seen = 0
+
+    def hook(did: str, path: Path) -> None:
+        nonlocal seen
+        seen += did == operation and name in str(path)
+        if seen >= number:
+            raise Killed
+
+    return hook
+
+
 def failing(step: int, error: int, once: bool, spared: Sequence[str] = ("unlink",)) -> Callable[[str, Path], None]:
     """Return a hook that fails at an operation, once or from then on; deleting works on a full disk."""
     seen = 0

@@ -113,6 +113,20 @@ def resumed(
     return {item.name: item for item in found if isinstance(item, Item)}
 
 
+def continued(
+    first: dict[str, Item],
+    src: Checkpoint,
+    recipe: Recipe,
+    partial: Path,
+    docs: list[Tensor] | None = None,
+    **more: Any,
+) -> dict[str, str]:
+    """Resume a run that has yielded `first`, and return the digests of all; nothing is yielded twice."""
+    second = resumed(src, recipe, partial, Progress(), docs, **more)
+    assert not first.keys() & second.keys()
+    return digests(first) | digests(second)
+
+
 def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = None) -> LoadedBlock:
     """Load the first block of a run, with its input activations."""
     src = Checkpoint(folder)

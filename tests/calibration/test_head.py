@@ -19,15 +19,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
-from tests.calibration.runs import (
-    PLAIN_SUM,
-    digests,
-    interrupted,
-    plain_hessian,
-    quantized,
-    resumed,
-    sequences,
-)
+from tests.calibration.runs import PLAIN_SUM, digests, interrupted, plain_hessian, quantized, resumed, sequences
 from tests.tiny_models import write_model
 
 #: All linears have one scale a row, the head has more, so that it is solved apart from them.

@@ -26,14 +26,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.interception import State
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
-from tests.calibration.runs import (
-    COARSE,
-    PLAIN_SUM,
-    digests,
-    distance,
-    sequences,
-    start,
-)
+from tests.calibration.runs import COARSE, PLAIN_SUM, digests, distance, sequences, start
 from tests.tiny_models import write_model
 
 

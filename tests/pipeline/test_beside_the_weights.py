@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT
+from quantkit.checkpoint.report import load
 from quantkit.errors import CheckpointError, NumericError
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
@@ -30,11 +30,6 @@ RTN = {"scheme": {"format": "int4"}, "method": "rtn"}
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model("llama", tmp_path / "model", torch.float32, num_hidden_layers=1)
-
-
-def report_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / REPORT).read_text())
-    return found
 
 
 def change(folder: Path, **config: object) -> dict[str, torch.Tensor]:
@@ -53,8 +48,7 @@ def put(folder: Path, found: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "weights"),
-    [("quantize", "adapter_model.safetensors"), ("prune", "adapter_model.bin"), ("pack", None)],
+    ("command", "weights"), [("quantize", "adapter_model.safetensors"), ("prune", "adapter_model.bin"), ("pack", None)]
 )
 def test_an_adapter_is_left_out_with_its_config(command: str, weights: str | None, model: Path, tmp_path: Path) -> None:
     source = model
@@ -71,7 +65,7 @@ def test_an_adapter_is_left_out_with_its_config(command: str, weights: str | Non
     else:
         recipe = from_mapping(RTN) if command == "quantize" else pruning_from_mapping({"method": "magnitude"})
         quantize(source, out, recipe)
-    report = report_of(out)
+    report = load(out)
     assert list(out.glob("adapter*")) == []
     assert set(report["left_out"]) == {"adapter_config.json", *([weights] if weights else [])}
     if command != "pack":
@@ -87,7 +81,7 @@ STALE = {
 
 
 @pytest.mark.parametrize("name", list(STALE))
-def test_a_stale_file_beside_dense_weights_is_named(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_stale_file_beside_dense_weights_is_named(name: str, model: Path) -> None:
     (model / name).write_text(json.dumps(STALE[name]))
     for run in (lambda: plan(model, from_mapping(RTN)), lambda: Checkpoint(model)):
         with pytest.raises(CheckpointError, match=rf"{name} states .*dense: remove {name}, which is out of date$"):
@@ -127,7 +121,7 @@ def test_a_stale_section_of_the_former_name_does_not_survive(int4: Path, tmp_pat
 
 def test_float32_tensors_stay_with_one_notice(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "out", from_mapping(RTN))
-    (notice,) = [line for line in report_of(tmp_path / "out")["notices"] if "float32" in line]
+    (notice,) = [line for line in load(tmp_path / "out")["notices"] if "float32" in line]
     assert notice.endswith("for 16 bits use --dense-dtype bfloat16") and "dense tensors stay float32" in notice
     wide = write_model("llama", tmp_path / "wide", torch.float64, num_hidden_layers=1)
     assert any("dense tensors stay float64" in line for line in plan(wide, from_mapping(RTN)).notices)
@@ -151,7 +145,7 @@ def test_a_dense_dtype_changes_dense_tensors_alone(calibrated: bool, model: Path
     assert after.config["dtype"] == "bfloat16" and before.config["dtype"] == "float32"
     for name, size in planned.files.items():
         assert (tmp_path / "bf16" / name).stat().st_size == size, name
-    assert not any("float32" in line for line in report_of(tmp_path / "bf16")["notices"])
+    assert not any("float32" in line for line in load(tmp_path / "bf16")["notices"])
     call("verify", tmp_path / "bf16")
     pack(tmp_path / "bf16", tmp_path / "packed", "gptq")
     call("verify", tmp_path / "packed", "--against", tmp_path / "bf16")

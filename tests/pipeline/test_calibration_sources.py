@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
 
-from quantkit.checkpoint.report import REPORT
+from quantkit.checkpoint import report
 from quantkit.recipes.files import load
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
@@ -48,18 +47,13 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HfApi, "auth_check", refuse)
 
 
-def report_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / REPORT).read_text())
-    return found
-
-
 def test_report_and_card_state_each_source_of_a_mixture(
     chat_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(texts)
     out = tmp_path / "out"
     result = call("quantize", chat_model, "-o", out, "--calib", "a.jsonl:3", "--calib", "b.txt", *FEW)
-    found, card = report_of(out), (out / "README.md").read_text()
+    found, card = report.load(out), (out / "README.md").read_text()
     sources = found["calibration"]["sources"]
     assert [(s["source"], s["share"], s["sequences"]) for s in sources] == [("a.jsonl", 0.75, 3), ("b.txt", 0.25, 1)]
     for source in sources:
@@ -72,20 +66,12 @@ def test_report_and_card_state_each_source_of_a_mixture(
     assert again.sha256() == found["recipe_sha256"]
 
 
-def test_plain_text_for_a_chat_model_is_said_everywhere(chat_model: Path, texts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = call("prune", chat_model, "-o", out, "--calib", texts / "b.txt", *FEW)
-    says = "the model has a chat template, and plain text calibrates it"
-    assert says in result.stderr and says in (out / "README.md").read_text()
-    assert any(says in notice for notice in report_of(out)["notices"])
-
-
 @pytest.mark.usefixtures("no_hub")
 def test_without_calibration_data_the_packaged_text_is_used_loudly(small_llama: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     result = call("quantize", small_llama, "-o", out, "--recipe", "int4-gptq", *FEW)
     says = "the text that comes with quantkit calibrates: give text like the model's use with --calib FILE"
-    found = report_of(out)
+    found = report.load(out)
     assert says in result.stderr and says in found["notices"] and says in (out / "README.md").read_text()
     assert (found["calibration"]["source"], found["recipe"]["calibration"]["data"]) == ("packaged", "packaged")
     call("quantize", small_llama, "-o", again, "--recipe", out / "quantkit_recipe.yaml", "-q")

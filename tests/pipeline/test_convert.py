@@ -26,6 +26,17 @@ from tests.tiny_models import write_model
 
 INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
 
+
+def packed(source: Path, out: Path, layout: str, label: str, *, key: bool = True) -> dict[str, QuantizedTensor]:
+    """Pack random records for all linears but the head, and return them."""
+    return write_folder(source, out, layout, Schemes(Scheme.parse(label), ignore=("lm_head",)), key=key)
+
+
+def folder(source: Path, out: Path, layout: str, schemes: Schemes, *, key: bool = False) -> Path:
+    packed(source, out, layout, schemes.default.label, key=key)
+    return out
+
+
 # ------------------------------------------------------------------------------------------------ padding
 
 
@@ -36,16 +47,11 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("llama", tmp_path_factory.mktemp("odd") / "model", **sizes)
 
 
-@pytest.mark.parametrize(
-    ("layout", "scheme"),
-    [("quick", "int4:g32:asym"), ("marlin24", "int4:channel:24")],
-)
+@pytest.mark.parametrize(("layout", "scheme"), [("quick", "int4:g32:asym"), ("marlin24", "int4:channel:24")])
 def test_padded_weights_are_right_for_us_and_lose_the_padding_again(
     layout: str, scheme: str, odd: Path, tmp_path: Path
 ) -> None:
-    records = write_folder(
-        odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse(scheme), ignore=("lm_head",))
-    )
+    records = packed(odd, tmp_path / "a", "compressed-tensors", scheme)
     assert "add --pad" in call("pack", tmp_path / "a", "--layout", layout, "-o", tmp_path / "b", code=1).stderr
     printed = call("pack", tmp_path / "a", "--layout", layout, "--pad", "-o", tmp_path / "b")
     assert "only quantkit reads their true shapes" in printed.stderr and "padded with zeros" in printed.stdout
@@ -67,8 +73,7 @@ def test_a_width_that_headers_know_only_roughly_is_padded_from_its_true_one(tmp_
     """compressed-tensors stores k = 100 in 13 words, which is room for 104."""
     heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "num_hidden_layers": 1}
     model = write_model("llama", tmp_path / "model", hidden_size=100, intermediate_size=60, **heads)
-    schemes = Schemes(Scheme.parse("int4:channel"), ignore=("lm_head",))
-    q = write_folder(model, tmp_path / "a", "compressed-tensors", schemes)[GATE]
+    q = packed(model, tmp_path / "a", "compressed-tensors", "int4:channel")[GATE]
     call("pack", tmp_path / "a", "--layout", "marlin", "--pad", "-o", tmp_path / "b", "-q")
     out = Checkpoint(tmp_path / "b")
     assert (out.size(GATE), out.true_size(GATE)) == ((64, 128), (60, 100)) and out.unpadded(GATE).equal(q)
@@ -84,7 +89,7 @@ def test_a_width_that_headers_know_only_roughly_is_padded_from_its_true_one(tmp_
 def padded(odd: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Convert `odd` to a layout that pads it; the folder has no report."""
     folder = tmp_path_factory.mktemp("padded")
-    write_folder(odd, folder / "a", "compressed-tensors", Schemes(Scheme.parse("int4:channel"), ignore=("lm_head",)))
+    packed(odd, folder / "a", "compressed-tensors", "int4:channel")
     call("pack", folder / "a", "--layout", "marlin", "--pad", "-o", folder / "b", "-q")
     (folder / "b" / REPORT).unlink()
     return folder / "b"
@@ -122,15 +127,12 @@ def test_hostile_true_shapes(shape: object, words: str, padded: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("layout", "scheme", "to", "now"),
-    [
-        ("marlin", "int4:g128", "marlin24", "int4:g128:24"),
-        ("humming", "fp6:channel", "marlin", "int4:g128"),
-    ],
+    [("marlin", "int4:g128", "marlin24", "int4:g128:24"), ("humming", "fp6:channel", "marlin", "int4:g128")],
 )
 def test_rounding_again_is_asked_for_and_said(
     layout: str, scheme: str, to: str, now: str, small_llama: Path, tmp_path: Path
 ) -> None:
-    records = write_folder(small_llama, tmp_path / "a", layout, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
+    records = packed(small_llama, tmp_path / "a", layout, scheme)
     assert "--requantize to round again (lossy)" in refused("pack", tmp_path / "a", "--layout", to, out=tmp_path / "b")
     printed = call("pack", tmp_path / "a", "--layout", to, "--requantize", "-o", tmp_path / "b")
     assert f"Warning: {len(records)} of {len(records)} linears were rounded again" in printed.stderr
@@ -158,11 +160,6 @@ def test_only_what_has_no_lossless_way_is_rounded_again(small_llama: Path, tmp_p
 
 
 # ------------------------------------------------------------------------------------------------ bad input
-
-
-def folder(source: Path, out: Path, layout: str, schemes: Schemes, *, key: bool = False) -> Path:
-    write_folder(source, out, layout, Schemes(schemes.default, ignore=("lm_head",)), key=key)
-    return out
 
 
 def change(out: Path, edit: object) -> None:
@@ -277,8 +274,7 @@ def test_zero_points_of_the_other_gptq_version_are_told_once(small_llama: Path, 
 
 
 def test_asymmetric_zero_points_that_only_a_label_explains_are_told(small_llama: Path, tmp_path: Path) -> None:
-    asym = Schemes(Scheme.parse("int4:g64:asym"), ignore=("lm_head",))
-    source = folder(small_llama, tmp_path / "a", "gptq", asym)
+    packed(small_llama, source := tmp_path / "a", "gptq", "int4:g64:asym", key=False)
     line = "zero points are read as the label gptq says"
     printed = call("convert", "gptq-to-awq", source, "-o", tmp_path / "b")
     assert printed.stderr.count(line) == 1 and line in printed.stdout
@@ -298,7 +294,7 @@ def test_a_weight_that_passes_some_rows_at_a_time_is_the_same(
     source: str, scheme: str, target: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """224 rows are 128 and 96."""
-    write_folder(odd, tmp_path / "a", source, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
+    packed(odd, tmp_path / "a", source, scheme)
     call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "b", "-q")
     monkeypatch.setattr(convert, "CODES", 1)
     with monkeypatch.context() as patch:
@@ -314,7 +310,7 @@ def test_a_weight_that_passes_some_rows_at_a_time_is_the_same(
 def test_what_is_wrong_behind_the_first_rows_is_told_as_of_all(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_folder(odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",)))
+    packed(odd, tmp_path / "a", "compressed-tensors", "fp6:channel")
     shard = tmp_path / "a" / "model.safetensors"
     found = load_file(shard)
     found["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[200, 3] = 1  # 2**-9, no value of FP6
@@ -393,7 +389,7 @@ def test_scales_beyond_float16_are_refused_even_if_asked_to_round(
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq-v2"])
 def test_routers_that_a_foreign_config_leaves_out_are_stated(layout: str, tmp_path: Path) -> None:
     source = write_model("qwen3_moe", tmp_path / "model")
-    write_folder(source, tmp_path / "gptq", "gptq", Schemes(Scheme.parse("int4:g32"), ignore=("lm_head",)), key=False)
+    packed(source, tmp_path / "gptq", "gptq", "int4:g32", key=False)
     call("pack", tmp_path / "gptq", "--layout", layout, "-o", tmp_path / "out")
     found = Checkpoint(tmp_path / "out").schemes
     routers = [name.removesuffix(".weight") for name in Checkpoint(source).names() if name.endswith("mlp.gate.weight")]
@@ -403,9 +399,8 @@ def test_routers_that_a_foreign_config_leaves_out_are_stated(layout: str, tmp_pa
 def test_zero_biases_of_packed_linears_are_left_out_with_a_notice_and_others_are_refused(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    schemes = Schemes(Scheme.parse("int4:g64"), ignore=("lm_head",))
     source, out = tmp_path / "source", tmp_path / "out"
-    names = list(write_folder(tiny_llama, source, "gptq", schemes))
+    names = list(packed(tiny_llama, source, "gptq", "int4:g64"))
     biases = {f"{name}.bias": torch.zeros(Checkpoint(source).true_size(name)[0]) for name in names}
     file = next(source.glob("*.safetensors"))
     save_file(load_file(file) | biases, file, metadata={"format": "pt"})

@@ -159,7 +159,7 @@ def test_calibration_is_refused_before_any_work(family: str, source: Callable[[s
         assert line in printed.stderr and state(tmp_path) == before
 
 
-def test_what_needs_a_decoder_alone_says_so(source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_needs_a_decoder_alone_says_so(source: Callable[[str], Path]) -> None:
     for work, says in {
         lambda: quantkit.eval_ppl(source("whisper"), data="wikitext2"): "continues its prompt",
         lambda: quantkit.eval_ppl(source("t5"), data="wikitext2"): "continues its prompt",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.html import page
 from quantkit.reporting.summary import summary
 from tests.command_line import call, refused
-from tests.faults import Killed, faults
+from tests.faults import Killed, faults, stop_at
 from tests.folders import gptq, hashes
 from tests.tiny_models import write_model
 
@@ -71,6 +71,12 @@ def recipe(calib: Path, **changes: Any) -> Recipe:
     return from_mapping({**gptq(str(calib), clip="none", **changes), "calibration": short})
 
 
+def same_but_card(a: Path, b: Path) -> bool:
+    """Compare two folders by all files but the card, which names the hash of the report."""
+    ours, theirs = hashes(a), hashes(b)
+    return bool(ours.pop("README.md") and theirs.pop("README.md")) and ours == theirs
+
+
 def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
@@ -110,13 +116,10 @@ def test_a_size_below_that_of_dense_embeddings_is_met_only_where_a_key_lets_the_
     assert not any("auto" in notice for notice in report["notices"])
     made = from_mapping(load(tmp_path / "out" / "quantkit_recipe.yaml"))
     quantize(model, tmp_path / "again", made)
-    ours, theirs = hashes(tmp_path / "again"), hashes(tmp_path / "out")
-    assert all(ours[name] == theirs[name] for name in ours if name != "README.md")
+    assert same_but_card(tmp_path / "again", tmp_path / "out")
 
 
-def test_embeddings_stay_dense_where_the_layout_or_the_program_has_no_place_for_them(
-    small: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_embeddings_stay_dense_where_the_layout_or_the_program_has_no_place_for_them(small: Path, calib: Path) -> None:
     options = ("--target-bits", 5, "--allowed", "int4:g64", "--embeddings", "auto", "--head", "auto")
     for more in (("--layout", "gptq"), ("--target", "sglang")):
         found = json.loads(call("plan", small, *options, *more, "--calib", calib, *SHORT, "--json").stdout)
@@ -126,9 +129,7 @@ def test_embeddings_stay_dense_where_the_layout_or_the_program_has_no_place_for_
 
 
 @pytest.mark.parametrize(("bits", "warns"), [(3.3, True), (4.6, False)])
-def test_few_bits_are_announced_with_their_loss_before_work(
-    bits: float, warns: bool, small: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_few_bits_are_announced_with_their_loss_before_work(bits: float, warns: bool, small: Path, calib: Path) -> None:
     options = ("--target-bits", bits, "--allowed", "int2:g64,int3:g64,int4:g64,int5:g64", "--calib", calib, *SHORT)
     found = call("plan", small, *options).stdout
     assert ("expect a KL divergence of about" in " ".join(found.split())) is warns
@@ -143,19 +144,12 @@ def test_the_recipe_of_a_folder_makes_the_same_bytes_without_a_search(
     quantize(
         small, tmp_path / "again", from_mapping({**made, "calibration": recipe(calib).to_mapping()["calibration"]})
     )
-    ours, theirs = hashes(tmp_path / "again"), hashes(whole)
-    assert ours.pop("README.md") != theirs.pop("README.md") and ours == theirs
+    assert same_but_card(tmp_path / "again", whole)
 
 
 @pytest.mark.parametrize(("samples", "source", "sequences"), [(6, "calib.txt", 3), (7, "packaged", 7)])
 def test_a_text_is_drawn_once_and_its_other_documents_judge_unless_they_are_few(
-    samples: int,
-    source: str,
-    sequences: int,
-    small: Path,
-    calib: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    samples: int, source: str, sequences: int, small: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, drawn = survey.draw_calibration, list[object]()
     monkeypatch.setattr(
@@ -196,8 +190,7 @@ def test_a_mix_that_is_worse_on_held_out_text_is_not_written(
     assert report["fit"]["chosen"] == "uniform" and report["fit"]["best_uniform"] == "int4:g64"
     assert {layer["scheme"] for layer in report["layers"]} == {"int4:g64"}
     quantize(small, tmp_path / "plain", recipe(calib, method="rtn", scheme={"group_size": 64}))
-    ours, plain = hashes(tmp_path / "out"), hashes(tmp_path / "plain")
-    assert ours.pop("README.md") != plain.pop("README.md") and ours == plain
+    assert same_but_card(tmp_path / "out", tmp_path / "plain")
     monkeypatch.setattr(divergence, "divergences", lambda *args: {**judge(*args), "mixed": 0.0})
     report = fit.quantize(small, tmp_path / "mixed", recipe(calib, method="rtn"), ASKED)
     assert len({layer["scheme"] for layer in report["layers"]}) > 1
@@ -210,19 +203,6 @@ def test_the_page_has_the_curve_with_what_was_measured(whole: Path) -> None:
     rows = [re.sub(r"<[^>]*>", " ", row).split() for row in drawn.split("<tr>")]
     (row,) = [row for row in rows if row[:1] == ["int4:g64"] and len(row) == 7]
     assert row[4:] == [f"{found['predicted']['int4:g64']:.6f}", f"{found['kld']['int4:g64']:.6f}", "yes"]
-
-
-def stop_at(operation: str, name: str, number: int = 1) -> Callable[[str, Path], None]:
-    """Return a hook that kills the run at the `number`-th operation on a file whose path contains `name`."""
-    seen = 0
-
-    def hook(did: str, path: Path) -> None:
-        nonlocal seen
-        seen += did == operation and name in str(path)
-        if seen >= number:
-            raise Killed
-
-    return hook
 
 
 @pytest.mark.parametrize(
@@ -240,8 +220,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_folder(
         fit.quantize(small, tmp_path / "out", recipe(calib, method="rtn"), ASKED)
     assert not (tmp_path / "out").exists()
     fit.quantize(small, tmp_path / "out", recipe(calib, method="rtn"), ASKED, resume=True)
-    ours, theirs = hashes(tmp_path / "out"), hashes(whole)
-    assert ours.pop("README.md") and theirs.pop("README.md") and ours == theirs
+    assert same_but_card(tmp_path / "out", whole)
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 

@@ -29,7 +29,7 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.text import sequences
-from tests.faults import Killed, faults, killer
+from tests.faults import Killed, faults, killer, stop_at
 from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model
 
@@ -116,12 +116,6 @@ def test_a_kill_while_tensors_set_aside_or_joined_are_half_written_costs_no_byte
         assert hashes(out) == hashes(tmp_path / "whole")
 
 
-def stopped_at_the_end(what: str, path: Path) -> None:
-    """Stop a run before its last file."""
-    if what == "rename" and path.name.startswith("config.json"):
-        raise Killed
-
-
 def refusal(model: Path, out: Path, recipe: Recipe) -> str:
     """Resume a run that cannot be resumed; return what the message says after the folder's name."""
     with pytest.raises(CheckpointError) as error:
@@ -137,7 +131,7 @@ def test_resuming_with_another_recipe_names_each_value_and_the_options_that_brin
         return from_mapping({"calibration": text, "skip": ["lm_head", "0.*k_proj"], "method": "rtn", **options})
 
     out = tmp_path / "out"
-    with faults(stopped_at_the_end), pytest.raises(Killed):
+    with faults(stop_at("rename", "config.json")), pytest.raises(Killed):
         quantize(small_llama, out, recipe())
     assert refusal(small_llama, out, recipe({"seed": 1}, pad=True, overrides={"v_proj": "int4:g64"})) == (
         "seed was 0 and is now 1, pad was off and is now on, override was none and is now v_proj=int4:g64: "
@@ -171,7 +165,7 @@ def test_the_date_in_a_chat_template_is_that_of_the_beginning(
     monkeypatch.setattr(sequences, "present_date", lambda: "2026-12-31T23:59:58")
     whole = quantize(model, tmp_path / "whole", recipe)
     assert whole["calibration"]["date"] == "2026-12-31T23:59:58"
-    with faults(stopped_at_the_end), pytest.raises(Killed):
+    with faults(stop_at("rename", "config.json")), pytest.raises(Killed):
         quantize(model, out, recipe)
     monkeypatch.setattr(sequences, "present_date", lambda: "2027-01-01T06:00:00")
     assert plan(model, recipe, out=out, resume=True).refusal is None
@@ -179,13 +173,11 @@ def test_the_date_in_a_chat_template_is_that_of_the_beginning(
     assert tensors(out) == tensors(tmp_path / "whole")
 
 
-def test_resuming_with_other_versions_files_or_text_says_which(
-    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_with_other_versions_files_or_text_says_which(small_llama: Path, calib: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(small_llama, tmp_path / "model"))
     text = Path(shutil.copy(calib, tmp_path / "text.txt"))
     recipe, out = from_mapping(gptq(str(text))), tmp_path / "out"
-    with faults(stopped_at_the_end), pytest.raises(Killed):
+    with faults(stop_at("rename", "config.json")), pytest.raises(Killed):
         quantize(model, out, recipe)
     journal = next(tmp_path.glob("out.partial-*")) / JOURNAL
     begun, *commits = read_journal(journal)
@@ -224,7 +216,7 @@ def test_another_number_of_threads_is_refused_where_the_forward_may_depend_on_it
     method: str, small_llama: Path, calib: Path, tmp_path: Path
 ) -> None:
     recipe, threads = from_mapping(gptq(str(calib), method=method)), torch.get_num_threads()
-    with faults(stopped_at_the_end), pytest.raises(Killed):
+    with faults(stop_at("rename", "config.json")), pytest.raises(Killed):
         quantize(small_llama, tmp_path / "out", recipe)
     try:
         torch.set_num_threads(threads + 1)
@@ -244,11 +236,7 @@ def test_a_resumed_run_is_compared_by_the_shards_that_it_has_used(
     monkeypatch.setattr(loop, "COMMIT_BYTES", 1)
     source, recipe = Path(shutil.copytree(small_llama, tmp_path / "source")), from_mapping({"method": "rtn"})
 
-    def stopped_soon(operation: str, path: Path) -> None:
-        if operation == "open" and path.name == "model-00003.safetensors":
-            raise Killed
-
-    with faults(stopped_soon), pytest.raises(Killed):
+    with faults(stop_at("open", "model-00003.safetensors")), pytest.raises(Killed):
         quantize(source, tmp_path / "out", recipe)
     shard = Checkpoint(source).files()[number]
     data = bytearray(shard.read_bytes())

@@ -41,6 +41,7 @@ from tests.tiny_models import write_model
 TEXT = ("--samples", 8, "--max-length", 64, "-q")
 PLAIN = ("--set", "clip=none")  # a third of the time; one case of the other bytes below has the search
 Work = Callable[[], int | None]
+Tuned = Callable[[str], tuple[tuple[object, ...], Path]]
 
 
 def report(out: Path) -> dict[str, Any]:
@@ -78,6 +79,12 @@ def whole(line: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("one") / "out"
     call(*line, "-o", out)
     return out
+
+
+@pytest.fixture
+def work(line: tuple[object, ...], whole: Path, tmp_path: Path) -> Work:
+    """The work of each rank, which writes to `out`."""
+    return forks.command(*line, "-o", tmp_path / "out")
 
 
 def ended(results: list[Ended], code: int, says: str) -> None:
@@ -133,45 +140,39 @@ def test_experts_and_pruned_weights_are_those_of_one_process(
     assert same(*made)
 
 
-def at_commit(number: int, act: Callable[[], object]) -> Callable[[Work], Work]:
+def at_commit(number: int, act: Callable[[], object], work: Work) -> Work:
     """Let the first rank act just before the line `number` of the journal is durable."""
 
-    def around(work: Work) -> Work:
-        def changed() -> int | None:
-            seen = 0
+    def changed() -> int | None:
+        seen = 0
 
-            def fault(operation: str, path: Path) -> None:
-                nonlocal seen
-                seen += operation == "fsync" and path.name == JOURNAL
-                if seen == number:
-                    act()
+        def fault(operation: str, path: Path) -> None:
+            nonlocal seen
+            seen += operation == "fsync" and path.name == JOURNAL
+            if seen == number:
+                act()
 
-            files.FAULT = fault
-            return work()
+        files.FAULT = fault
+        return work()
 
-        return changed
-
-    return around
+    return changed
 
 
-def at_block(number: int, act: Callable[[], object]) -> Callable[[Work], Work]:
+def at_block(number: int, act: Callable[[], object], work: Work) -> Work:
     """Let a rank act when it loads a block."""
 
-    def around(work: Work) -> Work:
-        def changed() -> int | None:
-            load = BlockWeights.load_block
+    def changed() -> int | None:
+        load = BlockWeights.load_block
 
-            def acting(self: BlockWeights, index: int) -> None:
-                load(self, index)
-                if index == number:
-                    act()
+        def acting(self: BlockWeights, index: int) -> None:
+            load(self, index)
+            if index == number:
+                act()
 
-            BlockWeights.load_block = acting  # type: ignore[method-assign]  # in this rank's own process
-            return work()
+        BlockWeights.load_block = acting  # type: ignore[method-assign]  # in this rank's own process
+        return work()
 
-        return changed
-
-    return around
+    return changed
 
 
 def send(number: signal.Signals) -> Callable[[], None]:
@@ -193,7 +194,7 @@ def stopped(line: tuple[object, ...], whole: Path, tmp_path_factory: pytest.Temp
     def of(count: int) -> Path:
         folder = tmp_path_factory.mktemp("stopped")
         work = forks.command(*line, "-o", folder / "out")
-        results = ranks.run([at_block(1, send(signal.SIGTERM))(work)] + [work] * (count - 1), folder)
+        results = ranks.run([at_block(1, send(signal.SIGTERM), work)] + [work] * (count - 1), folder)
         ended(results, 75, "--resume continues")
         return folder
 
@@ -230,38 +231,31 @@ def test_a_stopped_run_continues_with_any_number_of_ranks_or_all_compute_again(
     ],
 )
 def test_what_ends_one_rank_ends_all_with_one_line(
-    act: Callable[[], object], code: int, says: str, line: tuple[object, ...], whole: Path, tmp_path: Path
+    act: Callable[[], object], code: int, says: str, work: Work, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    work = forks.command(*line, "-o", out)
-    ended(ranks.run([work, at_block(1, act)(work)], tmp_path), code, says)
+    ended(ranks.run([work, at_block(1, act, work)], tmp_path), code, says)
     assert "activations-0.bin" in os.listdir(next(tmp_path.glob("out.partial-*")))
 
 
-def test_a_killed_rank_ends_all_with_one_line(line: tuple[object, ...], whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    work = forks.command(*line, "-o", out)
-    first, killed, other = ranks.run([work, at_block(1, send(signal.SIGKILL))(work), work], tmp_path)
+def test_a_killed_rank_ends_all_with_one_line(
+    work: Work, line: tuple[object, ...], whole: Path, tmp_path: Path
+) -> None:
+    first, killed, other = ranks.run([work, at_block(1, send(signal.SIGKILL), work), work], tmp_path)
     assert killed.code == -9
     ended([first, other], 1, "another process of this run has ended")
-    call(*line, "-o", out, "--resume")
-    assert same(whole, out)
+    call(*line, "-o", tmp_path / "out", "--resume")
+    assert same(whole, tmp_path / "out")
 
 
-def test_a_bug_in_one_rank_shows_its_traceback_there(line: tuple[object, ...], whole: Path, tmp_path: Path) -> None:
-    work = forks.command(*line, "-o", tmp_path / "out")
-    first, second = ranks.run([work, at_block(0, failing(KeyError("bug")))(work)], tmp_path)
+def test_a_bug_in_one_rank_shows_its_traceback_there(work: Work, tmp_path: Path) -> None:
+    first, second = ranks.run([work, at_block(0, failing(KeyError("bug")), work)], tmp_path)
     assert first.code == 1 and "rank 1 failed (KeyError" in first.stderr and len(first.stderr.splitlines()) == 1
     assert second.code and "Traceback" in second.stderr and "KeyError: 'bug'" in second.stderr
 
 
-def test_an_error_behind_the_last_exchange_ends_all(line: tuple[object, ...], whole: Path, tmp_path: Path) -> None:
-    def full() -> None:
-        raise OSError(28, "No space left on device")
-
-    out = tmp_path / "out"
-    work = forks.command(*line, "-o", out)
-    ended(ranks.run([at_commit(5, full)(work), work], tmp_path), 1, "no space left")
+def test_an_error_behind_the_last_exchange_ends_all(work: Work, tmp_path: Path) -> None:
+    full = failing(OSError(28, "No space left on device"))
+    ended(ranks.run([at_commit(5, full, work), work], tmp_path), 1, "no space left")
 
 
 @pytest.mark.parametrize(
@@ -326,9 +320,7 @@ def large_steps() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tuned(
-    calib: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[tuple[object, ...], Path]]:
+def tuned(calib: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     """Return a function that gives the command that tunes a model of a family, and what two ranks make of it."""
     changes = ("output_aware=true", "tune=6", "clip=none", "gptq.descent=0")
     text = ("--calib", calib, "--samples", 9, "--max-length", 48, "--group-size", 32, "-q")
@@ -348,9 +340,7 @@ def tuned(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_ranks_tune_by_the_gradients_of_all_documents(
-    family: str, tuned: Callable[[str], tuple[tuple[object, ...], Path]], tmp_path: Path
-) -> None:
+def test_ranks_tune_by_the_gradients_of_all_documents(family: str, tuned: Tuned, tmp_path: Path) -> None:
     (line, two), one = tuned(family), tmp_path / "one"
     with large_steps():
         call(*line, "-o", one)
@@ -364,9 +354,7 @@ def test_ranks_tune_by_the_gradients_of_all_documents(
     assert moved > codes / 50 and differ <= codes / 1000, (moved, differ, codes)
 
 
-def test_an_error_of_one_rank_while_it_tunes_ends_all(
-    tuned: Callable[[str], tuple[tuple[object, ...], Path]], tmp_path: Path
-) -> None:
+def test_an_error_of_one_rank_while_it_tunes_ends_all(tuned: Tuned, tmp_path: Path) -> None:
     work = forks.command(*tuned("llama")[0], "-o", tmp_path / "out")
 
     def failing_in_a_step() -> int | None:
@@ -376,13 +364,11 @@ def test_an_error_of_one_rank_while_it_tunes_ends_all(
     ended(ranks.run([work, failing_in_a_step], tmp_path), 1, "not enough memory")
 
 
-def test_a_tuned_run_that_was_stopped_reads_the_gradients_of_each_rank(
-    tuned: Callable[[str], tuple[tuple[object, ...], Path]], tmp_path: Path
-) -> None:
+def test_a_tuned_run_that_was_stopped_reads_the_gradients_of_each_rank(tuned: Tuned, tmp_path: Path) -> None:
     (line, undisturbed), out = tuned("llama"), tmp_path / "out"
     work = forks.command(*line, "-o", out)
     with large_steps():
-        ended(ranks.run([at_commit(3, send(signal.SIGTERM))(work), work], tmp_path), 75, "--resume continues")
+        ended(ranks.run([at_commit(3, send(signal.SIGTERM), work), work], tmp_path), 75, "--resume continues")
         left = os.listdir(next(tmp_path.glob("out.partial-*")))
         assert {"activations-0.bin", "activations-gradients.json", "activations-gradients-rank1.json"} <= set(left)
         results = ranks.command(2, tmp_path, *line, "-o", out, "--resume")

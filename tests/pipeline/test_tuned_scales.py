@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.summary import summary
 from quantkit.text.sequences import Calibration
-from tests.faults import Killed, faults
+from tests.faults import Killed, faults, killer
 from tests.folders import hashes, tensors
 from tests.tiny_models import write_model
 
 STEPS = 8
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}
 
 
 def text() -> Calibration:
@@ -63,7 +61,7 @@ def divergence(model: Path, folder: Path) -> float:
 
 
 def small(family: str, folder: Path) -> Path:
-    return write_model(family, folder, torch.bfloat16, **({"num_hidden_layers": 1} if "moe" in family else SMALL))
+    return write_model(family, folder, torch.bfloat16, num_hidden_layers=1)
 
 
 @pytest.mark.parametrize(
@@ -133,18 +131,6 @@ def test_blocks_that_run_again_for_their_gradient_change_no_byte(
     assert hashes(tmp_path / "again") == hashes(tmp_path / "kept")
 
 
-def stopping(which: Callable[[list[tuple[str, str]]], bool]) -> Callable[[str, Path], None]:
-    """Return a hook that kills at the first disk operation for which `which(operations so far)` is true."""
-    seen: list[tuple[str, str]] = []
-
-    def hook(operation: str, path: Path) -> None:
-        seen.append((operation, path.name))
-        if which(seen):
-            raise Killed
-
-    return hook
-
-
 def test_a_run_that_is_stopped_while_it_writes_scales_gives_the_same_folder(tmp_path: Path) -> None:
     model = small("llama", tmp_path / "model")
     seen: list[tuple[str, str]] = []
@@ -154,7 +140,7 @@ def test_a_run_that_is_stopped_while_it_writes_scales_gives_the_same_folder(tmp_
     recorded = max(at for at, (_, name) in enumerate(seen[:removed]) if name == JOURNAL)
     for at in (recorded - 1, removed, removed + 2):
         out = tmp_path / f"out-{at}"
-        with pytest.raises(Killed), faults(stopping(lambda so_far, at=at: len(so_far) == at + 1)):  # type: ignore[misc]
+        with pytest.raises(Killed), faults(killer(at + 1)):
             run(model, out, recipe())
         report = run(model, out, recipe(), resume=True)
         assert hashes(out) == hashes(tmp_path / "whole"), seen[at]

@@ -26,12 +26,6 @@ from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import distance, short_sequences
 from tests.tiny_models import write_model
 
-#: Changes that make a family's model smaller.
-SMALL: dict[str, dict[str, Any]] = {
-    **{name: {"hidden_size": 128, "intermediate_size": 128} for name in ("llama", "gemma2", "mixtral")},
-    "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
-    "gpt2": {},
-}
 AWARE: dict[str, Any] = {"scheme": {"group_size": 32}, "output_aware": True, "tune": 2}
 
 
@@ -77,7 +71,7 @@ def whole_model_gradients(folder: Path, run: Run) -> list[Tensor]:
 #: gpt2 has tied embeddings and weights of Conv1D, gemma2 scales its embeddings and caps its logits.
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "gemma2", "mixtral"])
 def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
-    folder = write_model(family, tmp_path / "model", **SMALL[family])
+    folder = write_model(family, tmp_path / "model")
     run, stream = start(folder, tmp_path)
     found = {behind - 1: gradients.clone() for behind, gradients in carried_back(run, stream)}
     expected = whole_model_gradients(folder, run)
@@ -104,7 +98,7 @@ def test_tokens_are_drawn_as_often_as_they_are_probable_and_impossible_ones_neve
 def test_files_written_and_read_beside_other_work_and_padded_batches_have_the_same_gradients(
     damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_model("llama", tmp_path / "model", **SMALL["llama"], num_hidden_layers=4)
+    folder = write_model("llama", tmp_path / "model", num_hidden_layers=4)
     run, stream = start(folder, tmp_path / "plain")
     plain = measure(run, stream)
     monkeypatch.setitem(TUNED_AT_ONCE, "cpu", 60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.calibration.runs import QUICK, changed
 from tests.command_line import call, refused
-from tests.faults import Killed, faults
+from tests.faults import Killed, faults, stop_at
 from tests.folders import hashes
 from tests.tiny_models import write_model
 
@@ -48,7 +47,7 @@ def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def interrupted(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run was killed after its first block. Tests must not change it."""
     folder = tmp_path_factory.mktemp("interrupted")
-    with faults(at("open", "model-00003")), pytest.raises(Killed):
+    with faults(stop_at("open", "model-00003")), pytest.raises(Killed):
         quantize(small, folder / "out", aware(calib))
     return folder
 
@@ -62,19 +61,6 @@ def aware(calib: Path, **changes: Any) -> Recipe:
     text = {"data": str(calib), "samples": 9, "max_length": 64}
     asked = {**QUICK, "scheme": {"group_size": 32}, "calibration": text, "output_aware": True, "tune": 2}
     return from_mapping({**asked, **changes})
-
-
-def at(operation: str, name: str) -> Callable[[str, Path], None]:
-    """Return a hook that kills the run at the first operation on a file, and at all later ones."""
-    seen = False
-
-    def hook(what: str, path: Path) -> None:
-        nonlocal seen
-        seen |= what == operation and path.name.startswith(name)
-        if seen:
-            raise Killed
-
-    return hook
 
 
 def test_gradients_change_what_tuning_minimises_and_are_not_published(whole: Path, small: Path, calib: Path) -> None:
@@ -103,7 +89,7 @@ def test_killed_before_the_first_commit_the_same_bytes_follow(
     name: str, whole: Path, small: Path, calib: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with faults(at("write", name)), pytest.raises(Killed):
+    with faults(stop_at("write", name)), pytest.raises(Killed):
         quantize(small, out, aware(calib))
     assert not out.exists() and any(tmp_path.glob("out.partial-*"))
     quantize(small, out, aware(calib), resume="fisher" in name)
@@ -142,39 +128,19 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
     assert (damage is not None) == ("gradients" in capsys.readouterr().err)
 
 
-def test_a_disk_too_small_for_gradients_and_both_stores_is_refused_before_the_run(
+def test_a_disk_too_small_for_gradients_is_refused_before_the_run_with_its_way_out(
     small: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = ("quantize", small, "--group-size", 32, "-o", tmp_path / "out", "-q", "--calib", calib, *SHORT)
-    planned = json.loads(call("plan", *args[1:], "--json").stdout)
-    store = planned["calibration"]["tokens"] * 64 * 4  # float32
-    usage = shutil.disk_usage(tmp_path)
-
-    def free(count: int) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=count))
-
-    both = ("--set", "tune=2", "--set", "output_aware=true")
-    summed = 2 * 64 * 64 * 4  # of both blocks
-    for options, stores, others in (
-        (both, 0, summed),
-        (("--set", "tune=2", "--act-budget", 0), 2, 0),
-        ((*both, "--act-budget", 0), 3, summed),
-    ):
-        files = json.loads(call("plan", *args[1:], *options, "--json").stdout)["files"]
-        weights = max(each["bytes"] for each in files["each"] if each["name"].endswith(".safetensors"))
-        needed = files["total"] + weights + (1 + stores) * store + others  # small files are joined; and a snapshot
-        free(needed)
-        call("plan", *args[1:], *options)
-        free(needed - 1)
-        line = call(*args, *options, code=1).stderr
-        assert line == call("plan", *args[1:], *options, code=1).stderr and len(line.splitlines()) == 1
-        assert "are free: free some or use another -o" in line and "--set output_aware=false" not in line
-        monkeypatch.undo()
-    free(0)
     deep = write_model("llama", tmp_path / "deep", **SMALL, num_key_value_heads=2, num_hidden_layers=8)
-    args = ("quantize", deep, *args[2:])  # hidden states of all blocks are more than the output and three snapshots
-    line = call(*args, "--max-length", 512, "--samples", 12, *both, code=1).stderr
-    assert "or use --set output_aware=false: " in line and len(line.splitlines()) == 1
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    # Hidden states of all blocks of the deep model are more than the output and three snapshots.
+    for model, length, helps in ((small, 64, False), (deep, 512, True)):
+        text = ("--calib", calib, "--samples", 12, "--max-length", length)
+        args = (model, *text, "--group-size", 32, "--set", "tune=2", "--set", "output_aware=true", "-q")
+        lines = {call(command, *args, "-o", tmp_path / "out", code=1).stderr for command in ("plan", "quantize")}
+        assert len(lines) == 1 and len((line := lines.pop()).splitlines()) == 1
+        assert ("or use --set output_aware=false: " in line) is helps and "are free: free some or use" in line
     assert not list(tmp_path.glob("out*"))
 
 
