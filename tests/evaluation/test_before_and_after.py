@@ -88,12 +88,6 @@ def test_no_more_than_the_stated_tokens_are_read(
     assert made["evaluation"]["text_tokens"] == 600
 
 
-def test_a_text_shorter_than_the_context_is_one_window(small_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("A short text.")
-    made = quantkit.quantize(small_llama, tmp_path / "out", method="rtn", eval=str(tmp_path / "short.txt"))
-    assert (made["evaluation"]["window"], made["evaluation"]["windows"]) == (13, 1)
-
-
 @pytest.mark.parametrize(
     ("content", "problem"), [(None, "no such text"), (" ", "no text"), ("a", "too few for --eval")]
 )

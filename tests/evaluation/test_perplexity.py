@@ -98,7 +98,7 @@ def test_a_text_of_one_token_is_not_sent_to_the_window_that_it_has(model: Any, b
         perplexity(model, bytes_, "a")
 
 
-def test_bos_without_a_bos_token_is_refused(model: Any, bytes_: Any) -> None:
+def test_bos_without_a_bos_token_is_refused(model: Any) -> None:
     none = byte_tokenizer()
     none.bos_token = None
     with pytest.raises(RecipeError, match="no BOS"):

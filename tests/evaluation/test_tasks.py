@@ -162,7 +162,7 @@ def test_a_question_that_is_too_long_is_counted(small_llama: Path, tmp_path: Pat
     assert eval_tasks(small_llama, tasks="piqa", data=tmp_path, device="cpu").truncated == 2  # of two answers
 
 
-def test_groups_and_tags_become_their_tasks(small_llama: Path, data: Path) -> None:
+def test_groups_and_tags_become_their_tasks(data: Path) -> None:
     from quantkit.evaluation.task_list import load_tasks
 
     with pytest.raises(QuantkitError, match=r"mmlu_\w+: has no validation.jsonl and no test.jsonl"):

@@ -156,10 +156,3 @@ def test_a_stray_tensor_is_refused_by_name_and_copied_if_config_json_declares_it
     assert dense_in(tmp_path / "out", [name.removesuffix(".weight")]) and report["outside"] == 1
     with torch.no_grad():
         assert quantkit.load(tmp_path / "out", device="cpu")(torch.arange(8)[None]).logits.isfinite().all()
-
-
-def test_what_a_missing_tensor_needs_is_no_download(tmp_path: Path) -> None:
-    source = model("llama", tmp_path / "m", {}, {}, num_hidden_layers=3)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.\S+ is missing") as caught:
-        quantized(source, tmp_path / "out", "compressed-tensors")
-    assert "download" not in str(caught.value) and "mend config.json" in str(caught.value)

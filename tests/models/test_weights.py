@@ -15,7 +15,6 @@ from quantkit.models.meta_model import float32_states, unbuildable
 from quantkit.models.modules import get_tensor
 from quantkit.models.outline import LanguageModel
 from quantkit.models.weights import BlockWeights, load_dense_model
-from quantkit.recipes.recipe import from_mapping
 from tests.models.folders import documents, outputs, plain
 from tests.tiny_models import FAMILIES
 
@@ -110,17 +109,6 @@ def test_loading_for_evaluation_is_strict(tensors: dict[str, Any], config: Any, 
 
 def test_old_rotary_tables_are_not_unexpected(changed: Any) -> None:
     load_dense_model(Checkpoint(changed("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})))
-
-
-def test_quantized_weights_are_decoded_directly_to_float32(tiny_llama: Path, tmp_path: Path) -> None:
-    from quantkit.pipeline.quantize import quantize
-
-    quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn"}))
-    src = Checkpoint(tmp_path / "out")
-    model = load_dense_model(src)
-    assert len(src.modules()) == 14
-    for module in src.modules():
-        assert torch.equal(model.get_submodule(module).weight, src.quantized(module).dequantize())
 
 
 def test_too_little_memory_is_not_blamed_on_the_config(folders: dict[str, Path]) -> None:

@@ -16,10 +16,7 @@ from quantkit.recipes.recipe import Recipe, from_mapping, matches
 
 CT = LAYOUTS["compressed-tensors"]
 LAYERS = [f"model.layers.{layer}" for layer in (0, 1, 11)]
-LINEARS = [
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-]
+LINEARS = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
 SHAPES = {f"{layer}.{linear}": (128, 128) for layer in LAYERS for linear in LINEARS}
 
 

@@ -31,6 +31,7 @@ SMALL = Files({"model.safetensors": 10}, report_bytes=0, before_last=0, joined=0
         (LARGE, False, None, (1150, 2 * 40, 0)),  # all files, one twice while it is joined, and two snapshots
         (LARGE, False, 10, (1150, 3 * 40, 0)),  # hidden states beyond the budget are a file too
         (LARGE, True, None, (1150, 2 * 40, BLOCKS * 7)),  # the sums of gradients stay to the end
+        (LARGE, True, 10, (1150, 5 * 40, BLOCKS * 7)),  # and what the unquantized blocks pass on, and gradients by it
         (SMALL, True, None, (0, 0, BLOCKS * 40)),  # the gradients of all blocks, before the first is solved
     ],
 )

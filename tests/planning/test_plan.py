@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from quantkit.calibration import loop
 from quantkit.checkpoint import writer
@@ -25,7 +23,7 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.inspection import describe
 from quantkit.planning.needs import Memory
-from quantkit.planning.plan import Plan, plan_pack, plan_quantize
+from quantkit.planning.plan import plan_pack, plan_quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.layouts.samples import write_folder
@@ -47,13 +45,6 @@ def recipe(layout: str | None = None, **keys: Any) -> Any:
     scheme = {key: keys.pop(key) for key in ("format", "group_size", "symmetric") if key in keys}
     chosen = {} if layout is None else {"layout": layout}
     return from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", **chosen, **keys})
-
-
-def dense(folder: Path, linears: dict[str, torch.Tensor], **config: Any) -> Checkpoint:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16", **config}))
-    save_file(linears, folder / "model.safetensors")
-    return Checkpoint(folder)
 
 
 def sparse(folder: Path, linears: dict[str, tuple[int, int]], **config: Any) -> Checkpoint:
@@ -142,12 +133,6 @@ def test_plan_and_inspect_read_no_weights(tmp_path: Path) -> None:
     assert planned.bits_per_weight == 4.125
 
 
-def with_skip(planned: Plan, src: Checkpoint, linears: Any, asked: dict[str, Any]) -> Plan:
-    """Apply every --skip that a plan suggests."""
-    patterns = re.findall(r"--skip '?([^',\s]*)", "\n".join(planned.verdict.ways_out))
-    return plan_quantize(src, linears, recipe(**asked, skip=["lm_head", *patterns]))
-
-
 def test_every_misfit_is_found_at_once_with_suggestions_that_work(tmp_path: Path) -> None:
     linears = {
         **{f"model.layers.{i}.self_attn.k_proj": (1152 + 32, 4096) for i in range(28)},
@@ -198,12 +183,8 @@ def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str
     assert [misfit.module for misfit in planned.verdict.misfits] == ["lm_head"]
     with pytest.raises(LayoutError, match=r"\[257, 128\]: leave them dense with --skip lm_head$"):
         planned.require()
-    twice = dense(
-        tmp_path / "m",
-        {"model.embed_tokens.weight": torch.zeros(256, 64), "lm_head.weight": torch.zeros(256, 64)},
-        tie_word_embeddings=True,
-        vocab_size=256,
-    )
+    both = dict.fromkeys(("model.embed_tokens", "lm_head"), (256, 64))
+    twice = sparse(tmp_path / "m", both, tie_word_embeddings=True, vocab_size=256)
     planned = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64), tied={"lm_head"})
     assert [misfit.module for misfit in planned.verdict.misfits] == ["lm_head"]
     as_wide = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64))
@@ -220,9 +201,7 @@ def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
     assert "float16 only" in notices
     assert "q_proj, k_proj, v_proj mix int4:channel and int4:g128" in notices
     assert "gate_proj" not in notices
-    assert "no kernel" not in notices
     notices = "\n".join(plan_quantize(src, linears, recipe("gptq", symmetric=False, skip=["up_proj"])).notices)
-    assert "no kernel" not in notices, "the line `kernel` of a plan says it"
     readers = "vLLM and SGLang (by its documentation, not tried)"
     assert f"{readers} will not open this folder because of zero points" in notices
     assert "gate_proj, up_proj mix dense and int4:g128:asym" in notices

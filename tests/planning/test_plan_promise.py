@@ -39,22 +39,9 @@ def unchanged(places: Places) -> None:
     pass
 
 
-def exists(places: Places) -> None:
-    places.out.mkdir()
-    (places.out / "config.json").write_text("{}")
-
-
 def holds_other_things(places: Places) -> None:
     places.out.mkdir()
     (places.out / "mine.txt").write_text("keep")
-
-
-def is_a_file(places: Places) -> None:
-    places.out.write_text("mine")
-
-
-def lies_nowhere(places: Places) -> None:
-    places.out = places.out / "deep" / "out"
 
 
 def lies_in_the_source(places: Places) -> None:
@@ -104,10 +91,7 @@ BAD = {
     "family": (is_of_family(model_type="abacus"), RTN, 1),
     "tensors of another model": (is_of_family(model_type="t5", architectures=["T5Model"]), RTN, 1),
     "shape": (is_of_family(intermediate_size=320), RTN, 1),
-    "output exists": (exists, RTN, 1),
     "output holds other things": (holds_other_things, (*RTN, "--overwrite"), 1),
-    "output is a file": (is_a_file, RTN, 1),
-    "output lies nowhere": (lies_nowhere, RTN, 1),
     "output lies in the source": (lies_in_the_source, RTN, 1),
     "unfinished work": (is_unfinished, RTN, 1),
     "another run's work": (is_unfinished, (*RTN, "--resume"), 1),

@@ -66,7 +66,7 @@ def test_too_small_a_share_ends_before_work(
     assert json.loads((tmp_path / "out" / REPORT).read_text())["totals"]["share"] == pytest.approx(ATTENTION)
 
 
-def test_weights_that_are_no_linear_are_named_so(small_llama: Path, tmp_path: Path) -> None:
+def test_weights_that_are_no_linear_are_named_so(small_llama: Path) -> None:
     """Half of the decoder is outside the linears, as in a model whose experts are not understood."""
     from quantkit.planning.plan import plan_quantize
     from quantkit.recipes.recipe import from_mapping

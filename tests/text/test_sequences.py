@@ -127,6 +127,9 @@ def test_a_text_without_blank_lines_is_cut_into_windows(tmp_path: Path, tokenize
     assert (len(whole.sequences[0]), whole.notices) == (100, ())
 
 
+draw = partial(draw_calibration, max_length=64, seed=0)
+
+
 @pytest.fixture
 def chatty() -> Any:
     made = byte_tokenizer()
@@ -256,8 +259,7 @@ def test_what_cannot_be_drawn_is_refused(
 
 
 def test_the_packaged_text_says_that_it_calibrates_and_what_may_do_better(tokenizer: Any) -> None:
-    options = {"samples": 3, "max_length": 64, "seed": 0}
-    found = draw_calibration("packaged", tokenizer, **options)
+    found = draw("packaged", tokenizer, samples=3)
     assert found.facts["source"] == "packaged"
     assert [str(line) for line in found.notices] == [
         "the text that comes with quantkit calibrates: give text like the model's use with --calib FILE"
@@ -269,12 +271,11 @@ def test_the_packaged_text_says_that_it_calibrates_and_what_may_do_better(tokeni
 def test_a_date_in_the_text_is_in_the_facts_and_in_a_notice(tmp_path: Path, chatty: Any) -> None:
     chatty.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
     source = chats(tmp_path / "a.jsonl", [5, 9])
-    options = {"samples": 2, "max_length": 64, "seed": 0}
-    found = draw_calibration(source, chatty, **options, date="2026-02-03T00:00:01")
+    found = draw(source, chatty, samples=2, date="2026-02-03T00:00:01")
     assert sorted(map(chatty.decode, found.sequences)) == ["03 Feb 2026 AAAAA", "03 Feb 2026 " + "B" * 9]
     assert found.facts["date"] == "2026-02-03T00:00:01"
     assert str(found.notices[-1]).endswith("unless you use --template-args strftime_now=2026-02-03")
-    same = draw_calibration(source, chatty, **options, template_args={"strftime_now": "2026-02-03"})
+    same = draw(source, chatty, samples=2, template_args={"strftime_now": "2026-02-03"})
     assert (same.facts["sha256"], same.notices) == (found.facts["sha256"], ()) and "date" not in same.facts
 
 
@@ -293,13 +294,12 @@ def test_system_messages_that_the_template_refuses_are_in_a_notice(tmp_path: Pat
 def test_columns_that_were_found_are_printed(tmp_path: Path, tokenizer: Any, chatty: Any) -> None:
     rows = [{"question": f"Q{i}", "answer": "A", "id": 7} for i in range(3)]
     source = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
-    options = {"samples": 3, "max_length": 64, "seed": 0}
-    found = draw_calibration(source, chatty, **options)
+    found = draw(source, chatty, samples=3)
     assert chatty.decode(found.sequences[0]).startswith("<|endoftext|>user:Q") and found.notices == (
         "a.jsonl: questions in question and answers in answer make conversations",
         "a.jsonl: keys of records that are not given to the chat template: id",
     )
-    plain = draw_calibration(source, tokenizer, **options)
+    plain = draw(source, tokenizer, samples=3)
     assert sorted(map(tokenizer.decode, plain.sequences)) == [f"Q{i}\n\nA" for i in range(3)]
     assert plain.notices[0].endswith("answers in answer are joined by a blank line, as the model has no chat template")
 

@@ -72,10 +72,7 @@ def test_what_readers_open_by_name_and_cannot_parse_is_neither_planned_nor_publi
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [("tokenizer.model", "sentencepiece"), ("tekken.json", "mistral_common")],
-)
+@pytest.mark.parametrize(("name", "package"), [("tokenizer.model", "sentencepiece"), ("tekken.json", "mistral_common")])
 def test_a_package_that_a_tokenizer_needs_is_named(
     tmp_path: Path, name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
