@@ -24,7 +24,7 @@ from tests.folders import tensors
 from tests.layouts.samples import record, write_folder
 from tests.tiny_models import write_model
 
-INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
+INT4 = Schemes(Scheme.parse("int4:g128"))
 
 
 def packed(source: Path, out: Path, layout: str, label: str, *, key: bool = True) -> dict[str, QuantizedTensor]:
@@ -35,9 +35,6 @@ def packed(source: Path, out: Path, layout: str, label: str, *, key: bool = True
 def folder(source: Path, out: Path, layout: str, schemes: Schemes, *, key: bool = False) -> Path:
     packed(source, out, layout, schemes.default.label, key=key)
     return out
-
-
-# ------------------------------------------------------------------------------------------------ padding
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +119,6 @@ def test_hostile_true_shapes(shape: object, words: str, padded: Path, tmp_path: 
     assert words in error and (named in error or "config.json" in error)
 
 
-# ------------------------------------------------------------------------------------------------ rounding again
-
-
 @pytest.mark.parametrize(
     ("layout", "scheme", "to", "now"),
     [("marlin", "int4:g128", "marlin24", "int4:g128:24"), ("humming", "fp6:channel", "marlin", "int4:g128")],
@@ -157,9 +151,6 @@ def test_only_what_has_no_lossless_way_is_rounded_again(small_llama: Path, tmp_p
     assert "lossy         12 of 14 tensors represent the same values" in done.stdout
     out = Checkpoint(tmp_path / "b")
     assert {m for m, q in records.items() if not out.quantized(m).equal(q)} == {m for m in records if "down" in m}
-
-
-# ------------------------------------------------------------------------------------------------ bad input
 
 
 def change(out: Path, edit: object) -> None:
@@ -247,20 +238,6 @@ def test_zero_scales_of_rows_of_zeros_are_no_damage(small_llama: Path, tmp_path:
     call("pack", good, "--layout", "marlin", "-o", tmp_path / "out", "-q")
 
 
-def test_data_that_fail_in_the_last_module_leave_nothing(small_llama: Path, tmp_path: Path) -> None:
-    """All zero points are 8 and all weights 2:4 but for one code of the last weight."""
-    bad = folder(small_llama, tmp_path / "bad", "awq", SPARSE)
-    q = record(SPARSE.default, 128, 256)
-    q.codes[9, 40:44] = torch.tensor([1, 2, 3, 8], dtype=torch.uint8)
-    asym = QuantizedTensor(
-        Scheme.parse("int4:g128:asym"), q.codes, q.scales.abs(), torch.full_like(q.scales, 8, dtype=torch.uint8)
-    )
-    change(bad, lambda found: found.update({f"{LAST}.{s}": t for s, t in LAYOUTS["awq"].pack(asym).items()}))
-    error = refused("convert", "awq-to-marlin24", bad, out=tmp_path / "out")
-    assert f"{LAST}.weight: 1 of 8192 quads" in error and "row 9, columns 40 to 43" in error
-    call("convert", "awq-to-marlin", bad, "-o", tmp_path / "marlin", "-q")  # which needs the zero points of 8 alone
-
-
 def test_zero_points_of_the_other_gptq_version_are_told_once(small_llama: Path, tmp_path: Path) -> None:
     source = folder(small_llama, tmp_path / "a", "gptq-v2", INT4)
     config = json.loads((source / "config.json").read_text())
@@ -318,9 +295,6 @@ def test_what_is_wrong_behind_the_first_rows_is_told_as_of_all(
     monkeypatch.setattr(convert, "CODES", 1)
     error = refused("pack", tmp_path / "a", "--layout", "humming", out=tmp_path / "b")
     assert "mlp.up_proj" in error and "holds 0.001953125 at [200, 3], which is no fp6 value" in error
-
-
-# ------------------------------------------------------------------------------------------------ scales of other tools
 
 
 def widened(source: Path, out: Path, layout: str, suffix: str, dtype: torch.dtype, factor: float) -> list[Tensor]:

@@ -135,9 +135,6 @@ def test_a_pruned_model_opens_in_both(small_llama: Path, tmp_path: Path) -> None
         open_folder(bad, load_json(tmp_path / "out" / "config.json"), Checkpoint(small_llama))
 
 
-# ------------------------------------------------------------------------------------------------ whole runs
-
-
 def _spoil(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensors], Tensors]) -> None:
     tensors = CheckpointWriter.pack
 

@@ -124,15 +124,6 @@ def test_planned_bytes_of_a_conversion(target: str, packed: Path, tmp_path: Path
     assert planned.output.bytes == tensor_bytes(tmp_path / "b")
 
 
-def test_plan_and_inspect_read_no_weights(tmp_path: Path) -> None:
-    linears = {f"model.layers.{i}.mlp.up_proj": (28672, 8192) for i in range(80)}
-    src = sparse(tmp_path / "m", linears)
-    assert describe(src)["bytes"]["total"] == 80 * 2 * 28672 * 8192
-    planned = plan_quantize(src, linears, recipe("marlin"))
-    assert planned.output.bytes == 80 * 28672 * 8192 * (4 + 16 / 128) / 8
-    assert planned.bits_per_weight == 4.125
-
-
 def test_every_misfit_is_found_at_once_with_suggestions_that_work(tmp_path: Path) -> None:
     linears = {
         **{f"model.layers.{i}.self_attn.k_proj": (1152 + 32, 4096) for i in range(28)},

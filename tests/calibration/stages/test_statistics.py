@@ -164,9 +164,6 @@ def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
             assert task.hessian.tokens == everything and ("few_routed" in facts) == (group.linears[0] in block.starved)
 
 
-# Sums of rows --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def outlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model whose `down_proj` have huge inputs, and a `k_proj` a huge bias, which no scale multiplies."""
