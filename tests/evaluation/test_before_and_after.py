@@ -58,7 +58,7 @@ def test_before_and_after_have_bos_where_the_tokenizer_adds_it(small_llama: Path
     )
     words.save_pretrained(model)
     out = tmp_path / "out"
-    found = quantkit.quantize(model, out, method="rtn", eval=str(text))["evaluation"]
+    found = quantkit.quantize(model, out, method="rtn", clip="none", eval=str(text))["evaluation"]
     assert found["bos"] is True and (found["window"], found["tokens"]) == (511, 2 * 511)
     before, after = (quantkit.eval_ppl(each, data=str(text)) for each in (model, out))
     assert (found["before"], found["after"]) == (before.perplexity, after.perplexity)
@@ -83,7 +83,7 @@ def test_no_more_than_the_stated_tokens_are_read(
     small_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(divergence, "MOST_TOKENS", 600)
-    made = quantkit.quantize(small_llama, tmp_path / "out", method="rtn", eval=str(text))
+    made = quantkit.quantize(small_llama, tmp_path / "out", method="rtn", clip="none", eval=str(text))
     assert (made["evaluation"]["windows"], made["evaluation"]["tokens"]) == (1, 511)
     assert made["evaluation"]["text_tokens"] == 600
 

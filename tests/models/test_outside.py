@@ -34,7 +34,7 @@ def model(family: str, folder: Path, moved: dict[str, str], extra: dict[str, Ten
 
 
 def quantized(source: Path, out: Path, layout: str) -> Any:
-    return quantkit.quantize(source, out, method="rtn", group_size=64, layout=layout, min_share=0)
+    return quantkit.quantize(source, out, method="rtn", clip="none", group_size=64, layout=layout, min_share=0)
 
 
 def dense_in(folder: Path, names: list[str]) -> list[str]:
@@ -94,7 +94,7 @@ def test_experts_of_a_draft_in_one_tensor_are_stated_as_dense(tmp_path: Path) ->
 
 def test_a_pattern_that_also_matches_a_draft_layer_changes_only_the_model(glm: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"override": {".*o_proj": "int4:g32"}, "group_size": 64, "min_share": 0}
-    report = quantkit.quantize(glm, tmp_path / "out", method="rtn", layout="gptq", **changes)
+    report = quantkit.quantize(glm, tmp_path / "out", method="rtn", clip="none", layout="gptq", **changes)
     made = Checkpoint(tmp_path / "out")
     assert {made.scheme(f"model.layers.{i}.self_attn.o_proj").group_size for i in (0, 1)} == {32}
     asked = [f"{DRAFT}.self_attn.o_proj"]
@@ -126,7 +126,9 @@ def test_a_draft_layer_inside_a_wrapper_and_in_a_file_of_its_own_is_stated(layou
     places = {name: file for file, some in parts.items() for name in some}
     (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     options: Any = {"format": "fp6"} if layout == "humming" else {"group_size": 64}
-    report = quantkit.quantize(source, tmp_path / "out", method="rtn", layout=layout, min_share=0, **options)
+    report = quantkit.quantize(
+        source, tmp_path / "out", method="rtn", clip="none", layout=layout, min_share=0, **options
+    )
     asked = [f"{start}{part}" for part in ("eh_proj", "self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj")]
     asked.append("model.layers.2.mtp_block.self_attn.o_proj")  # vLLM's own name
     assert dense_in(tmp_path / "out", asked) == asked and report["outside"] == sum(t.ndim > 1 for t in draft.values())

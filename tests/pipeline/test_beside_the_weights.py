@@ -24,7 +24,7 @@ from tests.command_line import call
 from tests.folders import TEXT, gptq, tensors
 from tests.tiny_models import write_model
 
-RTN = {"scheme": {"format": "int4"}, "method": "rtn"}
+RTN = {"scheme": {"format": "int4"}, "method": "rtn", "clip": "none"}
 
 
 @pytest.fixture

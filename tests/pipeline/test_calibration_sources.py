@@ -19,6 +19,7 @@ from tests.tiny_models import CHAT_TEMPLATE
 datasets = pytest.importorskip("datasets", reason="datasets is not installed here")
 
 FEW = ("--samples", 4, "--max-length", 48)
+QUICK = ("--set", "clip=none", "--set", "gptq.descent=0")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_report_and_card_state_each_source_of_a_mixture(
 ) -> None:
     monkeypatch.chdir(texts)
     out = tmp_path / "out"
-    result = call("quantize", chat_model, "-o", out, "--calib", "a.jsonl:3", "--calib", "b.txt", *FEW)
+    result = call("quantize", chat_model, "-o", out, "--calib", "a.jsonl:3", "--calib", "b.txt", *FEW, *QUICK)
     found, card = report.load(out), (out / "README.md").read_text()
     sources = found["calibration"]["sources"]
     assert [(s["source"], s["share"], s["sequences"]) for s in sources] == [("a.jsonl", 0.75, 3), ("b.txt", 0.25, 1)]
@@ -69,7 +70,7 @@ def test_report_and_card_state_each_source_of_a_mixture(
 @pytest.mark.usefixtures("no_hub")
 def test_without_calibration_data_the_packaged_text_is_used_loudly(small_llama: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
-    result = call("quantize", small_llama, "-o", out, "--recipe", "int4-gptq", *FEW)
+    result = call("quantize", small_llama, "-o", out, "--recipe", "int4-gptq", *FEW, *QUICK)
     says = "the text that comes with quantkit calibrates: give text like the model's use with --calib FILE"
     found = report.load(out)
     assert says in result.stderr and says in found["notices"] and says in (out / "README.md").read_text()

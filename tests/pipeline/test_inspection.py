@@ -204,7 +204,7 @@ def test_a_reader_that_refuses_is_not_on_the_card(tmp_path: Path) -> None:
     """Falcon's linears are a class of its own, which transformers' quantizer does not expect."""
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
     model = write_model("falcon", tmp_path / "model")
-    report = quantkit.quantize(model, tmp_path / "out", method="rtn", group_size=32)
+    report = quantkit.quantize(model, tmp_path / "out", method="rtn", clip="none", group_size=32)
     assert report["opened_by"] == [OURS] and THEIRS in report["not_opened_by"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert TRIED not in card and "vLLM" in card
@@ -216,7 +216,7 @@ def test_transformers_opens_zero_points_as_the_report_says(family: str, tmp_path
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     model = families.write(family, tmp_path / "model")
-    report = quantkit.quantize(model, tmp_path / "out", method="rtn", group_size=64, asym=True)
+    report = quantkit.quantize(model, tmp_path / "out", method="rtn", clip="none", group_size=64, asym=True)
     named = [reader for reader in report["readers"] if "dequantize=True" in reader]
     assert bool(named) is (family == "llama")
     if named:
@@ -227,11 +227,11 @@ def test_transformers_opens_zero_points_as_the_report_says(family: str, tmp_path
 
 def test_an_indexer_stays_dense_where_engines_join_it(tmp_path: Path) -> None:
     model = families.write("deepseek_v32", tmp_path / "model")
-    found = quantkit.plan(model, method="rtn", group_size=64)
+    found = quantkit.plan(model, method="rtn", clip="none", group_size=64)
     wk = "model.layers.0.self_attn.indexer.wk"
     assert wk not in {row.module for row in found.output.quantized} and "vLLM" in found.to_dict()["readers"]
     assert any(line.startswith(f"{wk}: left dense, engines join it") for line in found.notices)
-    forced = quantkit.plan(model, method="rtn", group_size=64, override={".*wk": "int4:g32"})
+    forced = quantkit.plan(model, method="rtn", clip="none", group_size=64, override={".*wk": "int4:g32"})
     assert wk in {row.module for row in forced.output.quantized}
 
 

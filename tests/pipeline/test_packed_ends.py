@@ -48,7 +48,7 @@ ASKED_FOR = ("vLLM asked for quantkit[vllm]",)  # for tied ones
 def made(source: Path, out: Path, layout: str, label: str, **options: Any) -> Any:
     scheme = Scheme.parse(label)
     asked = {"format": scheme.format.name, "group_size": scheme.group_size or "channel", "layout": layout}
-    return quantkit.quantize(source, out, method="rtn", **asked, **options)
+    return quantkit.quantize(source, out, method="rtn", clip="none", **asked, **options)
 
 
 def values(folder: Path) -> dict[str, torch.Tensor]:

@@ -80,7 +80,7 @@ def mixture(draw: random.Random) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_parts_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = trained(kind)
-    for seed in range(5):
+    for seed in range(4):
         draw = random.Random(seed)
         text = mixture(draw)
         monkeypatch.setattr(tokenizers, "LONG", draw.choice([521, 1031, 4099]))
