@@ -185,7 +185,8 @@ def _write(
                 logits_processor=[require_numbers],
                 **options,
             )
-        except ValueError as error:  # restrictions of the model are checked only here
+        # Restrictions of the model are checked only here, and not all of them.
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             rule = f"no text can be written as its generation_config.json says ({reason(error)})"
             raise CheckpointError(rule, "mend it", subject=tokenizer.name_or_path) from error
     seconds = time.perf_counter() - start

@@ -138,7 +138,10 @@ def test_a_message_without_words_is_a_message(message: str, templated: Path) -> 
     assert generate(templated, message, chat=True, max_new_tokens=2, device="cpu").tokens
 
 
-BAD: list[dict[str, Any]] = [{"eos_token_id": [[1]]}, {"repetition_penalty": 0}, {"bad_words_ids": [1, 2]}]
+BAD: list[dict[str, Any]] = [
+    *({"eos_token_id": [[1]]}, {"repetition_penalty": 0}, {"bad_words_ids": [1, 2]}),
+    *({"forced_eos_token_id": 9999}, {"min_length": "5"}, {"stop_strings": [5]}),
+]
 
 
 @pytest.mark.parametrize("stated", BAD, ids=[next(iter(each)) for each in BAD])
