@@ -292,7 +292,7 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     finally:
         _THREAD.builds = False
     module.eval()
-    for name, table in module.named_buffers():
+    for name, table in module.named_non_persistent_buffers():
         if table.is_floating_point() and not table.is_meta and not (table < torch.inf).all():
             raise CheckpointError(
                 f"{CONFIG} makes {name} NaN or infinite",
