@@ -151,7 +151,8 @@ def _require_possible(text: Any, path: Path) -> None:
     """
     values = {key: value for key, value in text.to_dict().items() if type(value) is int}
     experts = max((values[key] for key in values if EXPERTS.fullmatch(key)), default=0)
-    limits = {**dict.fromkeys(ROUTED, experts), "topk_group": values.get("n_group", 0)}
+    routed = dict.fromkeys(ROUTED if experts > 1 else (), experts)  # Jamba routes to no single one
+    limits = {**routed, "topk_group": values.get("n_group", 0)}
     wrong = [
         f"{key} is {values[key]}, and there are {most}"
         for key, most in limits.items()
