@@ -225,15 +225,15 @@ def calibrated(
     run: Run,
     done: Sequence[JsonView],
     before_solving: Stage | None = None,
-    aside: Collection[str] = (),
+    outside: bool = True,
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned.
 
-    Each block is followed by a Commit; the tensors outside the blocks come last, without those that
-    the caller has set `aside`. `done` has the
-    journal lines of an interrupted run to continue. The stages add the facts of an item; the facts
-    of a commit are block, phases, activations, form and ranks. If a background thread writes, the
-    activations of a commit may follow later.
+    Each block is followed by a Commit; the tensors `outside` the blocks come last, unless the
+    caller writes them first (`written_order`). `done` has the journal lines of an interrupted run
+    to continue. The stages add the facts of an item; the facts of a commit are block, phases,
+    activations, form and ranks. If a background thread writes, the activations of a commit may
+    follow later.
 
     Each of several ranks computes a part, and only the first one yields tensors.
 
@@ -266,16 +266,20 @@ def calibrated(
                 yield _commit(run, stream, block)
             if run.head:
                 solved = _head(run, stream, stages)
-    yield from _rest(run, solved, aside)
-    yield Commit({"block": REST, "phases": run.clock.take()}, aside=bool(aside))
+    if outside:
+        yield from _rest(run, solved)
+    yield Commit({"block": REST, "phases": run.clock.take()})
 
 
-def copied(run: Run) -> list[str]:
-    """List the tensors outside the blocks if all of them stay dense. They depend on no block, so
-    they may be written while blocks are solved.
+def written_order(model: BlockRunner, goals: Mapping[str, Goal | None]) -> list[int | None]:
+    """Return the blocks in the order in which a calibrated run writes their tensors, and None where
+    it writes those outside the blocks.
+
+    If all of these stay dense, they are written first: they depend on no block.
     """
-    names, goals = run.model.stored(None), run.goals(run.chosen)
-    return [] if any(name.removesuffix(".weight") in goals for name in names) else names
+    outside = (name.removesuffix(".weight") for name in model.stored(None))
+    blocks = [*range(len(model.blocks))]
+    return [*blocks, None] if any(goals.get(name) for name in outside) else [None, *blocks]
 
 
 def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Iterator[Item]:
@@ -344,14 +348,12 @@ def _head(run: Run, stream: Stream, stages: Sequence[Stage]) -> dict[str, Item]:
     return block.solved
 
 
-def _rest(run: Run, solved: Mapping[str, Item], aside: Collection[str]) -> Iterator[Item]:
-    """Yield the tensors outside the blocks that are not `aside`, some `solved` already; other
-    linears there and embeddings that are not skipped are solved without a Hessian.
+def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
+    """Yield the tensors outside the blocks, some `solved` already; other linears there and
+    embeddings that are not skipped are solved without a Hessian.
     """
     model, goals = run.model, run.goals(run.chosen)
     for name in model.stored(None) if run.ranks.first else ():
-        if name in aside:
-            continue
         run.progress.check()
         with run.clock.phase("solve"):
             item = solved.get(name) or _uncalibrated(

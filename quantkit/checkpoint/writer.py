@@ -1,21 +1,20 @@
 """Writing model folders: shards from a stream of items, one journal line a commit. A stopped run
 can continue.
 
-The pipeline's loops yield items, tensors one by one, and commits. A run writes at least one file a
-commit, such as a block. Neighbours are joined into files of at least LEAST_BYTES as soon as no
-later file can belong to them, and in the end files are numbered `1 of N`. Each step is a line of
-the journal, whose `replaced` files give way to its `files`. The folder does not look like a model
-before its last file, config.json, is written.
+The pipeline's loops yield items, tensors one by one, and commits. Tensors are appended to one file
+until it is full. A commit makes the bytes so far durable; its line of the journal has a hash for
+each file that is complete, and for the other one what its header will say. In the end files are
+numbered `1 of N`; a line may have `replaced` files, which give way to its `files`. The folder does
+not look like a model before its last file, config.json, is written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,13 +22,14 @@ from torch import Tensor
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.errors import CheckpointError, Option, RecipeError, Words, about
+from quantkit.errors import CheckpointError, RecipeError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX, inside
 from quantkit.io.safetensors_files import (
     FileSize,
     SafetensorsWriter,
+    changed,
     header_bytes,
     read_header,
     stated_digests,
@@ -39,8 +39,6 @@ from quantkit.layouts.base import Layout
 
 #: The most bytes of tensors in one file, unless a single tensor has more.
 SHARD_BYTES = 2 * 2**30
-#: The fewest bytes of tensors in a file, where the model and SHARD_BYTES allow it.
-LEAST_BYTES = 256 * 2**20
 #: Bytes for each quantized weight that waits to be written: a byte of codes, and the packed bytes.
 WAITING_BYTES = 2
 
@@ -69,18 +67,18 @@ class Item(NamedTuple):
 class Commit(NamedTuple):
     """Ask the writer to make all items so far durable; `facts` go into the journal.
 
-    `late` returns facts that are known only just before the write, such as a snapshot's. With
-    `aside`, it is the commit of the items that were set aside.
+    `late` returns facts that are known only just before the write, such as a snapshot's.
     """
 
     facts: dict[str, Any]
     late: Callable[[], dict[str, Any]] | None = None
-    aside: bool = False
 
 
 @dataclass
 class _Unit:
-    """Items that were stored since a commit, in their order, their files, and their bytes."""
+    """Items that were stored since a commit, in their order, their bytes, and the hashes of the
+    files that became full.
+    """
 
     items: dict[str, None] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -125,7 +123,7 @@ class CheckpointWriter:
             layout,
             max_shard_bytes,
         )
-        self._header_bytes = min(header_bytes(expected), MOST_HEADER_BYTES)
+        self._header_bytes = reserved_bytes(expected)
         self._journal = partial / JOURNAL
         lines = read_journal(self._journal)
         self._identity = lines[0] if lines else None
@@ -135,16 +133,19 @@ class CheckpointWriter:
         # Listed now, so that a bad link does not stop a finished run.
         self._companions, self.left_out = companions_of(like)
         self._file: SafetensorsWriter | None = None
-        self._unit, self._aside = _Unit(), _Unit()
-        self._sizes: dict[str, int] = {}
+        self._unit = _Unit()
         files.remove(partial / CONFIG)  # until the last step the folder must not look like a model
         self._rename()
         committed = self.hashes()
         for path in sorted(partial.glob("*.safetensors")):
             if path.name not in committed:
                 files.remove(path)
+        rows = [line.pop("stored", {}) for line in self.done]
         for name, digest in committed.items():
-            if files.hash_of_file(partial / name, digest) != digest:
+            if not digest:
+                flushed = [row for each in rows for row in each.get(name, ())]
+                self._file = SafetensorsWriter(partial / name, self._header_bytes, flushed)
+            elif files.hash_of_file(partial / name, digest) != digest:
                 raise changed(partial / name)
 
     def items_done(self) -> set[str]:
@@ -152,7 +153,9 @@ class CheckpointWriter:
         return set(self._written)
 
     def hashes(self) -> dict[str, str]:
-        """Return file name -> hash of the committed shards, in the order of their tensors."""
+        """Return file name -> hash of the committed shards, in the order of their tensors; "" for
+        one that is not full.
+        """
         return committed_files(self.done)
 
     @property
@@ -180,8 +183,7 @@ class CheckpointWriter:
         """Store an item, as the `tensors` that `pack` made of it; CheckpointError if it was stored
         before.
         """
-        stored = self._written, self._aside.items, self._unit.items
-        if any(item.name in names for names in stored):
+        if item.name in self._written or item.name in self._unit.items:
             raise CheckpointError("is written twice: a bug, please report it", subject=item.name)
         for name, tensor in (self.pack(item) if tensors is None else tensors).items():
             size = tensor.numel() * tensor.dtype.itemsize
@@ -190,72 +192,46 @@ class CheckpointWriter:
             self._unit.packed_bytes += 0 if isinstance(item.value, Tensor) else size
         self._unit.items[item.name] = None
 
-    def set_aside(self) -> None:
-        """Close the shards of the items so far. They wait for their own commit; a run that is
-        resumed without it writes them anew.
-        """
-        self._close_file()
-        self._unit, self._aside = _Unit(), self._unit
-
-    def commit(self, facts: dict[str, Any], aside: bool = False) -> None:
-        """Make all items so far durable: their shards are closed, their names and `facts` go into
-        the journal. With `aside`, those that were set aside.
-        """
-        unit = self._aside if aside else self._unit
+    def commit(self, facts: dict[str, Any]) -> None:
+        """Make all items so far durable: their names and `facts` go into the journal."""
+        unit, stored = self._unit, {}
         if not unit.items and not any(facts.values()):
             return
-        self._close_file()
+        if self._file is not None:
+            unit.files[self._file.path.name] = ""
+            stored[self._file.path.name] = self._file.flush()
         sizes = {"bytes": unit.bytes, "packed_bytes": unit.packed_bytes}
-        self._record({"files": unit.files, "items": list(unit.items), "facts": facts, **sizes})
+        self._record(
+            {"files": unit.files, "items": list(unit.items), "facts": facts, **sizes}, stored
+        )
         self._written.update(unit.items)
-        if aside:
-            self._aside = _Unit()
-        else:
+        self._unit = _Unit()
+
+    def complete(self) -> None:
+        """Commit, and complete the last file."""
+        self.commit({})
+        self._close_file()
+        if self._unit.files:
+            self._replace([], self._unit.files)
             self._unit = _Unit()
-        self._join(ended=False)
 
     def arrange(self) -> None:
-        """Commit, join small files, and give all files their final names."""
-        self.commit({})
-        self._join(ended=True)
+        """Complete all files, and give them their final names."""
+        self.complete()
         found = self.hashes()
         names = final_names(len(found))
         if names != list(found):
             self._replace(list(found), dict(zip(names, found.values(), strict=True)))
             self._rename()
 
-    def _join(self, ended: bool) -> None:
-        """Join the groups of small files that are complete; if the run has `ended`, all.
-
-        Files are deleted only after the journal has their replacements. A resumed run deletes the
-        rest.
-        """
-        names = list(self.hashes())
-        for group in groups(list(map(self._tensor_bytes, names)), self.max_shard_bytes, ended):
-            if len(group) > 1:
-                old, new = [names[i] for i in group], self._next_name()
-                self._replace(
-                    old,
-                    {new: join_files([self.partial / name for name in old], self.partial / new)},
-                )
-                for name in old:
-                    files.remove(self.partial / name)
-
-    def _tensor_bytes(self, name: str) -> int:
-        """Return the bytes of the tensors in a committed file."""
-        if name not in self._sizes:
-            header = read_header(self.partial / name)[0]
-            self._sizes[name] = sum(info.end - info.start for info in header.values())
-        return self._sizes[name]
-
     def rewrite(self, changed: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        """Write the committed files anew, with some tensors `changed` in their values alone, and
+        """Write the complete files anew, with some tensors `changed` in their values alone, and
         commit `facts`. Until then the old files count.
         """
         old, new = list(self.hashes()) if changed else [], dict[str, str]()
         for name in old:
             self._unit.files[path := self._next_name()] = ""
-            new[path] = join_files([self.partial / name], self.partial / path, changed)
+            new[path] = self._rewritten(self.partial / name, self.partial / path, changed)
         self._unit = _Unit()
         self._replace(old, new, facts)
         for name in old:
@@ -277,8 +253,23 @@ class CheckpointWriter:
         else:
             self._record(line)
 
-    def _record(self, line: dict[str, Any]) -> None:
-        append_journal(self._journal, line)
+    def _rewritten(self, path: Path, into: Path, instead: Mapping[str, Tensor]) -> str:
+        """Copy a file with other values of some tensors, durably, and return its hash."""
+        tensors, metadata = read_header(path)
+        stated = stated_digests(tensors, metadata)
+        copy = SafetensorsWriter(into, self._header_bytes)
+        with files.open_regular(path) as file:
+            for name, info in tensors.items():
+                if name in instead:
+                    copy.add(name, instead[name])
+                    continue
+                data = files.read_exactly(file, info.start, info.end - info.start, path)
+                if copy.add(name, data.view(info.dtype).reshape(info.shape)) != stated.get(name):
+                    raise changed(path)
+        return copy.close()
+
+    def _record(self, line: dict[str, Any], stored: Mapping[str, object] | None = None) -> None:
+        append_journal(self._journal, {**line, "stored": stored or {}})
         self.done.append(json.loads(json.dumps(line)))
 
     def _rename(self) -> None:
@@ -306,11 +297,11 @@ class CheckpointWriter:
         """
         self.arrange()
         written, texts = self.hashes(), self._texts_beside(config)
-        for name, changed in self._companions.items():
+        for name, edited in self._companions.items():
             if name in texts:
                 continue
-            if changed is not None:
-                texts[name] = changed
+            if edited is not None:
+                texts[name] = edited
             else:
                 files.copy_atomic(inside(self.like.path, name), self.partial / name)
                 written[name] = files.hash_of_file(self.partial / name)
@@ -323,7 +314,8 @@ class CheckpointWriter:
         return written
 
     def opened(self, config: dict[str, Any]) -> Checkpoint:
-        """Open the committed tensors as a checkpoint that has this config."""
+        """Complete all files, and open them as a checkpoint that has this config."""
+        self.complete()
         self._write(self._texts_beside(config))
         return Checkpoint(self.partial, self.like.trusted, config=config)
 
@@ -376,9 +368,7 @@ class CheckpointWriter:
         return self._file
 
     def _next_name(self) -> str:
-        # Files that were set aside take numbers too, which a resumed run may skip.
-        used = {name for line in self.done for name in line["files"]}
-        used |= self._unit.files.keys() | self._aside.files.keys()
+        used = {name for line in self.done for name in line["files"]} | self._unit.files.keys()
         names = (f"model-{number:05}.safetensors" for number in count(len(used) + 1))
         return next(name for name in names if name not in used)
 
@@ -426,14 +416,12 @@ def texts_beside(
 
 def committed_files(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return name -> hash of the files that the lines of a journal leave, in the order of their
-    tensors.
+    tensors; "" for one that is not full.
     """
-    found: list[tuple[str, str]] = []
+    found: dict[str, str] = {}
     for line in lines:
-        replaced = line.get("replaced", [])
-        first = [name for name, _ in found].index(replaced[0]) if replaced else len(found)
-        found[first : first + len(replaced)] = line["files"].items()
-    return dict(found)
+        found = {**({} if line.get("replaced") else found), **line["files"]}
+    return found
 
 
 def renamings(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -448,77 +436,24 @@ def renamings(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def groups(sizes: Sequence[int], most: int, ended: bool = True) -> list[range]:
-    """Divide files of these `sizes`, in order, into those that are joined: of at least LEAST_BYTES,
-    at most `most`. Unless the files have `ended`, without the last group, which may grow.
+def reserved_bytes(names: Iterable[str]) -> int:
+    """Return the bytes of the header of each file of a folder with tensors of these names."""
+    return min(header_bytes(names), MOST_HEADER_BYTES)
+
+
+def planned_shards(sizes: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
+    """Return the bytes and the tensors of each file that a CheckpointWriter makes, by the file's
+    name, of tensor name -> bytes, in order.
     """
-    found: list[range] = []
-    first = total = 0
-    for number, size in enumerate(sizes):
-        if number > first and (total >= LEAST_BYTES or total + size > most):
-            found.append(range(first, number))
-            first, total = number, 0
-        total += size
-    if not ended:
-        return found
-    if found and total < LEAST_BYTES and sum(sizes[i] for i in found[-1]) + total <= most:
-        first = found.pop().start
-    return [*found, range(first, len(sizes))] if sizes else []
-
-
-def join_files(
-    paths: Sequence[Path], into: Path, instead: Mapping[str, Tensor] = MappingProxyType({})
-) -> str:
-    """Copy the tensors of several files into a new one, durably, and return its hash; one tensor is
-    in memory. Those in `instead` have other values there.
-
-    CheckpointError for a tensor whose digest differs from the digest in its file.
-    """
-    headers = [read_header(path) for path in paths]
-    joined = SafetensorsWriter(
-        into, header_bytes(name for tensors, _ in headers for name in tensors)
-    )
-    for path, (tensors, metadata) in zip(paths, headers, strict=True):
-        stated = stated_digests(tensors, metadata)
-        with files.open_regular(path) as file:
-            for name, info in tensors.items():
-                if name in instead:
-                    joined.add(name, instead[name])
-                    continue
-                data = files.read_exactly(file, info.start, info.end - info.start, path)
-                if joined.add(name, data.view(info.dtype).reshape(info.shape)) != stated.get(name):
-                    raise changed(path)
-    return joined.close()
-
-
-def changed(path: Path) -> CheckpointError:
-    """Make the error for a committed file that has changed."""
-    return CheckpointError(
-        "changed since it was written",
-        Words("start over with", Option("overwrite", True)),
-        subject=path,
-    )
-
-
-def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, list[str]]]:
-    """Return the bytes and the tensors of each file that a CheckpointWriter makes of `units`, by
-    the file's name.
-
-    One commit writes a unit: tensor name -> bytes, in order.
-    """
-    written: list[tuple[FileSize, list[str]]] = []
-    for unit in units:
-        for number, (name, size) in enumerate(unit.items()):
-            if number == 0 or is_full(written[-1][0], name, size, SHARD_BYTES):
-                written.append((FileSize(), []))
-            written[-1][0].add(name, size)
-            written[-1][1].append(name)
-    found: list[tuple[int, list[str]]] = []
-    for group in groups([size.tensors for size, _ in written], SHARD_BYTES):
-        names = [name for i in group for name in written[i][1]]
-        total = sum(written[i][0].tensors for i in group) + header_bytes(names)
-        found.append((written[group[0]][0].total if len(group) == 1 else total, names))
-    return dict(zip(final_names(len(found)), found, strict=True))
+    reserved = reserved_bytes(sizes)
+    found: list[tuple[FileSize, list[str]]] = []
+    for name, size in sizes.items():
+        if not found or is_full(found[-1][0], name, size, SHARD_BYTES):
+            found.append((FileSize(reserved), []))
+        found[-1][0].add(name, size)
+        found[-1][1].append(name)
+    named = zip(final_names(len(found)), found, strict=True)
+    return {file: (size.total, names) for file, (size, names) in named}
 
 
 def is_full(file: FileSize, name: str, size: int, most: int) -> bool:

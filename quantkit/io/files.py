@@ -230,7 +230,7 @@ def _lacks_inodes(folder: Path) -> bool:
     return found is not None and found.f_files > 0 and found.f_favail == 0
 
 
-def create(path: Path, *, emptied: bool = True) -> BinaryIO:
+def create(path: Path, *, emptied: bool = True) -> FileIO:
     """Open a file for writing and reading, new, emptied or as it is; never through a link.
 
     It raises OSError.
@@ -246,6 +246,13 @@ def write(file: BinaryIO, data: memoryview, path: Path) -> None:
         while data:
             fault("write", path)
             data = data[file.write(data[:CHUNK]) :]
+
+
+def truncate(file: BinaryIO, size: int, path: Path) -> None:
+    """Cut off what lies behind the first `size` bytes of a file."""
+    with guarded(path):
+        fault("write", path)
+        file.truncate(size)
 
 
 def sync(file: BinaryIO, path: Path) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import raw_bytes
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
 from quantkit.io.json_files import damaged, parse, shown
 
@@ -161,20 +162,20 @@ def damaged_tensors(path: Path) -> list[str] | None:
     digests = stated_digests(tensors, metadata)
     if not digests:
         return list(tensors)
-    found, buffer = [], memoryview(bytearray(files.PIECE))
     with files.open_regular(path) as file, files.guarded(path):
-        for name, info in tensors.items():
-            seen, left = (
-                files.begin_tensor(name, DTYPE_NAMES[info.dtype], info.shape),
-                info.end - info.start,
-            )
-            file.seek(info.start)
-            while left and (size := file.readinto(buffer[: min(files.PIECE, left)])):
-                seen.update(buffer[:size])
-                left -= size
-            if seen.hexdigest() != digests[name]:
-                found.append(name)
-    return found
+        found = {name: _digest(file, name, info) for name, info in tensors.items()}
+    return [name for name, digest in found.items() if digest != digests[name]]
+
+
+def _digest(file: FileIO, name: str, info: TensorInfo) -> str:
+    """Return the digest of a tensor in an open file."""
+    seen = files.begin_tensor(name, DTYPE_NAMES[info.dtype], info.shape)
+    buffer, left = memoryview(bytearray(files.PIECE)), info.end - info.start
+    file.seek(info.start)
+    while left and (size := file.readinto(buffer[: min(files.PIECE, left)])):
+        seen.update(buffer[:size])
+        left -= size
+    return seen.hexdigest()
 
 
 #: Bytes that a header with its length takes, padded with spaces, unless a file is made for more
@@ -223,18 +224,33 @@ class SafetensorsWriter:
 
     Tensors lie without gaps in the order of `add`. Readers need every tensor aligned to its dtype,
     so tensors of a size that is not a multiple of 8 bytes come last, by dtype size. They stay in
-    memory until then.
+    memory until then. `flushed` are the rows of all `flush` of a writer that was stopped: its file
+    is continued, and can be read until the next `add`. CheckpointError if their tensors changed.
     """
 
-    def __init__(self, path: Path, reserved: int = RESERVED) -> None:
+    def __init__(
+        self, path: Path, reserved: int = RESERVED, flushed: Iterable[Sequence[Any]] = ()
+    ) -> None:
         self.path = path
         self.size = FileSize(reserved)
-        self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._end = reserved
+        self._tensors: dict[str, TensorInfo] = {}
         self._digests: dict[str, str] = {}
         self._last: dict[str, bytes] = {}
+        self._flushed = 0
+        rows = [*flushed]
         with files.guarded(path):
-            self._file = files.create(path)
-        self._file.seek(reserved)
+            self._file = files.create(path, emptied=not rows)
+        for name, dtype, shape, digest, late in rows:
+            info = self._place(name, DTYPES[dtype], tuple(shape), digest)
+            if late:
+                self._last[name] = bytes.fromhex(late)
+            elif _digest(self._file, name, info) != digest:
+                raise changed(path)
+        if rows:
+            self._flushed = len(rows)
+            files.truncate(self._file, self._end, path)
+            self._write_ends()
 
     def add(self, name: str, tensor: Tensor) -> str:
         """Append a tensor and return its digest.
@@ -251,43 +267,89 @@ class SafetensorsWriter:
             what = "already has" if name in self._tensors else "has no space in its header for"
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         data = raw_bytes(tensor).numpy().data
-        self._tensors[name] = tensor.dtype, tuple(tensor.shape)
         seen = files.begin_tensor(name, DTYPE_NAMES[tensor.dtype], tensor.shape)
-        self._digests[name] = seen.update(data).hexdigest()
-        self.size.add(name, len(data))
+        digest = seen.update(data).hexdigest()
+        info = self._place(name, tensor.dtype, tuple(tensor.shape), digest)
         if len(data) % 8:
             self._last[name] = bytes(data)
         else:
+            self._file.seek(info.start)
             files.write(self._file, data, self.path)
-        return self._digests[name]
+        return digest
+
+    def _place(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], digest: str
+    ) -> TensorInfo:
+        """Note a tensor and its place, which is none yet if it comes last."""
+        size = dtype.itemsize * prod(shape)
+        info = TensorInfo(dtype, shape, self._end, self._end + size)
+        self._tensors[name], self._digests[name] = info, digest
+        self.size.add(name, size)
+        self._end += 0 if size % 8 else size
+        return info
+
+    def flush(self) -> list[list[Any]]:
+        """Make all tensors so far durable, and return a row of JSON for each since the last call.
+
+        A row has name, dtype, shape, digest, and the bytes in hexadecimal digits of a tensor that
+        comes last.
+        """
+        self._sync()
+        names = [*self._tensors][self._flushed :]
+        self._flushed = len(self._tensors)
+        return [
+            [
+                name,
+                DTYPE_NAMES[(info := self._tensors[name]).dtype],
+                info.shape,
+                self._digests[name],
+                self._last.get(name, b"").hex(),
+            ]
+            for name in names
+        ]
 
     def close(self) -> str:
         """Write the header, make the file durable and return its hash."""
-        late = sorted(self._last, key=lambda name: -self._tensors[name][0].itemsize)
         with self._file:
-            files.write(
-                self._file, memoryview(b"".join(self._last[name] for name in late)), self.path
-            )
-            self._file.seek(0)
-            files.write(self._file, memoryview(self._header(late)), self.path)
-            files.sync(self._file, self.path)
-            files.sync_folder(self.path.parent)
+            self._write_ends()
+            self._sync()
         return files.hash_of_file(self.path)
+
+    def _sync(self) -> None:
+        files.sync(self._file, self.path)
+        files.sync_folder(self.path.parent)
+
+    def _write_ends(self) -> None:
+        """Write the tensors that come last, and the header; the file ends with them."""
+        late = sorted(self._last, key=lambda name: -self._tensors[name].dtype.itemsize)
+        self._file.seek(self._end)
+        files.write(self._file, memoryview(b"".join(self._last[name] for name in late)), self.path)
+        self._file.seek(0)
+        files.write(self._file, memoryview(self._header(late)), self.path)
 
     def _header(self, late: list[str]) -> bytes:
         entries, end = {}, 0
         for name in (*(name for name in self._tensors if name not in self._last), *late):
-            dtype, shape = self._tensors[name]
-            start, end = end, end + prod(shape) * dtype.itemsize
+            info = self._tensors[name]
+            start, end = end, end + info.end - info.start
             entries[name] = {
-                "dtype": DTYPE_NAMES[dtype],
-                "shape": list(shape),
+                "dtype": DTYPE_NAMES[info.dtype],
+                "shape": list(info.shape),
                 "data_offsets": [start, end],
             }
         stated = _metadata("".join(self._digests[name] for name in entries))
         text = json.dumps(stated | entries, ensure_ascii=False, separators=(",", ":")).encode()
         space = self.size.reserved - 8
         return space.to_bytes(8, "little") + text.ljust(space)
+
+
+def changed(path: Path) -> CheckpointError:
+    """Make the error for a file of an earlier run that has changed."""
+    return CheckpointError(
+        "changed since it was written",
+        Words("start over with", Option("overwrite", True)),
+        subject=path,
+    )
 
 
 def _entry_bytes(name: str) -> int:

@@ -346,8 +346,7 @@ def append_journal(path: Path, line: Json) -> None:
         content = file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            files.fault("write", path)
-            file.truncate(whole)
+            files.truncate(file, whole, path)
         file.seek(whole)
         files.write(file, memoryview(data), path)
         files.sync(file, path)

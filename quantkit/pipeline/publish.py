@@ -147,13 +147,13 @@ def write(
     return _layers(writer)
 
 
-def copy_aside(writer: CheckpointWriter, names: Iterable[str]) -> None:
-    """Copy dense tensors of the source, and set them aside; NumericError for one that is not
+def copy_dense(writer: CheckpointWriter, names: Iterable[str]) -> None:
+    """Copy dense tensors of the source that no commit has; NumericError for one that is not
     finite.
     """
-    for name in names:
+    done = writer.items_done()
+    for name in (name for name in names if name not in done):
         writer.add(Item(name, _as_stored(writer.like, name, writer.like.get(name))))
-    writer.set_aside()
 
 
 def _as_stored(src: Checkpoint, name: str, tensor: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _commit(
 ) -> None:
     late = {} if commit.late is None else commit.late()
     phases = added_up([commit.facts.get("phases", {}), seconds])
-    writer.commit({**commit.facts, **late, "phases": phases, "layers": layers}, commit.aside)
+    writer.commit({**commit.facts, **late, "phases": phases, "layers": layers})
 
 
 def _leave_report(writer: CheckpointWriter, report: JsonView, error: Exception) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 from quantkit.calibration.budget import BESIDE, READERS
 from quantkit.calibration.loop import (
     calibrated,
-    copied,
     new_run,
     on_own_device,
     require_devices,
     streamed,
+    written_order,
 )
 from quantkit.calibration.scales import ScaleTuning
 from quantkit.calibration.stages.tune import tuned_facts
@@ -40,7 +40,7 @@ from quantkit.names import MOST_TOKENS
 from quantkit.pipeline.publish import (
     Measure,
     begin_report,
-    copy_aside,
+    copy_dense,
     finish,
     identify,
     publish_complete,
@@ -160,7 +160,10 @@ def _lead(
         if is_complete(work):
             here.broadcast(None)
             return publish_complete(work, out, without_paths(recipe), src, run.overwrite)
-        writer = CheckpointWriter(work, like=src, layout=recipe.output_layout)
+        output = job.plan.output
+        writer = CheckpointWriter(
+            work, like=src, layout=recipe.output_layout, expected=iter(output.forms)
+        )
         report["notices"] += [*job.text.notices, *lacking]
         progress.note(*lacking)
         # A NaN in the last block would cost the whole run.
@@ -195,9 +198,10 @@ def _lead(
                 ranks=here,
                 held_out=held_out,
             )
-            aside = [name for name in copied(begun) if name not in writer.items_done()]
-            items = calibrated(begun, writer.done, aside=aside)
-            first += [partial(copy_aside, writer, aside)] if aside else []
+            order = written_order(job.model, job.goals)
+            items = calibrated(begun, writer.done, outside=order[-1] is None)
+            if order[0] is None:
+                first.append(partial(copy_dense, writer, job.model.stored(None)))
         else:
             done = writer.items_done()
             device, pack = job.model.device, writer.packed

@@ -299,7 +299,7 @@ def disk_peak(
     stores = (activations, activations if recipe.tune else 0, gradients)
     in_files = [size for size in stores if act_budget is not None and size > count * act_budget]
     saved = max(0, blocks - 1)
-    again = files.total if recipe.tune_scales else files.joined
+    again = files.total if recipe.tune_scales else 0
     written, kept = max(
         (files.before_last, min(saved, 3) * activations),  # at the last snapshot
         (files.total + again, min(saved, 2) * activations),  # at the end

@@ -141,15 +141,12 @@ class Files:
     """The exact bytes of every file except report and model card, which together take at most
     `report_bytes`.
 
-    `before_last` are the bytes of tensors that are written before the last block: those outside the
-    blocks are written first, though their commit is the last one. `joined` are the bytes of the
-    largest file that is joined from smaller files: it may exist twice meanwhile.
+    `before_last` are the bytes of tensors that are written before the last block.
     """
 
     sizes: Mapping[str, int]
     report_bytes: int
     before_last: int
-    joined: int
 
     @property
     def total(self) -> int:
@@ -279,7 +276,7 @@ class Output:
         lines: Iterable[str],
     ) -> Output:
         """Add config.json and the bytes of every file. `units` are the tensors of the source by
-        commit, `lines` the run's lines in the report.
+        commit, in the order of writing, `lines` the run's lines in the report.
         """
         recipe, (companions, left_out) = without_paths(recipe), companions_of(src)
         true_shapes = {row.module: row.shape if row.padded else None for row in self.quantized}
@@ -292,7 +289,7 @@ class Output:
             }
             for unit in units
         ]
-        shards = planned_shards(written)
+        shards = planned_shards({name: size for unit in written for name, size in unit.items()})
         weight_map = {name: file for file, (_, names) in shards.items() for name in names}
         texts = {
             **texts_beside(weight_map, self.bytes, self.layout, config),
@@ -311,9 +308,8 @@ class Output:
         entries = len(src.files()) + len(sizes) + len(left_out)
         report = REPORT_BYTES + LINEAR_BYTES * len(self.quantized) + NAME_BYTES * entries + names
         report += 4 * sum(map(len, (*lines, *self.readers)))
-        joined = max(size for size, _ in shards.values()) if len(shards) < len(written) else 0
-        before_last = sum(sum(unit.values()) for unit in (*written[:-2], *written[-1:]))
-        files = Files(sizes, report, before_last, joined)
+        before_last = sum(sum(unit.values()) for unit in written[:-1])
+        files = Files(sizes, report, before_last)
         notes: list[str] = []
         if self.layout is not None:
             stored = {

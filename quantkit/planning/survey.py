@@ -22,7 +22,7 @@ from quantkit.calibration.budget import (
     solving_work,
     split_documents,
 )
-from quantkit.calibration.loop import check_sequences, units_of
+from quantkit.calibration.loop import check_sequences, units_of, written_order
 from quantkit.calibration.probe import BEGINS, is_worth_a_probe, probe as probe_run
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
@@ -344,7 +344,7 @@ def job_of(
     if not made.verdict.misfits:  # else a config cannot be made
         dense = [*model.outside.dense_entries(src), *model.dense_embeddings(tables)]
         schemes = schemes_of(recipe, goals, model.paths | model.tables, dense)
-        by_block = map(model.stored, (*range(len(model.blocks)), None))
+        by_block = map(model.stored, written_order(model, goals))
         units = by_block if recipe.calibrated else units_of(src, src.names())
         output = made.output.with_files(src, schemes, recipe, units, made.notices)
         made = replace(made, output=output)

@@ -54,7 +54,7 @@ def copy_all(
         if is_complete(partial):
             publish(partial, out)
             return {}
-        writer = CheckpointWriter(partial, source, layout, max_shard_bytes=shard)
+        writer = CheckpointWriter(partial, source, layout, max_shard_bytes=shard, expected=source.names())
         writer.identify({"source": source.hashes(), "version": 1}, keys_that_differ)
         done = writer.items_done()
         packed = {f"{module}.weight": module for module in source.modules()}

@@ -1,8 +1,7 @@
-"""Packed weights in and out of folders; files that are joined; writing that is stopped and then continued."""
+"""Packed weights in and out of folders; files that are filled; writing that is stopped and then continued."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from contextlib import suppress
@@ -12,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint import writer as writer_module
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter, Item, groups
+from quantkit.checkpoint.stored_tensors import StoredTensors
+from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
@@ -146,7 +145,7 @@ def test_shards_stay_below_their_limit(tmp_path: Path) -> None:
     assert total == sum(p.stat().st_size - RESERVED for p in (tmp_path / "out").glob("*.safetensors"))
 
 
-def test_a_thousand_small_tensors_are_joined_under_one_long_header(tmp_path: Path) -> None:
+def test_a_thousand_small_tensors_have_one_long_header(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     save_file({f"t{i}": torch.full((2,), float(i)) for i in range(1000)}, tmp_path / "m" / "model.safetensors")
@@ -171,7 +170,7 @@ def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
     with suppress(KeyboardInterrupt), staging(tmp_path / "out") as partial:
         writer = CheckpointWriter(partial, source, None)
         writer.identify({"recipe": "a", "source": {"x": "1"}, "same": [1]}, keys_that_differ)
-        writer.add(Item("x", torch.ones(1)))
+        writer.add(Item("x", torch.ones(2)))
         writer.commit({"seconds": 1.5})
         raise KeyboardInterrupt
     with (
@@ -190,63 +189,66 @@ def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
         CheckpointWriter(partial, source, None)
 
 
-def test_every_division_is_in_order_and_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "LEAST_BYTES", 4)
-    for sizes in itertools.chain.from_iterable(itertools.product((0, 1, 3, 5, 9), repeat=n) for n in range(6)):
-        found = groups(sizes, most=8)
-        assert [i for group in found for i in group] == list(range(len(sizes)))
-        totals = [sum(sizes[i] for i in group) for group in found]
-        assert all(total <= 8 or len(group) == 1 for total, group in zip(totals, found, strict=True))
-        small = [i for i, total in enumerate(totals) if total < 4]
-        assert all(totals[i] + totals[i + 1] > 8 for i in small[:-1] if i + 1 < len(totals))
-        assert len(totals) < 2 or totals[-1] >= 4 or totals[-2] + totals[-1] > 8
-        assert groups(totals, most=8) == [range(i, i + 1) for i in range(len(totals))]
-
-
-def filled(folder: Path, count: int) -> CheckpointWriter:
-    folder.mkdir()
-    writer = CheckpointWriter(folder, Checkpoint(dense_folder(folder.parent / "m")), None)
-    writer.identify({}, keys_that_differ)
-    for i in range(count):
+def filled(folder: Path, stops: int, shard: int = 2 * (32 + 6)) -> CheckpointWriter:
+    """Write five units of tensors whose sizes are and are not multiples of 8 bytes, by a new writer after each of the
+    first `stops`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    source = Checkpoint(dense_folder(folder.parent / "m"))
+    names = [f"model.layers.{i}.{kind}" for i in range(5) for kind in ("weight", "bias")]
+    for i in range(5):
+        if i <= stops:
+            writer = CheckpointWriter(folder, source, None, max_shard_bytes=shard, expected=names)
+            writer.identify({}, keys_that_differ)
         writer.add(Item(f"model.layers.{i}.weight", torch.full([8], float(i))))
         writer.add(Item(f"model.layers.{i}.bias", torch.full([3], float(i), dtype=torch.float16)))
         writer.commit({"block": i})
     return writer
 
 
-def test_files_are_joined_in_order_and_named_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "LEAST_BYTES", 2 * (32 + 6))
-    writer = filled(tmp_path / "out", 5)
+def test_files_are_filled_in_order_and_named_to_their_end(tmp_path: Path) -> None:
+    writer = filled(tmp_path / "out", 0)
+    assert list(writer.hashes().values())[-1] == "", "the last file may grow"
     writer.arrange()
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == names == list(writer.hashes())
     held = [sorted(read_header(tmp_path / "out" / name)[0]) for name in names]
     assert held == [
-        [f"model.layers.{i}.{kind}" for i in blocks for kind in ("bias", "weight")] for blocks in ((0, 1), (2, 3, 4))
+        [f"model.layers.{i}.{kind}" for i in blocks for kind in ("bias", "weight")] for blocks in ((0, 1), (2, 3), (4,))
     ]
     assert all(damaged_tensors(tmp_path / "out" / name) == [] for name in names)
     assert CheckpointWriter(tmp_path / "out", writer.like, None).hashes() == writer.hashes()
 
 
-def test_files_joined_while_others_follow_have_the_bytes_of_those_joined_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("shard", [2 * (32 + 6), 50, 2**20])
+def test_a_run_that_is_stopped_after_each_commit_writes_the_same_files(tmp_path: Path, shard: int) -> None:
     found = []
-    for early in (False, True):
-        monkeypatch.setattr(writer_module, "LEAST_BYTES", 2 * (32 + 6) if early else 2**30)
-        (folder := tmp_path / f"{early}").mkdir()
-        writer = filled(folder / "out", 5)  # in the end the last file joins one that is joined already
-        assert (len(writer.hashes()) == 3) == early
-        monkeypatch.setattr(writer_module, "LEAST_BYTES", 2 * (32 + 6))
+    for stops in range(6):
+        folder = tmp_path / f"{stops}" / "out"
+        writer = filled(folder, stops, shard)
+        if stops == 5:  # stopped within a unit too: bytes behind the last commit
+            writer.add(Item("x", torch.zeros(4)))
+            names = writer.done[0]["items"] + [name for line in writer.done[1:] for name in line["items"]]
+            writer = CheckpointWriter(folder, writer.like, None, max_shard_bytes=shard, expected=names)
         writer.arrange()
-        found.append({path.name: path.read_bytes() for path in (folder / "out").glob("*.safetensors")})
-    assert found[0] == found[1] and len(found[0]) == 2
+        found.append({path.name: path.read_bytes() for path in folder.glob("*.safetensors")})
+    assert all(each == found[0] for each in found)
 
 
-def test_a_tensor_that_changed_on_the_disk_is_not_sealed_by_a_join(tmp_path: Path) -> None:
-    writer = filled(tmp_path / "out", 3)
-    path = tmp_path / "out" / "model-00002.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    with pytest.raises(CheckpointError, match=r"model-00002\.safetensors: changed since it was written"):
-        writer.arrange()
-    assert path.exists() and list(writer.hashes()) == [f"model-{i:05}.safetensors" for i in (1, 2, 3)]
+def test_what_a_stopped_run_committed_can_be_read_before_it_goes_on(tmp_path: Path) -> None:
+    writer = filled(tmp_path / "out", 0, 2**20)
+    writer.add(Item("x", torch.zeros(4)))
+    again = CheckpointWriter(tmp_path / "out", writer.like, None, max_shard_bytes=2**20)
+    stored = StoredTensors((tmp_path / "out").resolve(), list(again.hashes()), None)
+    assert len(stored.names()) == 10
+    assert all(stored.get(f"model.layers.{i}.{kind}").eq(i).all() for i in range(5) for kind in ("weight", "bias"))
+
+
+@pytest.mark.parametrize("name", ["model-00001.safetensors", "model-00003.safetensors"])
+def test_a_byte_that_changed_on_the_disk_meanwhile_is_not_sealed(tmp_path: Path, name: str) -> None:
+    writer = filled(tmp_path / "out", 0)
+    with (tmp_path / "out" / name).open("r+b") as file:
+        file.seek(RESERVED + 5)
+        file.write(b"\1")
+    with pytest.raises(CheckpointError, match=f"{name}: changed since it was written"):
+        CheckpointWriter(tmp_path / "out", writer.like, None)

@@ -95,7 +95,7 @@ def test_a_folder_is_never_larger_than_asked(shared: Path, tmp_path: Path, monke
     report = load_report(tmp_path / "out")  # its time is that of the search too, and not of the last folder alone
     assert report["totals"]["seconds"] == pytest.approx(sum(report["phases"].values()))
     assert {"sensitivities", "divergence", found["best_uniform"]} <= report["phases"].keys()
-    assert report["totals"]["seconds"] >= 0.99 * sum(found["seconds"].values())
+    assert report["totals"]["seconds"] >= 0.9 * sum(found["seconds"].values())
     assert all(row["fits"] == (row["bytes"] <= target) for row in found["curve"])
 
 

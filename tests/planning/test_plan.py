@@ -18,6 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
+from quantkit.io.safetensors_files import RESERVED
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import convert, quantize
@@ -209,7 +210,8 @@ def test_files_of_calibrated_committed_and_pruned_runs(
     text.write_text("\n\n".join(f"This is paragraph {i} of a text for calibration." for i in range(20)))
     calibration = {"data": str(text), "samples": 2, "max_length": 32}
     monkeypatch.setattr(loop, "COMMIT_BYTES", 50_000)  # several commits without activations too
-    monkeypatch.setattr(writer, "LEAST_BYTES", 25_000)  # some of their files are joined
+    monkeypatch.setattr(writer, "SHARD_BYTES", 100_000)
+    monkeypatch.setitem(writer.CheckpointWriter.__init__.__kwdefaults__, "max_shard_bytes", 100_000)
     wanted = {
         "gptq": from_mapping({"calibration": calibration}),
         "padded": recipe("marlin", pad=True, overrides={"k_proj": "int4:channel"}),
@@ -226,19 +228,19 @@ def test_files_of_calibrated_committed_and_pruned_runs(
 
 def test_a_new_file_begins_where_the_writer_begins_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(writer, "LEAST_BYTES", 1)
-    unit = {"a": 600, "b": 500, "c": 400, "d": 2000}
-    assert [names for _, names in writer.planned_shards([unit, {"e": 8}]).values()] == [["a"], ["b", "c"], ["d"], ["e"]]
+    sizes = {"a": 600, "b": 500, "c": 400, "d": 2000, "e": 8}
+    assert [names for _, names in writer.planned_shards(sizes).values()] == [["a"], ["b", "c"], ["d"], ["e"]]
+    monkeypatch.setattr(writer, "MOST_HEADER_BYTES", RESERVED)
     many = {f"model.layers.{i}." + "x" * 400: 8 for i in range(150)}  # more names than one header holds
     folder = tmp_path / "out"
     folder.mkdir()
     src = sparse(tmp_path / "m", {"model.layers.0.mlp.up_proj": (64, 64)})
-    filled = writer.CheckpointWriter(folder, like=src, layout=None)
+    filled = writer.CheckpointWriter(folder, like=src, layout=None, max_shard_bytes=1000, expected=many)
     for name in many:
         filled.add(Item(name, torch.zeros(1, dtype=torch.int64)))
     filled.arrange()
     made = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    assert made == {name: size for name, (size, _) in writer.planned_shards([many]).items()} and len(made) > 1
+    assert made == {name: size for name, (size, _) in writer.planned_shards(many).items()} and len(made) > 1
 
 
 def test_a_disk_that_is_too_small_for_a_conversion_is_a_problem(

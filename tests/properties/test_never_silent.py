@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.io.json_files import load_json
+from quantkit.io.staging import JOURNAL
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
@@ -167,8 +169,10 @@ def test_a_packed_folder_reports_its_own_facts(small_llama: Path, tmp_path: Path
 def test_a_failed_run_writes_a_report_of_the_finished_work(
     small_llama: Path, tmp_path: Path, calib: dict[str, Any]
 ) -> None:
+    opened = itertools.count(1)
+
     def broken(operation: str, path: Path) -> None:
-        if path.name == "model-00003.safetensors":
+        if operation == "open" and path.name == JOURNAL and next(opened) == 3:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with faults(broken), pytest.raises(CheckpointError, match="input/output error"):

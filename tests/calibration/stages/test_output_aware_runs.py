@@ -14,6 +14,7 @@ from benchmarks.census import families
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import NumericError
 from quantkit.io.json_files import load_json
+from quantkit.io.staging import JOURNAL
 from quantkit.models import block_runner
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
@@ -47,7 +48,7 @@ def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def interrupted(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run was killed after its first block. Tests must not change it."""
     folder = tmp_path_factory.mktemp("interrupted")
-    with faults(stop_at("open", "model-00003")), pytest.raises(Killed):
+    with faults(stop_at("open", JOURNAL, 3)), pytest.raises(Killed):
         quantize(small, folder / "out", aware(calib))
     return folder
 
