@@ -20,10 +20,10 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io import files
 from quantkit.io.model_folder import INDEX, SMALL, companions
 from quantkit.io.safetensors_files import RESERVED, damaged_tensors, read_header
-from quantkit.io.staging import staging
+from quantkit.io.staging import JOURNAL, read_journal, staging
 from quantkit.layouts import LAYOUTS
 from tests.checkpoint.samples import ONE, TWO, Q, copy_all, dense_folder, keys_that_differ, packed_folder, record
-from tests.faults import state
+from tests.faults import Killed, count, faults, killer, state
 from tests.tiny_models import write_model
 
 
@@ -189,25 +189,33 @@ def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
         CheckpointWriter(partial, source, None)
 
 
-def filled(folder: Path, stops: int, shard: int = 2 * (32 + 6)) -> CheckpointWriter:
-    """Write five units of tensors whose sizes are and are not multiples of 8 bytes, by a new writer after each of the
-    first `stops`.
+def filled(folder: Path, stops: int = 0, shard: int = 2 * (32 + 6)) -> CheckpointWriter:
+    """Write what is not committed yet of five units, by a new writer after each of the first `stops`.
+
+    Some sizes of tensors are multiples of 8 bytes, some are not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = Checkpoint(dense_folder(folder.parent / "m"))
     names = [f"model.layers.{i}.{kind}" for i in range(5) for kind in ("weight", "bias")]
+    writer = None
     for i in range(5):
-        if i <= stops:
+        if writer is None or i <= stops:
             writer = CheckpointWriter(folder, source, None, max_shard_bytes=shard, expected=names)
             writer.identify({}, keys_that_differ)
-        writer.add(Item(f"model.layers.{i}.weight", torch.full([8], float(i))))
-        writer.add(Item(f"model.layers.{i}.bias", torch.full([3], float(i), dtype=torch.float16)))
-        writer.commit({"block": i})
+        if names[2 * i] not in writer.items_done():
+            writer.add(Item(f"model.layers.{i}.weight", torch.full([8], float(i))))
+            writer.add(Item(f"model.layers.{i}.bias", torch.full([3], float(i), dtype=torch.float16)))
+            writer.commit({"block": i})
+    assert writer is not None
     return writer
 
 
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
 def test_files_are_filled_in_order_and_named_to_their_end(tmp_path: Path) -> None:
-    writer = filled(tmp_path / "out", 0)
+    writer = filled(tmp_path / "out")
     assert list(writer.hashes().values())[-1] == "", "the last file may grow"
     writer.arrange()
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -223,16 +231,23 @@ def test_files_are_filled_in_order_and_named_to_their_end(tmp_path: Path) -> Non
 @pytest.mark.parametrize("shard", [2 * (32 + 6), 50, 2**20])
 def test_a_run_that_is_stopped_after_each_commit_writes_the_same_files(tmp_path: Path, shard: int) -> None:
     found = []
-    for stops in range(6):
-        folder = tmp_path / f"{stops}" / "out"
-        writer = filled(folder, stops, shard)
-        if stops == 5:  # stopped within a unit too: bytes behind the last commit
-            writer.add(Item("x", torch.zeros(4)))
-            names = writer.done[0]["items"] + [name for line in writer.done[1:] for name in line["items"]]
-            writer = CheckpointWriter(folder, writer.like, None, max_shard_bytes=shard, expected=names)
-        writer.arrange()
-        found.append({path.name: path.read_bytes() for path in folder.glob("*.safetensors")})
+    for stops in range(5):
+        filled(folder := tmp_path / f"{stops}" / "out", stops, shard).arrange()
+        found.append(weights(folder))
     assert all(each == found[0] for each in found)
+
+
+def test_a_kill_at_any_operation_of_the_writer_costs_no_byte_and_no_commit(tmp_path: Path) -> None:
+    steps = count(lambda: filled(tmp_path / "whole" / "out").arrange())
+    for step in range(1, steps + 1):
+        folder = tmp_path / f"{step}" / "out"
+        with faults(killer(step)), suppress(Killed):
+            filled(folder).arrange()
+        lines = read_journal(folder / JOURNAL)
+        writer = filled(folder)
+        assert writer.resumed == max(0, len(lines) - 1)
+        writer.arrange()
+        assert weights(folder) == weights(tmp_path / "whole" / "out"), f"killed at operation {step} of {steps}"
 
 
 def test_what_a_stopped_run_committed_can_be_read_before_it_goes_on(tmp_path: Path) -> None:
@@ -246,7 +261,7 @@ def test_what_a_stopped_run_committed_can_be_read_before_it_goes_on(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["model-00001.safetensors", "model-00003.safetensors"])
 def test_a_byte_that_changed_on_the_disk_meanwhile_is_not_sealed(tmp_path: Path, name: str) -> None:
-    writer = filled(tmp_path / "out", 0)
+    writer = filled(tmp_path / "out")
     with (tmp_path / "out" / name).open("r+b") as file:
         file.seek(RESERVED + 5)
         file.write(b"\1")
