@@ -23,7 +23,7 @@ import torch
 import quantkit
 from benchmarks import bench_kernels
 from quantkit.checkpoint.report import REPORT
-from quantkit.checkpoint.writer import SHARD_BYTES
+from quantkit.checkpoint.writer import SHARD_BYTES, is_full
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
@@ -67,7 +67,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
 
     def add(name: str, tensor: torch.Tensor) -> None:
         nonlocal file
-        if file is not None and (not file.contents.fits(name) or file.contents.size + tensor.nbytes > SHARD_BYTES):
+        if file is not None and is_full(file.size, name, tensor.nbytes, SHARD_BYTES):
             shards[file.path.name] = file.close()
             file = None
         if file is None:
