@@ -88,24 +88,17 @@ def test_a_cpu_adds_the_outputs_of_each_tokens_experts(layout: str, label: str) 
     handle, stacks, both = layer(layout, label)
     for m, topk in ((0, 2), (1, 1), (9, 2), (7, COUNT)):
         x, weights, ids = routed(m, topk)
+        ids[5:7, 0] = -1  # an expert of another rank
         for wide in (ids, ids.long()):
             assert close(OPERATOR(x, stacks, [weights, wide], handle, HIDDEN), reference(x, weights, ids, both))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2_no_mul"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2_no_mul"])
 def test_each_activation_is_its_own(activation: str) -> None:
     handle, stacks, both = layer("tcfpx", "fp6:channel", activation)
     x, weights, ids = routed(6)
     found = OPERATOR(x, stacks, [weights, ids], handle, HIDDEN)
     assert close(found, reference(x, weights, ids, both, activation))
-
-
-def test_experts_of_other_ranks_add_nothing() -> None:
-    handle, stacks, both = layer("marlin", "int4:g128")
-    x, weights, ids = routed(9)
-    ids[0], ids[1, 1] = -1, -1
-    found = OPERATOR(x, stacks, [weights, ids], handle, HIDDEN)
-    assert not found[0].any() and close(found, reference(x, weights, ids, both))
 
 
 class RowByRow:
@@ -227,14 +220,6 @@ def test_a_kernel_of_experts_that_does_not_compile_ends_the_start_in_one_line(
     monkeypatch.setattr(loader, "loaded", real)
     load_experts(one, torch.float16, torch.device("cpu"))
     products.grouped.cache_clear()
-
-
-def test_more_experts_than_a_kernel_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.kernels.grouped.unusable", lambda device: None)
-    one = PRODUCTS[layer("quick", "int4:g64:asym")[0], HIDDEN]
-    assert isinstance(one, ExpertsProduct)
-    with pytest.raises(KernelError, match="the kernels take 1 to 512 experts, not 640"):
-        load_experts(replace(one, experts=640), torch.float16, torch.device("cpu"))
 
 
 def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.formats import FP5, FP6
+from quantkit.core.formats import FP6
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS, quantkit_key, read_config
@@ -126,28 +126,6 @@ def test_patterns_with_leading_flags_are_refused() -> None:
 
 
 INT4_G128, INT4_ROWS, INT4_ASYM = parse("int4:g128", "int4:channel", "int4:g128:asym")
-
-
-def test_written_configs_are_those_of_the_documentation() -> None:
-    assert LAYOUTS["marlin"].write_config(Schemes(INT4_G128, ignore=HEAD)) == {
-        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
-        "checkpoint_format": "marlin", "is_marlin_format": True, "lm_head": False,
-    }  # fmt: skip
-    assert LAYOUTS["humming"].write_config(Schemes(Scheme(FP6), ignore=HEAD)) == {
-        "quant_method": "humming", "b_dtype": "float6e3m2", "weight_scale_group_size": 0, "ignore": ["lm_head"]
-    }  # fmt: skip
-    assert LAYOUTS["tcfpx"].write_config(Schemes(Scheme(FP5), ignore=HEAD)) == {
-        "quant_method": "tcfpx", "format": "e3m1", "bits": 5, "ignore": ["lm_head"]
-    }  # fmt: skip
-    gptq = LAYOUTS["gptq"].write_config(Schemes(INT4_ROWS, ignore=HEAD))
-    assert gptq.items() >= {
-        "quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "desc_act": False, "lm_head": False,
-        "checkpoint_format": "gptq", "format": "gptq",
-    }.items()  # fmt: skip
-    v2 = LAYOUTS["gptq-v2"].write_config(Schemes(Scheme.parse("int4:g32:asym"), ignore=HEAD))
-    assert (v2["checkpoint_format"], v2["format"], v2["sym"], v2["group_size"]) == ("gptq_v2", "gptq_v2", False, 32)
-    weights = LAYOUTS["compressed-tensors"].write_config(Schemes(INT4_ROWS))["config_groups"]["group_0"]["weights"]
-    assert weights.items() >= {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None}.items()
 
 
 def test_a_quantized_head_is_marked_and_other_dense_linears_are_named() -> None:
