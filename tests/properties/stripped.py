@@ -1,4 +1,4 @@
-"""Run commands in a process without what macOS and Windows do not have, and which is then good for nothing else.
+"""Run commands, each given as a JSON list, in a process without what macOS and Windows do not have.
 
 Libraries are imported before, because they look at the real platform. A file of /proc or /sys is not found.
 """
@@ -6,8 +6,8 @@ Libraries are imported before, because they look at the real platform. A file of
 from __future__ import annotations
 
 import builtins
-import gc
 import io
+import json
 import os
 import platform
 import shutil
@@ -54,8 +54,8 @@ def strip() -> None:
     os.open = open_number
 
 
-def run(*commands: list[str]) -> None:
-    """Run commands; the first that ends with another code than 0 ends the process. quantkit is imported anew."""
+def main() -> None:
+    """Run the commands; the first that ends with another code than 0 ends the process."""
     import asyncio  # noqa: F401
     import logging.handlers  # noqa: F401
     import multiprocessing.context  # noqa: F401
@@ -63,16 +63,23 @@ def run(*commands: list[str]) -> None:
     import subprocess  # noqa: F401
     import uuid  # noqa: F401
 
-    for name in [name for name in sys.modules if name.partition(".")[0] == "quantkit"]:
-        del sys.modules[name]
-    gc.collect()  # with its operators, which torch knows by their names
+    commands = [json.loads(line) for line in sys.argv[1:]]
+    if commands[0] != ["--help"]:
+        import datasets  # noqa: F401
+        import gguf  # noqa: F401
+        import transformers.modeling_utils
+        import transformers.models.llama.modeling_llama  # noqa: F401
     strip()
-    from quantkit.cli import main
+    from quantkit.cli import main as run
 
     for command in commands:
         print("$", *command, flush=True)
         try:
-            main(command)
+            run(command)
         except SystemExit as left:
             if left.code:
                 raise
+
+
+if __name__ == "__main__":
+    main()
