@@ -104,7 +104,13 @@ def test_matrices_outside_linears_are_reported(tmp_path: Path) -> None:
 
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     jamba = transformers.JambaConfig(
-        **small, num_key_value_heads=2, vocab_size=100, num_experts=1, mamba_d_state=8, use_mamba_kernels=False
+        **small,
+        num_key_value_heads=2,
+        vocab_size=100,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=8,
+        use_mamba_kernels=False,
     )
     transformers.JambaForCausalLM(jamba).save_pretrained(tmp_path)
     model = LanguageModel(Checkpoint(tmp_path), torch.float32)
