@@ -160,9 +160,8 @@ def _lead(
         if is_complete(work):
             here.broadcast(None)
             return publish_complete(work, out, without_paths(recipe), src, run.overwrite)
-        output = job.plan.output
         writer = CheckpointWriter(
-            work, like=src, layout=recipe.output_layout, expected=iter(output.forms)
+            work, src, recipe.output_layout, expected=iter(job.plan.output.forms)
         )
         report["notices"] += [*job.text.notices, *lacking]
         progress.note(*lacking)
@@ -198,9 +197,9 @@ def _lead(
                 ranks=here,
                 held_out=held_out,
             )
-            order = written_order(job.model, job.goals)
-            items = calibrated(begun, writer.done, outside=order[-1] is None)
-            if order[0] is None:
+            outside_first = written_order(job.model, job.goals)[0] is None
+            items = calibrated(begun, writer.done, outside=not outside_first)
+            if outside_first:
                 first.append(partial(copy_dense, writer, job.model.stored(None)))
         else:
             done = writer.items_done()
