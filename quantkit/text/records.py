@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FILE, NAME, CheckpointError, Setting, Words, reason
-from quantkit.io import files
 from quantkit.text.conversations import (
     BrokenRecord,
     Conversation,
@@ -109,6 +108,8 @@ def read_bytes(path: Path) -> bytes:
 
 def _require_fetched(start: bytes, path: Path) -> None:
     """Raise CheckpointError for a file that begins as one which stands for the data elsewhere."""
+    from quantkit.io import files  # with torch, which help does not need
+
     files.require_no_pointer(start, path)
     if PAGE.match(start) and not path.suffix.lower().startswith(".htm"):
         raise CheckpointError(
