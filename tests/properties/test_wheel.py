@@ -111,6 +111,8 @@ def test_the_demo_measures_all_its_rows_and_keeps_its_checkpoints(installed: Pat
     lines = demo.format_demo(found, Progress()).splitlines()
     assert len(lines) == 1 + len(found["rows"]) + 2
     assert lines[1].endswith(f"{dense['perplexity']:.3f}") and lines[2].endswith(" %")
+    quiet = demo.format_demo(found, Progress(quiet=True))
+    assert quiet.startswith(f"verified; perplexity {dense['perplexity']:.3f}, int4") and "\n" not in quiet
 
 
 def test_the_packaged_model_names_its_training_data() -> None:
