@@ -278,6 +278,10 @@ def shards(
         len(names) > 1 or re.search(r"-of-0*([2-9]|[1-9]\d+)\.safetensors$", names[0])
     ):
         raise CheckpointError(f"has shards ({names[0]} ...) and no {INDEX}", AGAIN, subject=folder)
+    if unfinished := sorted({f"{n}.aria2" for n in names}.intersection(listing)):
+        raise CheckpointError(
+            f"{unfinished[0]} says that a download has not ended", "finish it", subject=folder
+        )
     others = (*PICKLES, ".safetensors", ".gguf")
     left = [n for n in (*pickles, *listing) if n.endswith(others) and n not in names]
     if left:

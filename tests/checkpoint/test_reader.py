@@ -318,6 +318,12 @@ def test_a_repository_in_the_hubs_cache_is_refused_with_the_way_out(tmp_path: Pa
     assert "config.json is missing: give a folder in its snapshots" in refusal(tmp_path)
 
 
+def test_a_download_that_has_not_ended_is_refused(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m", index=False)
+    (folder / "model.safetensors.aria2").touch()  # which has made the whole file, with zeros for what is to come
+    assert "model.safetensors.aria2 says that a download has not ended: finish it" in refusal(folder)
+
+
 def test_one_file_of_any_name_is_a_model(tmp_path: Path) -> None:
     folder = dense_folder(tmp_path / "m", index=False)
     (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
