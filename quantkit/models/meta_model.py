@@ -100,7 +100,7 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
     _require_one_value(src.config, config, src.path / CONFIG)
-    _require_possible(config.get_text_config(), src.path / CONFIG)
+    _require_possible(config.get_text_config(decoder=True), src.path / CONFIG)
     if family_of(family).diffuses:
         raise CheckpointError(
             f"{family} writes blocks of text by diffusion, and quantkit does not quantize such "
@@ -278,9 +278,9 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     CheckpointError if it cannot build the model.
     """
     config = config_of(src)
+    auto = auto_class(src, config)  # some others have several texts
     for each in (config, config.get_text_config()):
         each.use_cache = False
-    auto = auto_class(src, config)
     _hook()
     _THREAD.builds = True
     try:

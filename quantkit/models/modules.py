@@ -236,6 +236,21 @@ def path_of(module: nn.Module, inner: nn.Module | None) -> str:
     return next((path for path, found in module.named_modules() if found is inner), "")
 
 
+def input_embeddings(module: PreTrainedModel) -> nn.Module | None:
+    """Return a model's input embeddings, None for an encoder-decoder of which transformers names
+    none. CheckpointError for any other such model.
+    """
+    try:
+        return module.get_input_embeddings()
+    except NotImplementedError:
+        if module.config.is_encoder_decoder:
+            return None
+        raise CheckpointError(
+            f"transformers names no embeddings of {type(module).__name__}",
+            "use a model that reads and writes text alone",
+        ) from None
+
+
 def language_model(module: PreTrainedModel) -> tuple[str, nn.Module]:
     """Return the path and the module of the decoder that reads tokens, without the towers of other
     inputs.
@@ -286,7 +301,7 @@ def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
         runs = "input_ids" in inputs and all(
             may for name, may in inputs.items() if name != "input_ids"
         )
-        if runs and found.get_input_embeddings() is module.get_input_embeddings():
+        if runs and input_embeddings(found) is input_embeddings(module):
             return str(path)
     return ""
 

@@ -36,6 +36,7 @@ from quantkit.models.modules import (
     find_blocks,
     find_towers,
     get_tensor,
+    input_embeddings,
     is_linear,
     is_table,
     language_model,
@@ -272,7 +273,7 @@ class LanguageModel(Outline):
         """The paths of the input embeddings and of the head, each with the stored name of its
         weight, which is the same for tied ones; empty for what the model lacks.
         """
-        ends = (self.text.get_input_embeddings(), self.text.get_output_embeddings())
+        ends = (input_embeddings(self.text), self.text.get_output_embeddings())
         paths = [path_of(self.module, each) for each in ends]
         return [(path, self._name_of(path)) for path in paths]
 

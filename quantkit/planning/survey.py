@@ -54,6 +54,7 @@ from quantkit.layouts.recast import GROUP_SIZES, fitting
 from quantkit.layouts.schemes import is_head
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import float32_states, generation_config_of
+from quantkit.models.modules import input_embeddings
 from quantkit.planning.needs import disk_peak
 from quantkit.planning.output import schemes_of
 from quantkit.planning.plan import Plan, find_gpu, plan_quantize, serving
@@ -522,7 +523,8 @@ def require_runnable(
 def _unknown_tokens(job: Job) -> list[str]:
     """Note a source without a tokenizer, and tokens for which the model has no embedding."""
     tokens = require_readable_tokenizer(job.src.path)
-    rows = len(job.model.text.get_input_embeddings().get_parameter("weight"))
+    table = input_embeddings(job.model.text)
+    rows = inf if table is None else len(table.get_parameter("weight"))
     beyond = sorted(at for at in tokens if at >= rows)
     lines = [
         f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import quantkit
 from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import label
@@ -115,6 +116,25 @@ def test_matrices_outside_linears_are_reported(tmp_path: Path) -> None:
     transformers.JambaForCausalLM(jamba).save_pretrained(tmp_path)
     model = LanguageModel(Checkpoint(tmp_path), torch.float32)
     assert any("conv1d" in notice and "left dense" in notice for notice in model.notices)
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("musicgen", "is no model that writes text"), ("qwen2_5_omni", "transformers names no embeddings of Qwen2_5Omni")],
+)
+def test_a_model_of_several_texts_or_none_is_refused(family: str, says: str, tmp_path: Path) -> None:
+    import transformers
+
+    transformers.CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=says):
+        LanguageModel(Checkpoint(tmp_path), torch.float32)
+
+
+def test_an_encoder_decoder_without_named_embeddings_is_rounded(tmp_path: Path) -> None:
+    folder = families.write("pp_formulanet", tmp_path / "m")
+    assert LanguageModel(Checkpoint(folder), torch.float32).ends[0] == ("", "")
+    assert quantkit.plan(folder, method="rtn", group_size=64).verdict.refusal is None
 
 
 def test_what_text_alone_never_calls_is_told(tmp_path: Path) -> None:
