@@ -222,6 +222,15 @@ def test_a_bad_file_is_refused_with_its_name(name: str, content: bytes, says: st
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_parquet_file_without_rows_is_named_as_one_without_text(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(CheckpointError, match=r"a\.parquet: .*no text"):
+        load_documents(str(path))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "way"),
     [
