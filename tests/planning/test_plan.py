@@ -203,6 +203,23 @@ def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
     )
 
 
+def test_a_conversion_lists_every_weight_that_the_target_cannot_hold(sources: dict[str, Path], tmp_path: Path) -> None:
+    for name, layout, scheme in (("asym", "gptq-v2", "int4:g128:asym"), ("fp6", "humming", "fp6:channel")):
+        schemes = Schemes(Scheme.parse(scheme), ignore=("lm_head",))
+        write_folder(sources["llama"], tmp_path / name, layout, schemes)
+    cases = (("fp6", "marlin", "tcfpx or"), ("fp6", "gptq", "compressed-tensors"), ("asym", "tcfpx", "compressed"))
+    for source, target, other in cases:
+        src = Checkpoint(tmp_path / source)
+        planned = plan_pack(src, LAYOUTS[target])
+        assert {misfit.module for misfit in planned.verdict.misfits} == set(src.modules())
+        with pytest.raises(LayoutError, match=f"--layout {other}") as error:
+            planned.require()
+        assert "--skip" not in str(error.value)
+        with pytest.raises(LayoutError):
+            convert.pack(tmp_path / source, tmp_path / "out", target)
+        assert not (tmp_path / "out").exists()
+
+
 def test_files_of_calibrated_committed_and_pruned_runs(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
