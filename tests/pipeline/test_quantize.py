@@ -53,7 +53,7 @@ def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
     for ahead in (False, True):
         monkeypatch.setitem(job.BESIDE, "cuda", ahead)
         monkeypatch.setitem(SAVED_BLOCKS, "cuda", 1)
-        quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(str(calib))), device="cuda")
+        quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(str(calib), gptq={})), device="cuda")
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 
 

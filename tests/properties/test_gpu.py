@@ -140,5 +140,5 @@ def test_gptq_agrees_with_the_cpu_up_to_ties(scheme: Scheme, act_order: str) -> 
 
 def test_two_runs_on_the_gpu_give_the_same_bytes(tiny_llama: Path, calib: str, tmp_path: Path) -> None:
     for out in ("a", "b"):
-        quantize(tiny_llama, tmp_path / out, from_mapping(gptq_recipe(calib)), device="cuda")
+        quantize(tiny_llama, tmp_path / out, from_mapping(gptq_recipe(calib, gptq={})), device="cuda")
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
