@@ -1,8 +1,10 @@
-"""Folders with odd numbers go through whole commands (N1); tests/algorithms has those of a solver."""
+"""Folders with odd numbers go through whole commands (N1), and the solver meets random Hessians (N2)."""
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,10 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit.algorithms import gptq
+from quantkit.algorithms.options import Options
 from quantkit.core.formats import LARGEST_HALF
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
+from tests.algorithms.inputs import loss
 from tests.reliability.campaign import Family, Run
 from tests.reliability.samples import calibrated, model, one_line, quantkit, text
 
@@ -127,6 +132,49 @@ def odd_values(found: Run) -> None:
                 shutil.rmtree(out, ignore_errors=True)
 
 
+#: Schemes that a Hessian decides.
+SOLVED = ("int4:channel", "int4:g16", "int4:g16:asym", "fp6:channel", "fp5:channel", "int4:g16:24")
+
+
+def random_hessians(found: Run) -> None:
+    """N2: random Hessians of any condition, rank and size, in float32 and float64."""
+    torch.set_num_threads(1)
+    facts = Counter[str]()
+    for case in range(max(found.least, 100)):
+        dice, generator = found.random("hessian", case), torch.Generator().manual_seed(case)
+        k, dtype = dice.choice((16, 32, 64, 128)), dice.choice((torch.float32, torch.float64))
+        condition, rank = 10.0 ** dice.randrange(17), dice.randint(1, k)
+        scheme = Scheme.parse(dice.choice(SOLVED))
+        options = Options(
+            damp=dice.choice((0.01, 0.1, 1e-4, 1e-9, 1e-15)),
+            damp_kind=dice.choice(("median", "own", "mean")),
+            act_order=dice.choice(("static", "off")),
+            clip=dice.choice(("search", "none")),
+            descent=dice.choice((0, 0, 1)),
+            refit=dice.random() < 0.2,
+        )
+        weight = torch.randn(24, k, generator=generator, dtype=dtype) * 10 ** dice.uniform(-4, 2)
+        h = conditioned(k, rank, condition, generator).to(dtype) * 10 ** dice.uniform(-12, 12)
+        with found.case(f"{case}: {scheme.label}, {dtype}, condition {condition:g}, rank {rank} of {k}, {options}"):
+            solution = gptq.quantize(weight, scheme, h, options)
+            reached, exact = loss(weight, solution.tensor, h.double()), weight.double().square().sum(1)
+            # The rounding errors of a loss in float64, for rows whose loss is next to nothing.
+            limit = solution.rtn_loss * (1 + 1e-9) + exact * h.double().diagonal().max() * 1e-12
+            assert bool((reached <= limit).all()), f"{int((reached > limit).sum())} rows are worse than rounding"
+            assert bool(torch.isfinite(solution.tensor.dequantize()).all())
+            more = len(solution.facts["rungs"]) > 1
+            facts.update({"guard rows": solution.facts["guard_rows"], "more damping was needed": more})
+    found.facts |= dict(facts)
+
+
+def conditioned(k: int, rank: int, condition: float, generator: torch.Generator) -> Tensor:
+    """Return a symmetric matrix `[k, k]` of a rank, whose eigenvalues fall from 1 to 1 / condition, in float64."""
+    basis = torch.linalg.qr(torch.randn(k, k, generator=generator, dtype=torch.float64)).Q[:, :rank]
+    h = (basis * torch.logspace(0, -math.log10(condition), rank, dtype=torch.float64)) @ basis.T
+    return (h + h.T) / 2
+
+
 FAMILIES: list[Family] = [
     Family("N1", "odd values in folders are quantized and verify, or are refused by name", (25, 75, 75), odd_values),
+    Family("N2", "no row is worse than rounding, whatever the Hessian", (300, 6000, 6000), random_hessians),
 ]
