@@ -26,7 +26,7 @@ pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors l
 LIBRARY = "compressed-tensors"
 CACHE = Path(__file__).parents[2] / "build/test-cache"
 #: vLLM 0.26 to 0.33 pin the first; transformers takes any, and loads folders by the one that is installed.
-VERSIONS = ("0.17.0", "0.20.0")
+VERSIONS = ("0.17.0", "0.18.0", "0.19.0", "0.20.0")
 
 # Runs elsewhere: argv has the folders of the library's versions, then "--", then model folders, "dense:" before one
 # asks for dequantize=True. A child imports each version, because they share their name.
