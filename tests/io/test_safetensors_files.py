@@ -232,3 +232,37 @@ def test_tensors_lie_in_the_order_of_coming_but_for_odd_ones(tmp_path: Path) -> 
         file.add(name, torch.zeros(size, dtype=torch.uint8))
     file.close()
     assert list(read_header(tmp_path / "x")[0]) == ["a", "b", "c", "odd"]
+
+
+def test_a_stopped_writer_goes_on_behind_what_it_flushed_unless_that_has_changed(tmp_path: Path) -> None:
+    tensors = {
+        name: torch.arange(size, dtype=torch.uint8) for name, size in {"a": 8, "odd": 3, "b": 16, "c": 5}.items()
+    }
+
+    def stopped_after(count: int, path: Path) -> list[Any]:
+        file = SafetensorsWriter(path)
+        rows: list[Any] = []
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            file.add(name, tensor)
+            rows += file.flush() if number <= count else []
+        return list(json.loads(json.dumps(rows)))
+
+    def finished(file: SafetensorsWriter, count: int) -> bytes:
+        for name in list(tensors)[count:]:
+            file.add(name, tensors[name])
+        file.close()
+        return file.path.read_bytes()
+
+    whole = finished(SafetensorsWriter(tmp_path / "whole"), 0)
+    for count in range(1, 5):
+        again = SafetensorsWriter(path := tmp_path / f"{count}", flushed=stopped_after(count, path))
+        loaded = load_file(path)  # before it goes on
+        assert loaded.keys() == set(list(tensors)[:count])
+        assert all(torch.equal(loaded[name], tensors[name]) for name in loaded)
+        assert finished(again, count) == whole
+    rows = stopped_after(3, path)
+    with path.open("r+b") as held:
+        held.seek(RESERVED + 9)
+        held.write(b"\xff")
+    with pytest.raises(CheckpointError, match="changed since it was written"):
+        SafetensorsWriter(path, flushed=rows)
