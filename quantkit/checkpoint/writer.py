@@ -420,7 +420,9 @@ def committed_files(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for line in lines:
-        found = {**({} if line.get("replaced") else found), **line["files"]}
+        replaced = line.get("replaced", [])
+        found = {name: digest for name, digest in found.items() if name not in replaced}
+        found |= line["files"]
     return found
 
 

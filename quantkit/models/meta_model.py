@@ -52,8 +52,13 @@ RESTRICTIONS = (
 #: How many experts a layer has, and to how many a token is routed, as configs name them.
 EXPERTS = re.compile("(num|n|moe_num)_(local_|routed_)?experts")
 ROUTED = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
-    *("top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "top_k_experts",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
 )
 #: Bytes of a new tensor that is no buffer.
 LARGE = 2**30

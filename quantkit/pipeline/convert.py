@@ -142,7 +142,7 @@ def pack(
             like=src,
             layout=LAYOUTS[layout],
             max_shard_bytes=max_shard_size,
-            expected=iter(planned.output.forms),
+            expected=planned.output.forms,
         )
         # A signal that raised while this thread waits for another could leave a lock taken.
         with progress.loop(), closing(SourceHashes(src, progress.check)) as source:

@@ -160,9 +160,7 @@ def _lead(
         if is_complete(work):
             here.broadcast(None)
             return publish_complete(work, out, without_paths(recipe), src, run.overwrite)
-        writer = CheckpointWriter(
-            work, src, recipe.output_layout, expected=iter(job.plan.output.forms)
-        )
+        writer = CheckpointWriter(work, src, recipe.output_layout, expected=job.plan.output.forms)
         report["notices"] += [*job.text.notices, *lacking]
         progress.note(*lacking)
         # A NaN in the last block would cost the whole run.

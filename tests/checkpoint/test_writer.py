@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stored_tensors import StoredTensors
-from quantkit.checkpoint.writer import CheckpointWriter, Item
+from quantkit.checkpoint.writer import CheckpointWriter, Item, committed_files
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
@@ -267,3 +267,14 @@ def test_a_byte_that_changed_on_the_disk_meanwhile_is_not_sealed(tmp_path: Path,
         file.write(b"\1")
     with pytest.raises(CheckpointError, match=f"{name}: changed since it was written"):
         CheckpointWriter(tmp_path / "out", writer.like, None)
+
+
+def test_a_journal_that_replaced_some_of_its_files_keeps_the_others() -> None:
+    lines = [
+        {"files": {"a": "1", "b": "2"}},
+        {"files": {"c": "3"}},
+        {"files": {"ab": "4"}, "replaced": ["a", "b"]},
+        {"files": {"d": ""}},
+        {"files": {"d": "5"}},
+    ]
+    assert committed_files(lines) == {"c": "3", "ab": "4", "d": "5"}

@@ -107,7 +107,7 @@ print(json.dumps(results))
 
 @dataclass(frozen=True)
 class Case:
-    """A folder of random packed weights; `how` transformers is asked for them."""
+    """A folder of random packed weights. With `how` "dense:", transformers dequantizes them as it loads."""
 
     schemes: Schemes
     dtype: str = "bfloat16"
@@ -175,7 +175,7 @@ def library(version: str) -> Path:
 
 @dataclass
 class Elsewhere:
-    """What a process without quantkit made of the folders."""
+    """The folders, and the outcomes of a process without quantkit that opened them."""
 
     folders: dict[str, Path]
     records: dict[str, dict[str, QuantizedTensor]]

@@ -93,13 +93,18 @@ TWICE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("says", TWICE)
-def test_an_entry_with_two_values_under_two_names_is_refused(says: str, tmp_path: Path) -> None:
-    family, change = TWICE[says]
+def stating(family: str, change: dict[str, Any], tmp_path: Path) -> Path:
+    """Write a model of a family whose config.json states other values."""
     folder = families.write(family, tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
     change = {key: {**config[key], **new} if key == "text_config" else new for key, new in change.items()}
     (folder / "config.json").write_text(json.dumps(config | change))
+    return folder
+
+
+@pytest.mark.parametrize("says", TWICE)
+def test_an_entry_with_two_values_under_two_names_is_refused(says: str, tmp_path: Path) -> None:
+    folder = stating(*TWICE[says], tmp_path)
     with pytest.raises(quantkit.QuantkitError, match=re.escape(says)):
         config_of(Checkpoint(folder))
 
@@ -167,11 +172,7 @@ IMPOSSIBLE: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("says", IMPOSSIBLE)
 def test_a_number_that_gives_no_text_is_refused_before_any_work(says: str, tmp_path: Path) -> None:
-    family, change = IMPOSSIBLE[says]
-    folder = families.write(family, tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text())
-    change = {key: {**config[key], **new} if key == "text_config" else new for key, new in change.items()}
-    (folder / "config.json").write_text(json.dumps(config | change))
+    folder = stating(*IMPOSSIBLE[says], tmp_path)
     with pytest.raises(quantkit.QuantkitError, match=re.escape(says)):
         skeleton(Checkpoint(folder), torch.float16)
 
