@@ -45,10 +45,15 @@ def factor_dtype(device: torch.device) -> torch.dtype:
 
 
 def row_slices(weight: Tensor, width: int, least: int = 1) -> Iterator[slice]:
-    """Yield slices of at least `least` rows; their temporaries of `width` columns fit in a CPU's
-    cache.
+    """Yield slices of at least `least` rows, with temporaries of `width` columns.
+
+    On a CPU those fit in a cache. Of a large weight they take so long that threads seldom wait for
+    Python's lock between two operations.
     """
-    rows = max(least, (2**18 if weight.device.type == "cpu" else 2**26) // width)
+    entries = 2**26
+    if weight.device.type == "cpu":
+        entries = min(max(2**18, weight.numel() // 8), 2**20)
+    rows = max(least, entries // width)
     for a in range(0, len(weight), rows):
         yield slice(a, min(a + rows, len(weight)))
 

@@ -20,7 +20,7 @@ from quantkit.algorithms.rtn import ROUNDING_BYTES
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, Shape, is_sparse
 from quantkit.core.ranks import ROWS as UNIT, ranks
-from quantkit.core.threads import grouped
+from quantkit.core.threads import MOST_BYTES, grouped
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.families import BLOCK, EXPERT
 from quantkit.models.meta_model import ROUTED
@@ -35,7 +35,8 @@ TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
 TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}
 #: Output gradients come from the first documents that have this many tokens together.
 GRADIENT_TOKENS = 2**16
-#: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
+#: The most bytes of Hessians that one pass over experts sums, unless a single one is larger; on a
+#: GPU at least so many, and `PART_OF_GPU`.
 HESSIAN_BYTES = 4 * 2**30
 #: The most weights of a group that are solved together, unless a single linear has more.
 SOLVED_WEIGHTS = 2**28
@@ -43,8 +44,8 @@ SOLVED_WEIGHTS = 2**28
 #: weights takes meanwhile beside its source: a code, and its copy.
 AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
 #: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and there are at
-#: most so many threads.
-PART, PART_BYTES, ROUNDERS = 2**24, 96, 16
+#: most so many threads. The parts of a weight wait there until it is packed, with so many bytes.
+PART, PART_BYTES, ROUNDERS, ROUNDED_BYTES = 2**24, 96, 16, 4
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
@@ -71,8 +72,12 @@ SOLVED, SOLVED_BY_CHANNEL = 13000, 4
 SECONDS, LEAST_TOKENS, LEAST_LENGTH, STEP = 600, 2**14, 512, 2**13
 
 
-def rounding_bytes(goals: Iterable[Goal | None], dtype: torch.dtype) -> int:
-    """Return the bytes for each weight `dtype` that is rounded or pruned to these goals."""
+def rounding_bytes(goals: Iterable[Goal | None], dtype: torch.dtype, device: str) -> int:
+    """Return the bytes of host memory for each weight `dtype` that is rounded or pruned to these
+    goals: on a GPU its source and what is stored.
+    """
+    if device == "cuda":
+        return dtype.itemsize + SOLVED_BYTES
     sparse = any(goal is not None and is_sparse(goal) for goal in goals)
     return ROUNDING_BYTES if sparse else 2 * dtype.itemsize + SOLVED_BYTES
 
@@ -83,7 +88,8 @@ def rounders(device: torch.device, free: int | None = None) -> int:
     if device.type == "cpu":
         return threads
     free = free_gpu_memory(device) if free is None else free
-    return max(1, min(threads, ROUNDERS, free // (PART * PART_BYTES)))
+    waiting = ROUNDED_BYTES * MOST_BYTES // rounding_bytes([], torch.bfloat16, "cuda")
+    return max(1, min(threads, ROUNDERS, (free - waiting) // (PART * PART_BYTES)))
 
 
 def rows_at_once(k: int, device: str) -> int:
@@ -143,6 +149,11 @@ def stays_on_gpu(size: int, free: int | None) -> bool:
     return free is not None and size <= PART_OF_GPU * free
 
 
+def most_summed(free: int | None) -> int:
+    """Limit the bytes of Hessians that one pass sums; `free` as above."""
+    return max(HESSIAN_BYTES, 0 if free is None else int(PART_OF_GPU * free))
+
+
 def most_waiting(stored: int, budget: int | None, free: int | None) -> int:
     """Limit the bytes of passes that wait, given `stored` activations and their `budget`; `free` as
     above.
@@ -181,9 +192,8 @@ class Sizes:
     each block, by path, and `outside` the sizes of each other tensor. `outputs` are the most
     outputs of all linears in a block, and `passed` those that a pass without gradients has at a
     time: of a layer's experts one, and those that a token is routed to. `channels` are the inputs
-    of the widest linear. `token` are the
-    bytes of a token's hidden state, `longest` the tokens of the longest document, and `tokens` the
-    tokens of a rank.
+    of the widest linear. `token` are the bytes of a token's hidden state, `longest` the tokens of
+    the longest document, and `tokens` those of a rank. `gpu_memory` are the free bytes of the GPU.
     """
 
     recipe: Recipe
@@ -201,6 +211,7 @@ class Sizes:
     vocabulary: int
     longest: int
     tokens: int
+    gpu_memory: int | None
 
     @classmethod
     def of(
@@ -209,13 +220,16 @@ class Sizes:
         linears: Mapping[str, Shape],
         recipe: Recipe,
         device: str | None,
+        gpu_memory: int | None = None,
     ) -> Sizes:
         """Collect the sizes of a run on `device`; None and auto mean a GPU, if there is one.
-        `linears` as in the class.
+        `linears` as in the class. `gpu_memory` is that of a GPU that is not here.
         """
         here = torch.cuda.is_available()
         cuda = here if device in (None, "auto") else str(device).startswith("cuda")
         kind = torch.device("cuda" if cuda else "cpu")
+        if cuda and here and gpu_memory is None:
+            gpu_memory = torch.cuda.mem_get_info()[0]
         inside = {module: shape for module, shape in linears.items() if BLOCK.match(module)}
         counts = {name: prod(src.shape(name)) for name in src.names()}
         calib, ranked = recipe.calibration, ranks().count
@@ -241,6 +255,7 @@ class Sizes:
                 (calib.samples // ranked + (ranked > 1)) * longest,
                 (calib.tokens or 2**63) // ranked + len(calib.sources) * longest,
             ),
+            gpu_memory if cuda else None,
         )
 
     @property

@@ -17,6 +17,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -74,7 +75,7 @@ def streamed(
     """
     names = [name for name in src.names() if name not in done]
     last = {unit[-1]: unit for unit in units_of(src, names)}
-    each = rounding_bytes(goals.values(), src.dtype_of_model)
+    each = rounding_bytes(goals.values(), src.dtype_of_model, device.type)
     made = ahead(
         progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)),
         lambda name: pack(_uncalibrated(src, name, goals, recipe, device)),
@@ -91,7 +92,11 @@ def streamed(
             name = item.name
             del item  # its memory is free while the next one is made
             if name in last:
-                yield Commit({"source": hashes(last[name])})
+                yield Commit({}, partial(_used, hashes, last[name]))
+
+
+def _used(hashes: Callable[[Iterable[str]], dict[str, str]], names: list[str]) -> Json:
+    return {"source": hashes(names)}
 
 
 def _uncalibrated(

@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.threads import CPU
 from quantkit.errors import CheckpointError, RecipeError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
@@ -41,6 +42,9 @@ from quantkit.layouts.base import Layout
 SHARD_BYTES = 2 * 2**30
 #: Bytes for each quantized weight that waits to be written: a byte of codes, and the packed bytes.
 WAITING_BYTES = 2
+#: The most bytes of tensors that wait to be written while others are rounded or packed, unless a
+#: single tensor has more.
+QUEUED = 2**28
 
 
 class Packed(NamedTuple):
@@ -351,13 +355,17 @@ class CheckpointWriter:
         }
 
     def packed(self, item: Item) -> Item:
-        """Pack a quantized weight in the layout, if there is one, and compute its digest."""
+        """Pack a quantized weight in the layout, if there is one, where it is, and compute its
+        digest. The result is on the CPU.
+        """
         q = item.value
-        if not isinstance(q, QuantizedTensor) or self.layout is None:
+        if isinstance(q, Packed):
             return item
+        if isinstance(q, Tensor) or self.layout is None:
+            return item._replace(value=q.to(CPU))
         with about(item.name):
-            value = Packed(q.scheme, q.shape, self.layout.pack(q), q.digest())
-        return item._replace(value=value)
+            tensors = {name: tensor.to(CPU) for name, tensor in self.layout.pack(q).items()}
+            return item._replace(value=Packed(q.scheme, q.shape, tensors, q.digest()))
 
     def _file_for(self, name: str, size: int) -> SafetensorsWriter:
         file = self._file

@@ -153,14 +153,15 @@ def ahead(
 class WorkQueue:
     """Run tasks in order, `beside` the caller's work in one thread, else at once in `put`.
 
-    A task may use the tensors that the caller had made on `device` when it put the task. The first
+    Tasks that wait have at most `most` bytes of data, unless a single one has more. A task may use
+    the tensors that the caller had made on `device` when it put the task. The first
     exception of a task drops all later tasks. It is raised by the next call, and at the end of the
     `with` block. If the block fails itself, the tasks that wait are finished first. If it was
     interrupted, they are dropped.
     """
 
-    def __init__(self, device: torch.device, beside: bool) -> None:
-        self.beside = beside
+    def __init__(self, device: torch.device, beside: bool, most: int = MOST_BYTES) -> None:
+        self.beside, self._most = beside, most
         self._pool = ThreadPoolExecutor(1, "quantkit-write") if beside else None
         self._stream = torch.cuda.Stream(device) if beside and device.type == "cuda" else None
         self._error: BaseException | None = None
@@ -173,7 +174,7 @@ class WorkQueue:
         if self._pool is None:
             task()
             return
-        while self._waiting and sum(size for _, size in self._waiting) + nbytes > MOST_BYTES:
+        while self._waiting and sum(size for _, size in self._waiting) + nbytes > self._most:
             self._waiting.popleft()[0].result()
         self._check()
         made = (

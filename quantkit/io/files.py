@@ -245,7 +245,7 @@ def write(file: BinaryIO, data: memoryview, path: Path) -> None:
     with guarded(path, needed=len(data)):
         while data:
             fault("write", path)
-            data = data[file.write(data[:CHUNK]) :]
+            data = data[file.write(data[:PIECE]) :]
 
 
 def truncate(file: BinaryIO, size: int, path: Path) -> None:
@@ -343,8 +343,8 @@ def rename(src: Path, dst: Path) -> None:
 
 
 KIND = "blake3"
-#: Bytes that are hashed at a time: small enough to stay in a core's cache between reading and
-#: hashing.
+#: Bytes that are hashed or written at a time: small enough to stay in a core's cache meanwhile. From
+#: 2 MiB on, Linux was seen to take up to ten times as long to write them.
 PIECE = 2**20
 
 

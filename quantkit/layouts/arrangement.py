@@ -25,8 +25,9 @@ from quantkit.core.formats import aligned
 from quantkit.core.quantized_tensor import Scheme, Shape
 from quantkit.errors import LayoutError
 
-#: Codes that a CPU packs or unpacks at a time, so that intermediate tensors stay in its cache.
-BLOCK = 1 << 20
+#: Codes that a CPU packs or unpacks at a time, so that intermediate tensors stay in its cache, and
+#: a GPU, so that they are few bytes.
+BLOCK, GPU_BLOCK = 1 << 20, 1 << 26
 #: The most words that are copied as one unit.
 RUN = 8
 
@@ -173,11 +174,7 @@ class _Split:
         count = split.shape[0]
         start = first * count // len(codes)
         own = words.view([self.sizes[a] for a in self.outer]).narrow(axis, start, count)
-        rows = (
-            max(1, BLOCK * count // max(1, codes.numel()))
-            if codes.device.type == "cpu"
-            else max(1, count)
-        )
+        rows = max(1, _block(codes) * count // max(1, codes.numel()))
         rows = rows // RUN * RUN or rows  # so that runs divide them
         return zip(split.split(rows), own.split(rows, axis), strict=True)
 
@@ -236,11 +233,13 @@ def _halved(order: Arrangement, bits: int) -> tuple[Arrangement, list[int]]:
 
 
 def blocks(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of all `matrices` at a time: BLOCK codes of rows of `k` on a CPU, all
-    rows on a GPU.
-    """
-    rows = max(1, BLOCK // max(1, k) if matrices[0].device.type == "cpu" else len(matrices[0]))
+    """Yield the same rows of all `matrices`, each of `k` codes, a block at a time."""
+    rows = max(1, _block(matrices[0]) // max(1, k))
     return zip(*(matrix.split(rows) for matrix in matrices), strict=True)
+
+
+def _block(codes: Tensor) -> int:
+    return BLOCK if codes.device.type == "cpu" else GPU_BLOCK
 
 
 def _inverse(permutation: list[int]) -> list[int]:

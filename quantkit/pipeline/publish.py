@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-import torch
 from torch import Tensor
 
 from quantkit.algorithms.numerics import check_finite
@@ -32,9 +31,9 @@ from quantkit.checkpoint.report import (
     phases,
     seal,
 )
-from quantkit.checkpoint.writer import CheckpointWriter, Commit, Item, Packed
+from quantkit.checkpoint.writer import QUEUED, CheckpointWriter, Commit, Item, Packed
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.threads import WorkQueue
+from quantkit.core.threads import CPU, WorkQueue
 from quantkit.engines.joined import output_config
 from quantkit.errors import CheckpointError, Option, QuantkitError, Words, about
 from quantkit.io import files
@@ -99,21 +98,21 @@ def write(
     writer: CheckpointWriter,
     report: JsonView,
     clock: Clock,
-    device: torch.device | None = None,
+    queue: WorkQueue | None = None,
     begin: Sequence[Callable[[], object]] = (),
 ) -> list[Json]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every
     changed layer.
 
-    With a `device`, a thread writes its tensors and the journal beside other work; its first tasks
+    The `queue`, by default a thread beside this one, writes tensors and journal; its first tasks
     are `begin`. A commit records the seconds of each phase since the last one, the phases of
     `clock` included. A failed run leaves `report`, with the layers so far, beside its resumable
     work (RELIABILITY 1.8). NumericError for a tensor that is not finite, even if it is only copied.
     """
     layers: list[Json] = []
-    src, queue = writer.like, WorkQueue(device or torch.device("cpu"), device is not None)
+    src = writer.like
     try:
-        with queue:
+        with queue or WorkQueue(CPU, True, QUEUED) as queue:
             with clock.phase("write"):
                 for task in begin:
                     queue.put(task)

@@ -32,6 +32,7 @@ from quantkit.calibration.stages.tune import tuned_facts
 from quantkit.checkpoint.origin import SourceHashes, source_hashes
 from quantkit.checkpoint.writer import CheckpointWriter, Item
 from quantkit.core.ranks import Ranks, ranks
+from quantkit.core.threads import WorkQueue
 from quantkit.core.units import format_range
 from quantkit.errors import CheckpointError, NumericError, reason
 from quantkit.io.staging import is_complete, staging
@@ -197,23 +198,17 @@ def _lead(
             )
             outside_first = written_order(job.model, job.goals)[0] is None
             items = calibrated(begun, writer.done, outside=not outside_first)
+            queue = WorkQueue(job.model.device, BESIDE[kind])
             if outside_first:
                 first.append(partial(copy_dense, writer, job.model.stored(None)))
         else:
             done = writer.items_done()
-            device, pack = job.model.device, writer.packed
+            device, pack, queue = job.model.device, writer.packed, None
             rounded = streamed(src, recipe, job.goals, done, pack, progress, device, source.of)
             items = clock.around("solve", rounded)
         # A signal that raised while this thread waits for the other could leave a lock taken.
-        with progress.loop() if BESIDE[kind] or not recipe.calibrated else nullcontext():
-            report["layers"] = write(
-                items,
-                writer,
-                report,
-                clock,
-                job.model.device if BESIDE[kind] else None,
-                first,
-            )
+        with progress.loop() if queue is None or queue.beside else nullcontext():
+            report["layers"] = write(items, writer, report, clock, queue, first)
             if not recipe.calibrated:
                 with clock.phase("hash"):
                     record_source(report, source.all(), progress)

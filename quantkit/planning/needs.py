@@ -28,6 +28,7 @@ from quantkit.calibration.budget import (
     PART_BYTES,
     PASS_STATES,
     READ,
+    ROUNDED_BYTES,
     ROWS,
     SAVED_BLOCKS,
     SQUARES,
@@ -44,7 +45,7 @@ from quantkit.calibration.budget import (
 from quantkit.calibration.scales import INSTEAD, tuning_bytes
 from quantkit.calibration.stages import stages_of
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import WAITING_BYTES
+from quantkit.checkpoint.writer import QUEUED, WAITING_BYTES
 from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.core.ranks import ranks
 from quantkit.core.threads import MOST_BYTES, MOST_UNITS
@@ -330,13 +331,16 @@ def streamed_memory(
     largest = max([2 * copied, *sizes[:1]])
     others = min(sum(sizes[: at_once - 1]), max(0, MOST_BYTES - largest))
     part = PART_BYTES * min(PART, max(sizes, default=0) // each)
+    one = ROUNDED_BYTES * sum(sizes[:1]) // each
+    whole = max(one, ROUNDED_BYTES * min(sum(sizes), MOST_BYTES) // each)
     return Memory(
         {
             "program": program_bytes(cuda=on_gpu > 0, linears=len(sizes)),
             "largest weight": largest + others,
+            WAITING: min(QUEUED, sum(sizes)),
         },
-        {"CUDA": CUDA_DEVICE, ROUNDED: on_gpu * part} if on_gpu else {},
-        least_vram=part if on_gpu else 0,
+        {"CUDA": CUDA_DEVICE, ROUNDED: on_gpu * part + whole} if on_gpu else {},
+        least_vram=part + one if on_gpu else 0,
     )
 
 
@@ -355,9 +359,8 @@ def calibrated_memory(
     `gpu_memory` are the bytes of a GPU that is not here. With `sensitivities` their pass is one
     more stage.
     """
-    sizes = Sizes.of(src, linears, recipe, device)
-    if sizes.on_gpu and gpu_memory is None and torch.cuda.is_available():
-        gpu_memory = torch.cuda.mem_get_info()[0]
+    sizes = Sizes.of(src, linears, recipe, device, gpu_memory)
+    gpu_memory = sizes.gpu_memory
     peaks = [stage.bytes(sizes) for stage in stages_of(recipe)]
     passes = [each for peak in peaks for each in peak.before]
     passes += divergence.pass_bytes(sizes) if sensitivities else []

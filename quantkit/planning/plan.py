@@ -384,10 +384,11 @@ def plan_quantize(
         shapes = {r.module: r.stored for r in rows if r.goal is not None or BLOCK.match(r.module)}
         memory = calibrated_memory(src, shapes, recipe, device, act_budget, gpu_memory)
     else:
-        each = rounding_bytes((row.goal for row in rows), src.dtype_of_model)
         rounded = [row.stored for row in output.quantized]
         here = torch.cuda.is_available() if device in (None, "auto") else device != "cpu"
-        threads = rounders(torch.device("cuda" if here else "cpu"), gpu_memory)
+        kind = "cuda" if here else "cpu"
+        each = rounding_bytes((row.goal for row in rows), src.dtype_of_model, kind)
+        threads = rounders(torch.device(kind), gpu_memory)
         memory = streamed_memory(src, rounded, each, AHEAD * threads + 1, threads if here else 0)
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 
-from quantkit.core import threads
 from quantkit.core.threads import WorkQueue, ahead, one_thread, side_by_side
 
 CPU = torch.device("cpu")
@@ -127,10 +126,9 @@ def test_a_block_that_fails_has_its_tasks_finished_and_an_interrupted_one_has_no
         assert seen == expected
 
 
-def test_only_so_many_bytes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MOST_BYTES", 10)
+def test_only_so_many_bytes_wait() -> None:
     go = threading.Event()
-    with WorkQueue(CPU, beside=True) as queue:
+    with WorkQueue(CPU, beside=True, most=10) as queue:
         queue.put(go.wait, nbytes=6)
         queue.put(lambda: None, nbytes=4)
         threading.Timer(0.05, go.set).start()

@@ -17,6 +17,7 @@ from quantkit.calibration.run import Run, Stream
 from quantkit.checkpoint.writer import Item
 from quantkit.core.quantized_tensor import Goal, QuantizedTensor
 from quantkit.core.threads import divide, grouped
+from quantkit.models.weights import free_gpu_memory
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,15 @@ def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
 def _divided(
     run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, Any]]
 ) -> Iterator[list[Task]]:
-    """Divide groups into tasks with Hessians of at most `HESSIAN_BYTES`; the linears of a group
-    have the same facts.
+    """Divide groups into tasks with Hessians of at most `most_summed` bytes, the same on all ranks;
+    the linears of a group have the same facts.
     """
+    device = run.model.device
+    free = free_gpu_memory(device) if device.type == "cuda" else None
+    most = min(run.ranks.exchange(budget.most_summed(free)))
     width = {group: run.model.sizes[group.linears[0]][1] for group in groups}
     size = {group: Hessian.bytes(k) + Hessian.chunk_bytes(k) for group, k in width.items()}
-    for some in divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
+    for some in divide(groups, size.__getitem__, most):
         yield [Task(group, {name: facts.get(name, {}) for name in group.linears}) for group in some]
 
 

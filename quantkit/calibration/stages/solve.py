@@ -388,8 +388,8 @@ def solve_uncalibrated(
     """Round to nearest, or prune by magnitude, one weight `[n, k]` without a Hessian.
 
     `reason` tells the report why, if the recipe asked for calibration. Another `device` than the
-    weight's computes the same, some rows at a time. NumericError if the weight is not finite or
-    overflows.
+    weight's computes the same, some rows at a time, and has the result. NumericError if the weight
+    is not finite or overflows.
     """
     started = time.perf_counter()
     with about(linear):
@@ -405,15 +405,15 @@ def solve_uncalibrated(
 def _by_parts(
     weight: Tensor, goal: Goal, recipe: Recipe, device: torch.device
 ) -> tuple[QuantizedTensor | Tensor, dict[str, Any]]:
-    """Round or prune a weight on a device; the result is where the weight is. The facts of its
-    parts are added up, and of the `relative_error` the norms are listed.
+    """Round or prune a weight on a device, where the result is. The facts of its parts are added
+    up, and of the `relative_error` the norms are listed.
     """
     size = budget.PART // max(1, weight.shape[-1]) if device != weight.device else len(weight)
     values, facts = list[Any](), dict[str, Any]()
     try:
         for part in weight.split(max(1, size)):
             value, found = _rounded(part.to(device), goal, recipe)
-            values.append(value if device == weight.device else value.to(weight.device))
+            values.append(value)
             for key, fact in found.items():
                 known = key in facts and not isinstance(fact, str)
                 facts[key] = facts[key] + fact if known else fact

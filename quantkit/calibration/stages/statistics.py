@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
-from quantkit.calibration.budget import HESSIAN_BYTES, Peaks, Sizes
+from quantkit.calibration.budget import Peaks, Sizes, most_summed
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task, quantized
 from quantkit.checkpoint.report import ROW_SUM
@@ -54,7 +54,8 @@ class Hessians(Stage):
         count, of_layers = ranks().count, Counter[tuple[str, int]]()
         for layer, _, k in experts:
             of_layers[layer, k] += Hessian.bytes(k) + Hessian.chunk_bytes(k)
-        summed = min(HESSIAN_BYTES, max(of_layers.values(), default=0))
+        free = None if sizes.gpu_memory is None else sizes.gpu_memory - sizes.block
+        summed = min(most_summed(free), max(of_layers.values(), default=0))
         at = {
             "Hessians of experts": summed * (count + (count > 1)) // count,
             "held-out inputs": HELD_OUT_SOURCES * MOST_HELD_OUT * sizes.channels * sizes.width,
