@@ -343,8 +343,8 @@ def rename(src: Path, dst: Path) -> None:
 
 
 KIND = "blake3"
-#: Bytes that are hashed or written at a time: small enough to stay in a core's cache meanwhile. From
-#: 2 MiB on, Linux was seen to take up to ten times as long to write them.
+#: Bytes that are hashed or written at a time: small enough to stay in a core's cache meanwhile.
+#: From 2 MiB on, Linux was seen to take up to ten times as long to write them.
 PIECE = 2**20
 
 
