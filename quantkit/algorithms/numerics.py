@@ -183,14 +183,13 @@ def divide(x: Tensor, divisor: float) -> Tensor:
 
 
 def refuse_overflow(overflow: Tensor, row: int, groups: int, fmt: Format) -> None:
-    """Raise NumericError if `overflow` bool `[m]` is set anywhere; entry `i` belongs to row `row +
-    i // groups`.
+    """Raise NumericError, naming the first row, if `overflow` bool `[m]` is set anywhere; entry `i`
+    belongs to row `row + i // groups`.
     """
     if bool(overflow.any()):
-        rows = sorted({row + i // groups for i in overflow.nonzero().flatten().tolist()})
+        end = fmt.name if fmt.is_microscaled else "float16"
         raise NumericError(
-            f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} has weights too "
-            f"large: its scale or its dequantized weights pass {fmt.largest_weight:.0f}, the end "
-            f"of {fmt.name if fmt.is_microscaled else 'float16'}",
+            f"row {row + int(overflow.nonzero()[0]) // groups} has weights too large: its scale or "
+            f"its dequantized weights pass {fmt.largest_weight:.0f}, the end of {end}",
             Words("leave it dense with", Setting("skip")),
         )

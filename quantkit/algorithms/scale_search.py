@@ -96,10 +96,13 @@ def choose_scales(
             )
 
     together: GroupError | None
-    if errors is None:
-        parts = 1 if weight.is_cpu else _SEARCHED
-        together, slices = square_error, row_slices(weight, parts * k)
-    elif (together := _row_errors(weight, errors)) is not None:
+    if errors is None:  # squares and their sums in a row have the same bits by many threads
+        parts = 1 / torch.get_num_threads() if weight.is_cpu else _SEARCHED
+        together, slices = square_error, row_slices(weight, max(1, int(parts * k)))
+        for rows in slices:
+            fit(rows)
+        return Grid(scales, zeros)
+    if (together := _row_errors(weight, errors)) is not None:
         entries = _TEMPORARIES * groups if _has_kernel(weight, k // groups) else _DELTAS * k
         slices = row_slices(weight, entries * len(_ratios(scheme.format, clip)))
     else:  # a product reads a whole block of H, which pays only for many rows
@@ -205,7 +208,8 @@ def _square_errors(
 ) -> Tensor:
     """Return the squared errors `[p]` of candidates `[p]` for the groups `at` `[p]` of `x`."""
     errors = torch.empty_like(scales)
-    step = max(2, (_CPU_ENTRIES if x.is_cpu else _SQUARED_ENTRIES) // x.shape[1])
+    entries = _CPU_ENTRIES * torch.get_num_threads() if x.is_cpu else _SQUARED_ENTRIES
+    step = max(2, entries // x.shape[1])
     for i in range(0, len(at), step):
         some = slice(i, i + step)
         zero = None if zeros is None else zeros[some]

@@ -46,6 +46,8 @@ AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
 #: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and there are at
 #: most so many threads. The parts of a weight wait there until it is packed, with so many bytes.
 PART, PART_BYTES, ROUNDERS, ROUNDED_BYTES = 2**24, 96, 16, 4
+#: Of so many cores each rounds a weight of its own; of more cores, several round one.
+CPU_ROUNDERS = 4
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
@@ -83,10 +85,12 @@ def rounding_bytes(goals: Iterable[Goal | None], dtype: torch.dtype, device: str
 
 
 def rounders(device: torch.device, free: int | None = None) -> int:
-    """Count the threads that round, on a GPU as many as its `free` bytes allow; None asks it."""
+    """Count the threads that round: on a CPU few, because more would wait for Python's lock; on a
+    GPU as many as its `free` bytes allow, None asks it.
+    """
     threads = torch.get_num_threads()
     if device.type == "cpu":
-        return threads
+        return threads // max(1, threads // CPU_ROUNDERS)
     free = free_gpu_memory(device) if free is None else free
     waiting = ROUNDED_BYTES * MOST_BYTES // rounding_bytes([], torch.bfloat16, "cuda")
     return max(1, min(threads, ROUNDERS, (free - waiting) // (PART * PART_BYTES)))

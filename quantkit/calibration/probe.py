@@ -44,8 +44,8 @@ MOST_SECONDS = 30.0
 BEGINS = f"the speed of this machine is measured on a few blocks, in about {MOST_SECONDS:.0f} s"
 #: The range that is stated, relative to the estimate; and if the probe was stopped.
 SPREAD, WIDE = (0.7, 1.5), (0.5, 2.0)
-#: Seconds of each run, and bytes of the source a second, for hashing, writing and opening.
-FIXED, BYTES_A_SECOND = 3.0, 3e8
+#: Seconds of each run, and bytes of the source a second, for reading, writing and opening.
+FIXED, BYTES_A_SECOND = 4.0, 6e8
 #: Products of weights and tokens below which a run takes less time than it is worth to be probed.
 SMALL = {device: 3 * rate for device, rate in RATE.items()}
 #: The same for runs without text, in weights.

@@ -114,10 +114,10 @@ def ahead(
 
     Items that are made or wait have at most `most` bytes by `size`, unless one has more. A thread
     takes small items together, up to `batch` bytes. `check` is called between items, and may raise.
-    An exception of an item is raised when its result is due. One thread alone uses as many threads
-    of torch as the caller.
+    An exception of an item is raised when its result is due. They share the caller's threads of
+    torch.
     """
-    threads = 1 if workers > 1 else torch.get_num_threads()
+    threads = max(1, torch.get_num_threads() // workers)
     waiting: deque[tuple[int, Future[deque[R]]]] = deque()
 
     def begin() -> None:

@@ -15,7 +15,7 @@ from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.names import Clip, Metric
-from tests.algorithms.inputs import LABELS, correlated, gauss
+from tests.algorithms.inputs import LABELS, correlated, gauss, on_threads
 from tests.golden import golden
 
 INT4, ASYM, FP6 = Scheme.parse("int4:channel"), Scheme.parse("int4:channel:asym"), Scheme.parse("fp6:channel")
@@ -41,6 +41,19 @@ def test_fpx_quantize_matches_golden_and_refuses_rows_that_dequantize_to_infinit
             tensor.dequantize(torch.float16).view(torch.int16), case["dequant"][~overflow].view(torch.int16)
         )
         assert facts["zero_scales"] == int((tensor.scales == 0).sum()) > 0
+
+
+@pytest.mark.parametrize("clip", ["none", "search"])
+@pytest.mark.parametrize("label", ["int4:g128", "int4:g32:asym", "int4:channel", "fp6:channel", "nvfp4", "mxfp4"])
+def test_threads_that_share_out_an_operation_change_no_bit(label: str, clip: Clip) -> None:
+    weight = gauss(513, 2048).bfloat16()
+
+    def solved() -> tuple[str, object]:
+        tensor, facts = rtn.quantize(weight, Scheme.parse(label), clip=clip)
+        return tensor.digest(), (facts, rtn.relative_error(weight, tensor))
+
+    one, *others = on_threads(solved, (1, 2, 5, 16))
+    assert others == [one] * 3
 
 
 # The published rule of FP6 and FP5 takes codes from the unrounded scale.
