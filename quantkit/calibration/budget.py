@@ -46,7 +46,7 @@ AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
 #: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and there are at
 #: most so many threads. The parts of a weight wait there until it is packed, with so many bytes.
 PART, PART_BYTES, ROUNDERS, ROUNDED_BYTES = 2**24, 96, 16, 4
-#: Of so many cores each rounds a weight of its own; of more cores, several round one.
+#: A CPU rounds about so many weights at a time: of eight cores or more, several share one.
 CPU_ROUNDERS = 4
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4

@@ -1,9 +1,9 @@
 """Work in threads: parts of bounded size, tasks side by side, and a queue in the background.
 
 A CPU gives the same bits with any number of threads (RELIABILITY 1.4). A library may share out one
-sum among its threads, and then the order of the additions depends on their number. Here one
+sum among its threads, and then the order of the additions depends on their number. Here such an
 operation has one thread. Several threads work on several parts, and the bounds of the parts are
-fixed.
+fixed. Operations on single numbers, and sums in a row, may have several.
 """
 
 from __future__ import annotations
