@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -411,7 +412,8 @@ def diagonal_error(weights: Tensor) -> GroupError:
 
 def square_error(delta: Tensor) -> Tensor:
     """Return the error `sum_j delta_j^2`, which needs no calibration."""
-    return delta.square_().sum(-1)
+    with one_thread(delta.device) if len(delta) == 1 else nullcontext():  # one sum is shared out
+        return delta.square_().sum(-1)
 
 
 def _ratios(fmt: Format, clip: Clip) -> list[float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.numerics import Grid, check_weight, encode, stored_scale
-from quantkit.algorithms.scale_search import choose_scales
+from quantkit.algorithms.scale_search import choose_scales, square_error
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
@@ -54,6 +54,12 @@ def test_threads_that_share_out_an_operation_change_no_bit(label: str, clip: Cli
 
     one, *others = on_threads(solved, (1, 2, 5, 16))
     assert others == [one] * 3
+
+
+def test_the_sum_of_a_long_row_has_the_same_bits_by_many_threads() -> None:
+    row = gauss(1, 2**18)
+    one, *others = on_threads(lambda: square_error(row.clone()), (1, 2, 5, 16))
+    assert all(torch.equal(one, other) for other in others)
 
 
 # The published rule of FP6 and FP5 takes codes from the unrounded scale.
