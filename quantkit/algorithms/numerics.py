@@ -44,15 +44,15 @@ def factor_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if slow else torch.float64
 
 
-def row_slices(weight: Tensor, width: int, least: int = 1) -> Iterator[slice]:
+def row_slices(weight: Tensor, width: int, least: int = 1, most: int = 2**20) -> Iterator[slice]:
     """Yield slices of at least `least` rows, with temporaries of `width` columns.
 
-    On a CPU those fit in a cache. Of a large weight they take so long that threads seldom wait for
-    Python's lock between two operations.
+    On a CPU those have `most` numbers, and fit in a cache. Of a large weight they take so long that
+    threads seldom wait for Python's lock between two operations.
     """
     entries = 2**26
     if weight.device.type == "cpu":
-        entries = min(max(2**18, weight.numel() // 8), 2**20)
+        entries = min(max(2**18, weight.numel() // 8), most)
     rows = max(least, entries // width)
     for a in range(0, len(weight), rows):
         yield slice(a, min(a + rows, len(weight)))

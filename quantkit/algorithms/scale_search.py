@@ -107,7 +107,7 @@ def choose_scales(
         entries = _TEMPORARIES * groups if _has_kernel(weight, k // groups) else _DELTAS * k
         slices = row_slices(weight, entries * len(_ratios(scheme.format, clip)))
     else:  # a product reads a whole block of H, which pays only for many rows
-        slices = row_slices(weight, k // groups, least=512)
+        slices = row_slices(weight, k // groups, least=512, most=2**18)
     side_by_side(weight.device, [partial(fit, rows) for rows in slices])
     return Grid(scales, zeros)
 
