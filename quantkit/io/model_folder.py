@@ -209,11 +209,6 @@ def opened(folder: Path) -> list[str]:
         return [name for name in names if _is_opened(name) and (folder / name).is_file()]
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder has a file of a tokenizer."""
-    return any(map(_is_of_tokenizer, os.listdir(folder)))
-
-
 def _with_templates(folder: Path, listing: Iterable[str]) -> list[str]:
     names = list(listing)
     if TEMPLATES in names and inside(folder, TEMPLATES).is_dir():

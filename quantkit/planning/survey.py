@@ -47,7 +47,6 @@ from quantkit.errors import (
 )
 from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io.json_files import shown
-from quantkit.io.model_folder import has_tokenizer
 from quantkit.io.staging import check_staging, is_complete
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import GROUP_SIZES, fitting
@@ -521,18 +520,27 @@ def require_runnable(
 
 
 def _unknown_tokens(job: Job) -> list[str]:
-    """Note a source without a tokenizer, and tokens for which the model has no embedding."""
-    tokens = require_readable_tokenizer(job.src.path)
+    """Note a source whose tokenizer is missing or cannot be read here, and tokens for which the
+    model has no embedding: files beside tokenizer.json add tokens too.
+    """
+    require_readable_tokenizer(job.src.path)
+    tokens: dict[str, int] = {}
+    lines: list[str] = []
+    try:
+        tokens = load_tokenizer(job.src.path, job.src.trusted).get_vocab()
+    except CheckpointError as error:
+        if job.recipe.calibrated:
+            raise
+        error.subject = "the source"
+        lines.append(error.typed)
     table = input_embeddings(job.model.text)
     rows = inf if table is None else len(table.get_parameter("weight"))
-    beyond = sorted(at for at in tokens if at >= rows)
-    lines = [
+    beyond = sorted((at, token) for token, at in tokens.items() if at >= rows)
+    lines += [
         f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
-        f"{shown(tokens[at])} ({len(beyond)} in all): a text with one stops an engine"
-        for at in beyond[:1]
+        f"{shown(token)} ({len(beyond)} in all): a text with one stops an engine"
+        for _, token in beyond[:1]
     ]
-    if not has_tokenizer(job.src.path):
-        lines.append("the source has no tokenizer: put its files beside the output")
     ends = generation_config_of(job.src).eos_token_id
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and not 0 <= end < rows:

@@ -90,26 +90,23 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
-def require_readable_tokenizer(folder: Path) -> dict[int, str]:
+def require_readable_tokenizer(folder: Path) -> None:
     """Raise CheckpointError for a file of a tokenizer or processor, or a chat template, that no
-    program can parse. Returns the tokens that the files state, by number.
+    program can parse.
     """
     from tokenizers import Tokenizer
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    tokens: dict[int, str] = {}
     for name in filter(PARSED.search, model_folder.opened(folder)):
         path, rule, way = folder / name, "no file of a tokenizer or processor", AGAIN
         try:
             text = path.read_text(encoding="utf-8")
             found: Any = text if name.endswith(".jinja") else None
             if name == "tokenizer.json":
-                tokens |= {at: each for each, at in Tokenizer.from_str(text).get_vocab().items()}
+                Tokenizer.from_str(text)
             elif name.endswith(".json"):
                 stated = json.loads(text)
                 if STATES_TEMPLATES.search(name):
-                    added = stated.get("added_tokens_decoder") or {}
-                    tokens |= {int(at): each["content"] for at, each in added.items()}
                     found = stated.get("chat_template")
             rule, way = "its chat template does not parse", "mend it"
             for each in [found] if isinstance(found, str) else found or ():
@@ -118,7 +115,6 @@ def require_readable_tokenizer(folder: Path) -> dict[int, str]:
                 )
         except Exception as error:  # the packages raise whatever they like
             raise CheckpointError(f"{rule} ({reason(error)})", way, subject=path) from error
-    return tokens
 
 
 def token_ids(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,30 +243,59 @@ def test_a_tilde_is_the_home_folder_everywhere(model: Path, tmp_path: Path, monk
     assert Checkpoint(tmp_path / "three").modules()
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+#: File beside the weights -> how it adds tokens to those of the tokenizer.
+ADDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "tokenizer.json": lambda ids: {"added_tokens": [_added(at) for at in ids]},
+    "tokenizer_config.json": lambda ids: {"added_tokens_decoder": {str(at): {"content": f"<{at}>"} for at in ids}},
+    "added_tokens.json": lambda ids: {f"<{at}>": at for at in ids},
+    "special_tokens_map.json": lambda ids: {"additional_special_tokens": [f"<{at}>" for at in ids]},
+}
+
+
+def _added(at: int) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": at, "content": f"<{at}>", "special": True, **plain}
+
+
+@pytest.mark.parametrize("file", ADDS)
 def test_tokens_without_an_embedding_are_noted_although_no_text_is_read(file: str, tmp_path: Path) -> None:
     folder = families.write("llama", tmp_path / "m")
-    stated = json.loads((folder / file).read_text())
+    known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    path, more = folder / file, ADDS[file]([*range(257, 386)])
     if file == "tokenizer.json":
-        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        stated["added_tokens"] += [{"id": at, "content": f"<{at}>", "special": True, **plain} for at in range(257, 386)]
-    else:
-        stated["added_tokens_decoder"] = {
-            "383": {"content": "<383>"},
-            "384": {"content": "<384>"},
-            "9999": {"content": "x"},
-        }
-    (folder / file).write_text(json.dumps(stated))
+        more["added_tokens"] = known + more["added_tokens"]
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **more}))
     notices = quantkit.plan(folder, method="rtn", group_size=64).notices
     assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, notices))
 
 
-def test_a_source_that_no_text_is_read_or_ended_with_is_noted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "left, says",
+    [
+        ([], "the source: has no tokenizer that transformers can read"),
+        (["tokenizer_config.json"], "the source: has no tokenizer that transformers can read"),
+        (["tokenizer/tokenizer.json"], "the source: has no tokenizer that transformers can read"),
+        (["tokenizer.model"], "the source: the tokenizer needs the Python package sentencepiece"),
+    ],
+)
+def test_a_source_whose_tokenizer_is_not_there_or_not_read_is_noted(
+    left: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = families.write("llama", tmp_path / "m")
     for path in folder.glob("tokenizer*"):
-        path.unlink()
+        if path.name not in left:
+            path.unlink()
+    for name in left:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    monkeypatch.setattr("quantkit.text.tokenizer.find_spec", lambda package: None)
+    notes = [str(note) for note in quantkit.plan(folder, method="rtn", group_size=64).notices]
+    assert any(note.startswith(says) for note in notes), notes
+
+
+def test_a_source_that_no_token_ends_is_noted(tmp_path: Path) -> None:
+    folder = families.write("llama", tmp_path / "m")
     stated = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(stated | {"eos_token_id": [256, 999]}))
     notes = [str(note) for note in quantkit.plan(folder, method="rtn", group_size=64).notices]
-    assert "the source has no tokenizer: put its files beside the output" in notes
     assert "eos_token_id 999 is none of 384 embeddings: it ends no text" in notes
