@@ -44,6 +44,12 @@ _OUTER = re.compile(
     r"^((module|base_model\.model)\.)+"
     r"|^model\.(?=lm_head\.|model\.(layers|embed_tokens|norm)\.)|^(?=lm_head\.)"
 )
+#: Names in a decoder that was saved without the class of its head, by what that class puts before
+#: them. transformers adds it on reading, most classes of engines do not.
+_BARE = {
+    "model": re.compile(r"^(?=(layers\.\d+|embed_tokens|(final_|embedding_)?(layer)?norm)\.)"),
+    "transformer": re.compile(r"^(?=((h|blocks)\.\d+|wte|wpe|word_embeddings\w*|ln_f|norm_f)\.)"),
+}
 
 
 class Checkpoint(StoredTensors):
@@ -306,13 +312,23 @@ class Checkpoint(StoredTensors):
         plain = {name: _WRAPPERS.sub("", name) for name in self.names()}
         if all(map(_OUTER.match, plain.values())):
             plain = {stored: _OUTER.sub("", name) for stored, name in plain.items()}
-        changed = [stored for stored, name in plain.items() if stored != name]
-        if not changed or len(set(plain.values())) < len(plain):
+        why = "a wrapper of the model, such as torch.compile, DDP, FSDP or PEFT, made it longer"
+        wrapped = self._rename(plain, why)
+        ours = "quantkit" in (self.config.get(QUANTIZATION) or ())  # states its modules by name
+        for before, bare in _BARE.items() if not ours else ():
+            if all(bare.match(name) or name.startswith("lm_head.") for name in self.names()):
+                whole = {name: bare.sub(f"{before}.", name) for name in self.names()}
+                self._rename(whole, "the decoder was saved without the class of its head")
+        return wrapped
+
+    def _rename(self, names: Mapping[str, str], why: str) -> str | None:
+        """Read tensors by other names, with a notice. Returns the first name that changed."""
+        changed = [stored for stored, name in names.items() if stored != name]
+        if not changed or len(set(names.values())) < len(names):
             return None
-        self._where = {plain[stored]: place for stored, place in self._where.items()}
+        self._where = {names[stored]: place for stored, place in self._where.items()}
         self.notices.append(
-            f"{changed[0]} is read as {plain[changed[0]]}: a wrapper of the model, such as "
-            f"torch.compile, DDP, FSDP or PEFT, made it longer ({len(changed)} in all)"
+            f"{changed[0]} is read as {names[changed[0]]}: {why} ({len(changed)} in all)"
         )
         return changed[0]
 

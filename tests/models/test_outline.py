@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,24 @@ def test_names_that_begin_twice_with_the_decoder_are_written_as_engines_read_the
     src = rewritten(tmp_path / "m", lambda name: f"model.{name}".replace("model.lm_head", head), {})
     LanguageModel(src, torch.float32).require_complete()
     assert src.wrapped is not None and {"lm_head.weight", "model.norm.weight"} < set(src.names())
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_names_of_a_decoder_without_its_head_are_written_as_engines_read_them(family: str, tmp_path: Path) -> None:
+    def bare(path: Path) -> dict[str, torch.Tensor]:
+        stored = load_file(path)
+        save_file({re.sub(r"^(model|transformer)\.", "", name): tensor for name, tensor in stored.items()}, path)
+        return stored
+
+    folder = families.write(family, tmp_path / "m")
+    whole = bare(folder / "model.safetensors")
+    src = Checkpoint(folder)
+    LanguageModel(src, torch.float32).require_complete()
+    assert set(src.names()) == set(whole) and "the class of its head" in str(src.notices)
+    quantkit.quantize(folder, out := tmp_path / "out", method="rtn", group_size=64)
+    (out / "model.safetensors.index.json").unlink()
+    whole = bare((out / "model-00001-of-00001.safetensors").rename(out / "model.safetensors"))
+    assert not whole.keys() & set(Checkpoint(out).names()) - {"lm_head.weight"}  # its config names modules so
 
 
 def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tmp_path: Path) -> None:
