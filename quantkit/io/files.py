@@ -187,7 +187,7 @@ def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
     """Return `size` bytes from offset `start` as a uint8 tensor `[size]`; CheckpointError if the
     file is shorter.
     """
-    view = (data := _new_bytes(size)).numpy().data
+    view = (data := new_bytes(size)).numpy().data
     with guarded(path):
         file.seek(start)
         while view:
@@ -200,7 +200,7 @@ def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
     return data
 
 
-def _new_bytes(size: int) -> Tensor:
+def new_bytes(size: int) -> Tensor:
     """Return a tensor `[size]` of undefined bytes, where Linux permits in huge pages: reading into
     new pages of 4 KiB was seen to take twice as long.
     """
