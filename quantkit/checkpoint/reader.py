@@ -156,11 +156,6 @@ class Checkpoint(StoredTensors):
         module = self._module_of(name)
         return self.shape(name) if module is None else self.true_size(module)
 
-    @property
-    def file_bytes(self) -> int:
-        """The size of the weight files, or of the tensors in a GGUF file."""
-        return sum(path.stat().st_size for path in self.files()) or self.source_bytes
-
     def modules(self) -> list[str]:
         """Return the names of the packed modules, in file order."""
         return list(self._modules)

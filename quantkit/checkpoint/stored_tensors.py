@@ -225,6 +225,10 @@ class StoredTensors:
         """List the paths of the weight shards in the folder."""
         return [self.path / shard.name for shard in self._shards]
 
+    def sizes(self) -> dict[str, int]:
+        """Map the name of each weight shard to its bytes when it was opened."""
+        return {shard.name: shard.identity[2] for shard in self._shards}
+
     def sources(self) -> dict[str, Path]:
         """Map file name to real path: the shards in their order, then all other files."""
         return {file.name: file.path for file in (*self._shards, *self._beside)}

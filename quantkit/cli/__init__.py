@@ -23,6 +23,7 @@ from quantkit.cli.process import (
     exits,
     ignore_signals,
     limit_grace,
+    show_unraisable,
     silence_others,
 )
 from quantkit.errors import is_out_of_memory
@@ -54,6 +55,7 @@ def main(args: Sequence[str] | None = None) -> None:
             errors="backslashreplace"
         )  # a file name need not be text in the user's locale
     silence_others()
+    sys.unraisablehook = show_unraisable
     catch_signals()
     limit_grace()
     atexit.register(ignore_signals)

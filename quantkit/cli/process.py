@@ -96,6 +96,14 @@ def limit_grace() -> None:
         _thread.start_new_thread(_end_after_grace, (read,))
 
 
+def show_unraisable(found: Any) -> None:
+    """Show an exception that a finalizer lost, unless a signal raised it: that ends the command
+    between two items of a loop, or after its grace.
+    """
+    if not isinstance(found.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(found)
+
+
 def _end_after_grace(read: int) -> None:
     code = None
     while code is None:

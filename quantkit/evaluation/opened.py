@@ -16,7 +16,7 @@ from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import FILE, CheckpointError, Option, QuantkitError, RecipeError, Words
 from quantkit.inference.load import load_for_evaluation
-from quantkit.io.files import hash_of
+from quantkit.io.files import guarded, hash_of
 from quantkit.io.staging import append_journal, read_journal
 from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.names import install
@@ -68,7 +68,8 @@ class Opened:
         """Return a digest of the names, sizes and times of the files: the same as long as nobody
         writes them.
         """
-        stats = [(name, path.stat()) for name, path in sorted(self.src.sources().items())]
+        with guarded(self.src.path):
+            stats = [(name, path.stat()) for name, path in sorted(self.src.sources().items())]
         files = ((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
         return hash_of(repr([self.src.path.absolute(), *files]).encode())
 

@@ -317,7 +317,7 @@ def _make(
         "recipe": job.recipe.sha256(),
         "text": text.facts.get("sha256"),
         "device": job.model.device_name,
-        "source": [[path.name, path.stat().st_size] for path in job.src.files()],
+        "source": [[*each] for each in job.src.sizes().items()],
         DATE: text.facts.get(DATE),
     }
     lines = read_journal(journal)

@@ -78,7 +78,7 @@ def describe(src: Checkpoint) -> Json:
             "packed": dict(suffixes),
         },
         "shapes": dict(shapes),
-        "files": {path.name: path.stat().st_size for path in src.files()},
+        "files": src.sizes(),
         "readers": ", ".join(_readers(src)) if src.layout else f"anything that reads {kind}",
         "notices": list(src.notices),
     }

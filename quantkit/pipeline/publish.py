@@ -247,7 +247,7 @@ def finish(
         "quantized_weights": weights if layout else 0,
         "share": share,
         "bytes": sum((partial / name).stat().st_size for name in writer.hashes()),
-        "source_bytes": src.file_bytes,
+        "source_bytes": sum(src.sizes().values()),
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
         **({} if layout is None else _dense(partial, writer.hashes(), report)),
     }

@@ -26,6 +26,7 @@ from quantkit.engines import readers
 from quantkit.engines.joined import is_expert, joined_name, output_config
 from quantkit.engines.readers import Folder
 from quantkit.errors import Option, ThresholdError, Words
+from quantkit.io.files import guarded
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE, inside
 from quantkit.kernels import MATMULS
@@ -200,7 +201,7 @@ class Output:
             labels.most_common(1)[0][0] if labels else label(usual),
             tuple(rows),
             {name: linears.get(name) or {name: forms[name]} for name in src.logical()},
-            src.file_bytes,
+            sum(src.sizes().values()),
             decoder,
             folder,
             () if folder is None else tuple(readers.opened_by(folder)),
@@ -296,14 +297,13 @@ class Output:
             **({} if recipe.layout is None else {RECIPE: recipe.to_yaml().encode()}),
             CONFIG: dump_json(config, special_floats=True),
         }
-        sizes = {
-            **{name: size for name, (size, _) in shards.items()},
-            **{
+        with guarded(src.path):
+            copied = {
                 name: inside(src.path, name).stat().st_size if changed is None else len(changed)
                 for name, changed in companions.items()
-            },
-            **{name: len(text) for name, text in texts.items()},
-        }
+            }
+        sizes = {name: size for name, (size, _) in shards.items()} | copied
+        sizes |= {name: len(text) for name, text in texts.items()}
         names = 2 * sum(map(len, src.names())) + sum(map(len, left_out))
         entries = len(src.files()) + len(sizes) + len(left_out)
         report = REPORT_BYTES + LINEAR_BYTES * len(self.quantized) + NAME_BYTES * entries + names

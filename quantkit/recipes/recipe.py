@@ -329,7 +329,7 @@ def pruning_from_mapping(mapping: JsonView) -> Recipe:
     """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
     asked = read(mapping, pruning_keys(Recipe))
     rule: Rule = asked.pop("method", "sparsegpt")
-    solver = _with_usual_damp(asked.pop("gptq", {}), True)
+    solver = _with_usual_damp(asked.pop("gptq", {}), rule != "magnitude")
     gptq = Options(**{"descent": DESCENT, **solver}, prune=rule)
     fixed: Any = {"scheme": "2:4", "clip": "none", "metric": "mse", "layout": None}
     return Recipe(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))

@@ -341,7 +341,7 @@ def test_a_wrong_total_size_changes_nothing(tmp_path: Path) -> None:
 def test_a_file_that_changes_during_the_run_is_found(tmp_path: Path, how: str) -> None:
     folder = dense_folder(tmp_path / "m", index=False)
     path = folder / "model.safetensors"
-    source = Checkpoint(folder)
+    source, size = Checkpoint(folder), path.stat().st_size
     if how == "appended":
         path.open("ab").write(b"x")
     elif how == "replaced":
@@ -351,6 +351,7 @@ def test_a_file_that_changes_during_the_run_is_found(tmp_path: Path, how: str) -
         path.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         source.get("a.weight")
+    assert source.sizes() == {"model.safetensors": size}  # a plan, a report and a search ask for them
 
 
 @pytest.mark.parametrize(

@@ -67,19 +67,27 @@ def test_a_signal_inside_exec_has_the_right_exit_code(small_llama: Path, tmp_pat
 #: Prints the exit code of one fork a signal, and then ends well. One process, so that the imports are done once.
 #: tests/promises/test_stopped.py sends signals half-way.
 EARLY_AND_LATE = """
-import os, signal
+import os, signal, time
 import click
 import quantkit.cli.commands
-from quantkit.cli import main
+from quantkit.cli import main, process
 
+process.GRACE = 0.2
 make = click.Group.make_context
 
+class Lost:  # an exception in its finalizer is lost
+    def __del__(self):
+        os.kill(os.getpid(), number)
+
 def make_context(*args, **options):
+    if in_finalizer:
+        Lost()
+        time.sleep(60)
     os.kill(os.getpid(), number)
     return make(*args, **options)
 
 click.Group.make_context = make_context
-for number in (signal.SIGINT, signal.SIGTERM):
+for number, in_finalizer in ((signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True)):
     child = os.fork()
     if child == 0:
         main(["--version"])
@@ -101,10 +109,10 @@ def test_a_signal_before_a_command_or_behind_its_end_has_the_right_exit_code(tmp
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "signalled"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("130\n75\n") and "quantkit" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("130\n75\n130\n") and "quantkit" in done.stdout, done.stderr
     said = [*filter(None, done.stderr.split("\n"))]
-    assert [line.split(":")[0] for line in said] == ["Interrupted", "Stopped"]
-    assert done.stderr.count("nothing was written") == 2
+    assert [line.split(":")[0] for line in said] == ["Interrupted", "Stopped", "Interrupted"]
+    assert done.stderr.count("nothing was written") == 3
 
 
 def test_a_signal_within_a_long_step_ends_a_command_soon_and_keeps_the_finished_blocks(

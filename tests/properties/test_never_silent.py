@@ -23,7 +23,7 @@ from quantkit.io.staging import JOURNAL
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.summary import summary
 from quantkit.text.tokenizer import load_tokenizer
@@ -123,6 +123,11 @@ def test_a_calibration_text_that_rounding_never_reads_is_reported(
     quantize(small_llama, tmp_path / "out", from_mapping({**RTN, "calibration": calib, "gptq": {"damp": 0.1}}))
     _, text = report_and_summary(tmp_path / "out")
     assert "nothing depends on --set gptq.damp, --calib, --samples, --max-length" in text
+
+
+def test_pruning_by_magnitude_names_no_damping_that_nobody_stated(small_llama: Path, tmp_path: Path) -> None:
+    quantize(small_llama, tmp_path / "out", pruning_from_mapping({"method": "magnitude"}))
+    assert "nothing depends" not in report_and_summary(tmp_path / "out")[1]
 
 
 def test_scales_at_the_limits_of_float16_are_reported(tmp_path: Path) -> None:
