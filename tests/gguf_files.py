@@ -15,7 +15,13 @@ from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_model
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
 
 #: Family of `tests.tiny_models` -> architecture in GGUF.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "gemma2": "gemma2", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "gemma2": "gemma2",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+}
 Weights = dict[str, np.ndarray[Any, Any]]
 
 
@@ -52,10 +58,14 @@ def write_gguf(
         keys[f"{architecture}.attention.sliding_window"] = config.sliding_window
     elif family == "llama":
         keys["llama.rope.dimension_count"] = config.hidden_size // config.num_attention_heads
-    elif family == "qwen3_moe":
-        keys |= {"qwen3moe.expert_count": config.num_experts, "qwen3moe.expert_used_count": config.num_experts_per_tok}
-        keys |= {"qwen3moe.attention.key_length": config.head_dim}
-        keys |= {"qwen3moe.expert_feed_forward_length": config.moe_intermediate_size}
+    elif family.endswith("moe"):
+        keys[f"{architecture}.expert_count"] = config.num_experts
+        keys[f"{architecture}.expert_used_count"] = config.num_experts_per_tok
+        keys[f"{architecture}.expert_feed_forward_length"] = config.moe_intermediate_size
+        if family == "qwen3_moe":
+            keys["qwen3moe.attention.key_length"] = config.head_dim
+        else:
+            keys["qwen2moe.expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     file = folder / name
     write_file(file, architecture, {**keys, **(stated or {})}, converted(model, architecture), kind)
     return file, dense

@@ -42,6 +42,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {**EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128}),
     "gpt_oss": ("GptOssConfig", {**EXPERTS, "num_local_experts": 4, "intermediate_size": 64}),
     "glm4_moe": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 0}),
     "llama4_text": ("Llama4TextConfig", {**EXPERTS, "num_local_experts": 4, "intermediate_size_mlp": 128}),

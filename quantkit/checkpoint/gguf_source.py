@@ -47,8 +47,9 @@ PLAIN = ("token_embd.weight", "output.weight")
 #: Tensors that divide the frequencies of rotary positions, which transformers' reader leaves out.
 FACTORS = "rope_freqs.weight"
 LONG_FACTORS = {f"{size}_factor": f"rope_factors_{size}.weight" for size in ("short", "long")}
-#: A vocabulary entry that is a word behind a space mark; and the most entries that are tried.
-WORD, WORDS = re.compile("[▁Ġ]?[A-Za-z]{4,}"), 200
+#: A vocabulary entry that is a word behind a space mark (an ending is split where a tokenizer puts
+#: the mark before each text); and the most entries that are tried.
+WORD, WORDS = re.compile("[▁Ġ][A-Za-z]{4,}"), 200
 #: Values that are dequantized at a time; the most files of a split model.
 PIECE, PARTS_LIMIT = 2**22, 10**3
 #: How to draw tokens: keys of the metadata -> entries of a generation config.
@@ -460,6 +461,10 @@ class _Reading:
                 if done.name is not None:
                     held["tensors"][name] = torch.as_tensor(done.weights)
             values: Tensor = held["tensors"][name].to(self.dtype).contiguous()
+            if [size for size in values.shape if size > 1] == [
+                size for size in expected if size > 1
+            ]:
+                values = values.reshape(expected)  # converters of some years leave out sizes of 1
             if values.shape != expected:
                 raise CheckpointError(
                     f"it is {list(values.shape)}, and the model has {list(expected)}"

@@ -83,6 +83,20 @@ def test_weights_in_float16_are_those_of_the_model_that_was_converted(tmp_path: 
     assert len(same) > 15 and {key: src.config[key] for key in same} == {key: exact.config.get(key) for key in same}
 
 
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_a_gate_of_one_row_is_read_from_files_of_all_years(
+    squeezed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(model: Any, architecture: str) -> dict[str, Any]:
+        found = converted(model, architecture)
+        return {name: w.squeeze() if squeezed and len(w) == 1 else w for name, w in found.items()}
+
+    monkeypatch.setattr("tests.gguf_files.converted", weights)
+    file, dense = write_gguf("qwen2_moe", tmp_path)
+    name = "model.layers.1.mlp.shared_expert_gate.weight"
+    assert torch.equal(opened(file).get(name), Checkpoint(dense).get(name))
+
+
 def test_an_output_has_the_bytes_of_quantizing_the_dequantized_folder(llama: tuple[Path, Path], tmp_path: Path) -> None:
     src = opened(llama[0])
     dense = tmp_path / "dense"
@@ -151,6 +165,18 @@ def test_a_tokenizer_that_lost_its_merges_is_refused(llama: tuple[Path, Path], t
     broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     with pytest.raises(CheckpointError, match=r"reads its tokenizer wrongly: \d+ of \d+ words .* newer transformers"):
         gguf_source.require_words(tmp_path, broken)
+
+
+def test_a_vocabulary_of_endings_is_no_broken_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["▁", *"tion", "ti", "on", "tion"]
+    made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [("t", "i"), ("o", "n"), ("ti", "on")]))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()  # puts a mark before each text
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert tokenizer.tokenize("tion") == ["▁", "tion"]
+    gguf_source.require_words(tmp_path, tokenizer)
 
 
 def test_a_folder_gives_its_only_file_and_safetensors_come_first(llama: tuple[Path, Path], tmp_path: Path) -> None:
