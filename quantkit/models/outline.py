@@ -191,9 +191,6 @@ class Outline:
     def _require_form(self, state: str, name: str) -> None:
         wanted, shape = get_tensor(self.module, state), self.src.shape(name)
         asked, dtype = tuple(wanted.shape), self.src.dtype(name)
-        # An earlier model of this checkpoint may have transposed the tensor.
-        if shape != asked and not (self.src.is_presented_otherwise(name) and shape[::-1] == asked):
-            raise wrong_shape(self.src.path, name, shape, asked)
         if wanted.is_floating_point() and dtype not in FLOATS:
             raise CheckpointError(
                 f"{name} is stored as {dtype_name(dtype)}, and no quantization_config explains it",
@@ -201,6 +198,9 @@ class Outline:
                 ORIGINAL,
                 subject=self.src.path,
             )
+        # An earlier model of this checkpoint may have transposed the tensor.
+        if shape != asked and not (self.src.is_presented_otherwise(name) and shape[::-1] == asked):
+            raise wrong_shape(self.src.path, name, shape, asked)
 
 
 class LanguageModel(Outline):
