@@ -108,6 +108,10 @@ def _gguf_of(folder: Path) -> Path | None:
 
 #: Keys under which transformers writes the folder that a config or tokenizer was read from.
 PATHS = ("_name_or_path", "name_or_path")
+#: A path in a machine's folders, as trainers and merging tools write in files beside the weights.
+LOCAL = re.compile(r"""(?<![^\s"'=])(~|[A-Za-z]:|file://)?([\\/]+[\w.@+-][\w .@+-]*){2,}[\\/]?""")
+#: Files in which such paths are not taken out: with one, the file stays behind.
+SETTINGS = (".toml", ".yaml", ".yml")
 
 
 def name_of(model: str | Path) -> str:
@@ -167,7 +171,8 @@ def without_paths(value: Any, folder: Path) -> Any:
     return {
         key: without_paths(child, folder)
         for key, child in value.items()
-        if not (key in PATHS and isinstance(child, str) and model_folder.is_local(child, folder))
+        if not isinstance(child, str)
+        or not (LOCAL.fullmatch(child) or (key in PATHS and model_folder.is_local(child, folder)))
     }
 
 
@@ -175,10 +180,8 @@ def without_local_paths(folder: Path, name: str) -> bytes | None:
     """Return the text of a config without its local paths; None if it has no local path."""
     if not name.endswith(".json") or name in ("tokenizer.json", "vocab.json"):
         return None
-    path = model_folder.inside(folder, name)
-    with files.open_regular(path) as file, files.guarded(path):
-        text = file.readall()
-    if b'name_or_path"' not in text:
+    path, text = _read(folder, name)
+    if 'name_or_path"' not in text and LOCAL.search(text) is None:
         return None
     try:  # not by load_json: tokenizers state their longest length as 10^30
         stated = json.loads(text)
@@ -190,6 +193,12 @@ def without_local_paths(folder: Path, name: str) -> bytes | None:
         ) from error
 
 
+def _read(folder: Path, name: str) -> tuple[Path, str]:
+    path = model_folder.inside(folder, name)
+    with files.open_regular(path) as file, files.guarded(path):
+        return path, file.readall().decode(errors="replace")
+
+
 def companions_of(src: Checkpoint) -> tuple[dict[str, bytes | None], list[str]]:
     """Return the files of a source that go along with new weights, each with its new text, None if
     it is unchanged; and the names of those left out. CheckpointError for a link out of the folder.
@@ -197,7 +206,10 @@ def companions_of(src: Checkpoint) -> tuple[dict[str, bytes | None], list[str]]:
     add_tokenizer(src.path)
     weights = [path.name for path in src.files()]
     names, left_out = model_folder.companions(src.path, weights, src.trusted)
-    return {name: without_local_paths(src.path, name) for name in names}, left_out
+    settings = [name for name in names if name.lower().endswith(SETTINGS)]
+    local = [name for name in settings if LOCAL.search(_read(src.path, name)[1])]
+    going = [name for name in names if name not in local]
+    return {name: without_local_paths(src.path, name) for name in going}, [*left_out, *local]
 
 
 def _first_id(stated: Any, src: Checkpoint) -> str | None:

@@ -117,8 +117,12 @@ def test_local_paths_leave_a_config_at_any_depth(tmp_path: Path) -> None:
         "_name_or_path": "/x",
         "text_config": {"_name_or_path": "org/model", "l": [{"name_or_path": "./x"}]},
         "k": 1,
+        "vocab_file": "~/models/vocab.json",
+        "template": "/no_think /a/b\n",
+        "eos_token": "</s>",
     }
-    assert without_paths(stated, tmp_path) == {"text_config": {"_name_or_path": "org/model", "l": [{}]}, "k": 1}
+    kept = {"k": 1, "template": "/no_think /a/b\n", "eos_token": "</s>"}
+    assert without_paths(stated, tmp_path) == {"text_config": {"_name_or_path": "org/model", "l": [{}]}, **kept}
 
 
 def test_every_step_hands_on_what_the_source_says(small_llama: Path, tmp_path: Path) -> None:

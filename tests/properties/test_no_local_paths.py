@@ -28,7 +28,13 @@ def root(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, key in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
         stated = json.loads((folder / "model" / name).read_text())
         stated |= {key: str(folder / "model"), "nested": {"_name_or_path": f"./{SECRET}/model", "x": 1}}
+        if name == "tokenizer_config.json":  # of earlier releases
+            stated |= {"tokenizer_file": str(folder / "tokenizer.json"), "extra": [{"dir": f"C:\\x\\{SECRET}"}]}
         (folder / "model" / name).write_text(json.dumps(stated))
+    state = {"best_model_checkpoint": str(folder / "checkpoint-5"), "log_history": [{"loss": float("nan")}], "epoch": 1}
+    (folder / "model" / "trainer_state.json").write_text(json.dumps(state))
+    (folder / "model" / "mergekit_config.yml").write_text(f"models:\n  - model: {folder}/one\n")
+    (folder / "model" / "merge.yaml").write_text("models:\n  - model: org/one  # 1 / 2 / 3\n")
     return folder
 
 
@@ -65,6 +71,8 @@ def test_no_file_of_any_output_names_a_local_folder(root: Path, monkeypatch: pyt
     assert "data: calib.txt\n" in (root / "int4" / "quantkit_recipe.yaml").read_text()
     assert found["source"]["name"] == found["base"]["name"] == "model"
     assert json.loads((root / "int4" / "tokenizer_config.json").read_text())["nested"] == {"x": 1}
+    assert json.loads((root / "int4" / "trainer_state.json").read_text())["epoch"] == 1
+    assert (root / "int4" / "merge.yaml").exists() and found["left_out"] == ["mergekit_config.yml"]
     assert json.loads((root / "marlin" / "verify.json").read_text())["against"] == "int4"
 
 
