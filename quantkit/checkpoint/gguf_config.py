@@ -294,11 +294,8 @@ def _positions(
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...] | None) -> bool:
-    if neutral is None:
-        return True
-    if isinstance(value, (int, float)):
-        return any(
-            isinstance(each, (int, float)) and isclose(value, each, rel_tol=1e-5)
-            for each in neutral
-        )
-    return value in neutral
+    if neutral is None or not isinstance(value, (int, float)):
+        return neutral is None or value in neutral
+    return any(
+        isinstance(each, (int, float)) and isclose(value, each, rel_tol=1e-5) for each in neutral
+    )

@@ -15,12 +15,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +79,6 @@ class GgufSource(NamedTuple):
 #: contents.
 _opened: dict[tuple[Path, tuple[int, ...]], tuple[TemporaryDirectory[str], Path]] = {}
 _sources: dict[Path, GgufSource] = {}
-#: Folders whose tokenizer was written, with the words into which it splits a probe.
-_tokenized: dict[Path, list[str]] = {}
 
 
 def source_of(folder: Path) -> GgufSource | None:
@@ -148,6 +147,7 @@ def open_gguf(path: Path, described: bool = False) -> Path:
     return _opened[key][1]
 
 
+@cache
 def add_tokenizer(folder: Path) -> list[str] | None:
     """Write the tokenizer of a GGUF file into the folder that `open_gguf` made, if it has one, and
     return the words into which it splits `gguf_tokenizer.PROBE`. None for any other folder.
@@ -157,14 +157,12 @@ def add_tokenizer(folder: Path) -> list[str] | None:
     source = _sources.get(folder)
     if source is None or source.unreadable is not None:
         return None
-    if folder not in _tokenized:
-        stated, path = source.metadata, source.files[0].path
-        with _refused(path, "transformers cannot make a tokenizer of it"):
-            made, words = gguf_tokenizer.files_of(stated["general.architecture"], stated)
-        for name, text in made.items():
-            files.write_atomic(folder / name, text)
-        _tokenized[folder] = words
-    return _tokenized[folder]
+    stated, path = source.metadata, source.files[0].path
+    with _refused(path, "transformers cannot make a tokenizer of it"):
+        made, words = gguf_tokenizer.files_of(stated["general.architecture"], stated)
+    for name, text in made.items():
+        files.write_atomic(folder / name, text)
+    return words
 
 
 def _read_headers(path: Path, stored: list[StoredFile]) -> tuple[GgufHeader, dict[str, StoredFile]]:
@@ -303,11 +301,8 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         json_files.dump_json(dict(sorted(described.items())), special_floats=True),
     )
     generation = GenerationConfig.from_model_config(config)
-    known = generation.eos_token_id
-    ends = dict.fromkeys(gguf_tokenizer.ends_of(stated))
-    ends |= dict.fromkeys(known if isinstance(known, list) else [known] if known else [])
-    if ends:
-        generation.eos_token_id = [*ends] if len(ends) > 1 else next(iter(ends))
+    if ends := gguf_tokenizer.ends_of(stated):
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
     generation.suppress_tokens = gguf_tokenizer.list_of(stated, "suppress_tokens") or None
     with _refused(path, f"its keys {SAMPLING}* cannot be followed"):
         notices += _draw_as_stated(generation, stated)
@@ -356,23 +351,13 @@ def _factors(
     return found
 
 
-class _Named(NamedTuple):
-    """Hide a model's inner modules from transformers' map of names, which would make a map for each
-    of them.
+def _named(module: Any, **children: Any) -> Any:
+    """Hide a model's inner modules, except `children`, from transformers' map of names, which would
+    make a map for each of them.
     """
-
-    module: Any
-    children: dict[str, _Named]
-
-    @property
-    def config(self) -> Any:
-        return self.module.config
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return cast("dict[str, Tensor]", self.module.state_dict())
-
-    def named_children(self) -> list[tuple[str, _Named]]:
-        return list(self.children.items())
+    return SimpleNamespace(
+        config=module.config, state_dict=module.state_dict, named_children=children.items
+    )
 
 
 class _Reading:
@@ -397,7 +382,7 @@ class _Reading:
         self.dtype = _dtype(header, architecture)
         processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
         self.processor = processor(config=config.to_dict())
-        model: Any = _Named(module, {module.base_model_prefix: _Named(module.base_model, {})})
+        model = _named(module, **{module.base_model_prefix: _named(module.base_model)})
         self.names: dict[str, str] = get_gguf_hf_weights_map(model, self.processor)
         self.shapes = {name: tuple(state.shape) for name, state in module.state_dict().items()}
         self.inputs: dict[str, list[str]] = {}

@@ -115,15 +115,11 @@ class StoredTensors:
 
     def supply(self, files: Sequence[StoredFile], tensors: Mapping[str, Derived]) -> None:
         """Add tensors that are computed from weight files of another format."""
-
-        def read(name: str, index: int | slice | None) -> Tensor:
-            raise KeyError(name)
-
         self._shards += files
         self._supplied |= {file.name: file.path for file in files}
         held = frozenset(file.name for file in files)
         for name, derived in tensors.items():
-            compute = partial(derived.compute, read)
+            compute = partial(derived.compute, self.get)  # which has no inputs to read
             self._where[name] = _Place(derived.shape, derived.dtype, compute, held)
 
     def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:

@@ -1,17 +1,12 @@
-"""The group `quantkit`: the name of each command, and where it is imported from on use; and the
-command completion.
-"""
+"""The group `quantkit` with its commands, and the command completion."""
 
 from __future__ import annotations
-
-from typing import Any, cast
 
 import click
 from click.shell_completion import get_completion_class
 
-from quantkit.cli import show
+from quantkit.cli import demo, doctor, evaluate, inspect, quantize, show
 from quantkit.cli.options import choice, command, group
-from quantkit.cli.parsing import Commands
 from quantkit.cli.process import emit
 from quantkit.progress import Progress
 from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
@@ -21,30 +16,19 @@ from quantkit.version import __version__
 #: same name.
 SHELLS, VARIABLE = ("bash", "zsh", "fish"), "_QUANTKIT_COMPLETE"
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-
-#: Command -> the module and the variable that hold it.
-PLACES = {
-    "quantize": "quantkit.cli.quantize:quantize",
-    "prune": "quantkit.cli.quantize:prune",
-    "plan": "quantkit.cli.quantize:plan",
-    "pack": "quantkit.cli.quantize:pack",
-    "convert": "quantkit.cli.quantize:convert",
-    "verify": "quantkit.cli.inspect:verify",
-    "inspect": "quantkit.cli.inspect:inspect",
-    "report": "quantkit.cli.inspect:report",
-    "eval": "quantkit.cli.evaluate:evaluate",
-    "compare": "quantkit.cli.evaluate:compare",
-    "generate": "quantkit.cli.evaluate:generate",
-    "demo": "quantkit.cli.demo:demo",
-    "doctor": "quantkit.cli.doctor:doctor",
-    "completion": "quantkit.cli.commands:completion",
-}
+#: The commands, in the order of the help.
+COMMANDS = (
+    *(quantize.quantize, quantize.prune, quantize.plan, quantize.pack, quantize.convert),
+    *(inspect.verify, inspect.inspect, inspect.report),
+    *(evaluate.evaluate, evaluate.compare, evaluate.generate),
+    *(demo.demo, doctor.doctor),
+)
 
 
 @group(
     None,
     "quantkit quantize ./Llama-3.2-1B -o ./Llama-3.2-1B-int4 --calib wikitext2",
-    commands=cast(Any, Commands(PLACES)),
+    commands=COMMANDS,
     context_settings=HELP,
 )
 @click.version_option(__version__, prog_name="quantkit")
@@ -59,6 +43,7 @@ def quantkit() -> None:
 @command(
     "completion",
     "quantkit completion fish > ~/.config/fish/completions/quantkit.fish",
+    quantkit,
     computes=False,
 )
 @click.argument("shell", type=choice(SHELLS))

@@ -1,14 +1,11 @@
-"""Click's commands and choices, with options in sections, lazy commands, and near matches for wrong
-words.
-"""
+"""Click's commands and choices, with options in sections, and near matches for wrong words."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -61,23 +58,6 @@ def moved(keys: Iterable[Key]) -> dict[str, str]:
             if key.level == "all":
                 found[Option(key.keyword, value).split()[0]] = Setting(key.keyword, value)
     return found
-
-
-class Commands(Mapping[str, click.Command]):
-    """The commands of a group by name, each imported from `module:variable` on use."""
-
-    def __init__(self, places: Mapping[str, str]) -> None:
-        self._places = places
-
-    def __getitem__(self, name: str) -> click.Command:
-        module, _, variable = self._places[name].partition(":")
-        return cast("click.Command", getattr(import_module(module), variable))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 class Group(click.Group):

@@ -237,7 +237,7 @@ def token_values(
     Exponentials and products are in float32, sums over the vocabulary in float64.
     """
     found = []
-    for number, _ in pieces.each(progress, "divergence"):
+    for number in progress.bar(range(len(pieces.parts)), "divergence", len(pieces.parts)):
         both, targets = (
             [pieces.logits(m, number) for m in (reference, model)],
             pieces.targets(number),

@@ -68,10 +68,6 @@ class Windows:
             "text_tokens": self.text_tokens,
         }
 
-    def each(self, progress: Progress, label: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number and the tokens `[window]` of each window."""
-        yield from enumerate(progress.bar(self.parts, label, len(self.parts)))
-
     def logits(self, model: PreTrainedModel, number: int) -> Tensor:
         """Compute the logits `[window, v]` after each token of a window. With BOS, the first logits
         follow only BOS.
@@ -171,9 +167,10 @@ def window_losses(
     model: PreTrainedModel, pieces: Windows, progress: Progress = QUIET
 ) -> list[Tensor]:
     """Compute the loss of each prediction of each window, float32 `[t]` in nats, on the CPU."""
+    count = len(pieces.parts)
     return [
         token_losses(pieces.logits(model, number), pieces.targets(number)).cpu()
-        for number, _ in pieces.each(progress, "perplexity")
+        for number in progress.bar(range(count), "perplexity", count)
     ]
 
 

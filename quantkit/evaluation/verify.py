@@ -222,10 +222,9 @@ def _check_bits(
             raise
         return Verification(None, (), hashes, tuple(dict.fromkeys([*failures, error.typed])), ())
     assert src.layout is not None
-    checked, layers = bool(recorded or against), None
-    if recorded:
-        layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
-    else:
+    checked = bool(recorded or against)
+    layers = {each["name"]: each for each in recorded.get("layers", [])} if recorded else None
+    if not recorded:
         with clock.phase("files"):
             hashes = src.hashes()
             weights = [src.path / name for name in hashes if name != CONFIG]

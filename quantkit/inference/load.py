@@ -6,8 +6,6 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -286,15 +284,11 @@ def refusal_by_transformers(
             raise NotTried(f"its quantizer for {method!r} needs compiled packages")
         config.quantization_config = stated
     tensors = sorted(forms.items())
-    found = _opened(
-        _Question(
-            type(outline.module),
-            repr((src.config, stated, tensors)),
-            src.dtype_of_model,
-            config,
-            forms,
-        )
-    )
+    asked = type(outline.module), repr((src.config, stated, src.dtype_of_model, tensors))
+    if asked not in _ANSWERS:
+        _ANSWERS.clear()
+        _ANSWERS[asked] = _opened(type(outline.module), config, src.dtype_of_model, forms)
+    found = _ANSWERS[asked]
     if isinstance(found, str):
         return found
     lacking = [name for name in found["missing_keys"] if computed(outline.module, name) is None]
@@ -312,38 +306,22 @@ def refusal_by_transformers(
     return None
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A model's class and dtype, its config and the tensors to open, with a text that tells both
-    from others.
-    """
-
-    cls: type[PreTrainedModel]
-    asked: str
-    dtype: torch.dtype
-    config: Any = field(compare=False)
-    forms: Forms = field(compare=False)
+#: The last question to transformers, with its answer: a run asks twice, of its plan, and of the
+#: files that it wrote.
+_ANSWERS: dict[tuple[type, str], dict[str, list[str]] | str] = {}
 
 
-@lru_cache(maxsize=1)  # a run asks twice: of its plan, and of the files that it wrote
-def _opened(question: _Question) -> dict[str, list[str]] | str:
+def _opened(cls: Any, config: Any, dtype: torch.dtype, forms: Forms) -> dict[str, list[str]] | str:
     """Return the names that `from_pretrained` reports, or the reason why it refuses."""
     states = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (dtype, shape) in question.forms.items()
+        name: torch.empty(shape, dtype=stored, device="meta")
+        for name, (stored, shape) in forms.items()
     }
-    options: Any = {
-        "dtype": question.dtype,
-        "device_map": {"": "meta"},
-        "output_loading_info": True,
-    }
-    cls: Any = question.cls
+    options: Any = {"dtype": dtype, "device_map": {"": "meta"}, "output_loading_info": True}
     try:
         # compressed-tensors has bars of its own.
         with building(), silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
-            _, found = cls.from_pretrained(
-                None, config=question.config, state_dict=states, **options
-            )
+            _, found = cls.from_pretrained(None, config=config, state_dict=states, **options)
     except ImportError as error:
         raise NotTried(reason(error)) from error
     except Exception as error:  # each quantizer has its own

@@ -151,23 +151,23 @@ def parse(data: bytes, path: Path, special_floats: bool = False) -> Json:
     return value
 
 
-def entries(value: Any, path: Path, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for all that a JSON value holds at any depth; list entries have the key
-    "".
+def entries(value: Any, path: Path, depth: int = 0, named: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) for all that a JSON value holds at any depth; entries of a list have the
+    list's key.
     """
     if depth > DEPTH_LIMIT:
         raise CheckpointError(f"JSON nested deeper than {DEPTH_LIMIT}", AGAIN, subject=path)
     children = (
-        value.items()
+        ((str(key), v) for key, v in value.items())
         if isinstance(value, dict)
-        else (("", v) for v in value)
+        else ((named, v) for v in value)
         if isinstance(value, list)
         else ()
     )
     for key, child in children:
         yield key, child
         if isinstance(child, (dict, list)):
-            yield from entries(child, path, depth + 1)
+            yield from entries(child, path, depth + 1, key)
 
 
 def shown(value: Any) -> str:
@@ -276,7 +276,9 @@ def check_sizes(config: Json, path: Path, tensors: int, nbytes: int) -> None:
     A library would build such a model before it compares any tensor, for hours or until memory is
     full.
     """
-    for key, value in _numbers(config, ""):
+    for key, value in entries(config, path):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
         most = _FREE_LAYERS if _LAYERS.search(key) else _FREE_PARTS if _PARTS.search(key) else None
         if most is not None and value > most + tensors:
             held = f"the weight files hold {tensors} tensors"
@@ -294,17 +296,3 @@ def check_sizes(config: Json, path: Path, tensors: int, nbytes: int) -> None:
             "fetch the folder again",
             subject=path,
         )
-
-
-def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
-    """Yield (key, number) for each number in a JSON value, at any depth. Numbers of a list have the
-    list's key.
-    """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield key, value
-    elif isinstance(value, list):
-        for child in value:
-            yield from _numbers(child, key)
-    elif isinstance(value, dict):
-        for name, child in value.items():
-            yield from _numbers(child, str(name))
