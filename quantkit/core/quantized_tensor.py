@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from quantkit.core import sparsity
-from quantkit.core.formats import FORMATS, Format, raw_bytes
+from quantkit.core.formats import FORMATS, Format
 from quantkit.errors import LayoutError, RecipeError, Setting, Words
 
 #: The sizes `[n, k]` of a weight; its packed tensors by suffix, and their shapes.
@@ -31,6 +31,12 @@ Sparsity = Literal["2:4"] | None
 DIGEST = "xxh3_128"
 #: Bytes copied from a GPU at a time to be hashed.
 PIECE = 1 << 24
+#: The parts of a label, but groups -> what they say of a scheme.
+PARTS: Mapping[str, dict[str, Any]] = {
+    "channel": {"group_size": None},
+    "asym": {"symmetric": False},
+    "24": {"sparsity": "2:4"},
+}
 
 
 @dataclass(frozen=True)
@@ -114,12 +120,8 @@ class Scheme:
         if FORMATS[name].is_microscaled:
             options["group_size"] = FORMATS[name].group_size
         for part in rest:
-            if part == "channel":
-                options["group_size"] = None
-            elif part == "asym":
-                options["symmetric"] = False
-            elif part == "24":
-                options["sparsity"] = "2:4"
+            if part in PARTS:
+                options |= PARTS[part]
             elif re.fullmatch("g[0-9]{1,9}", part):
                 options["group_size"] = int(part[1:])
             else:
@@ -265,9 +267,9 @@ class Digest:
         self._hasher.update(f"{scheme.label} {list(shape)}".encode())
 
     def update(self, codes: Tensor) -> None:
-        """Hash the next rows of codes."""
-        for piece in _pieces(codes):
-            self._hasher.update(piece)
+        """Hash the next rows of codes; those on a GPU are copied to the CPU in pieces."""
+        for piece in codes.detach().reshape(-1).view(torch.uint8).split(PIECE):
+            self._hasher.update(piece.cpu().numpy())
 
     def finish(self, scales: Tensor, zeros: Tensor | None) -> str:
         """Hash scales and zero points, which come last, and return the digest."""
@@ -275,12 +277,3 @@ class Digest:
             if tensor is not None:
                 self.update(tensor)
         return f"{self._prefix}{self._hasher.hexdigest()}"
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order; a tensor on a GPU is copied to the CPU in pieces."""
-    if tensor.device.type == "cpu":
-        yield raw_bytes(tensor).numpy().data
-        return
-    for part in tensor.detach().reshape(-1).view(torch.uint8).split(PIECE):
-        yield part.cpu().numpy().data

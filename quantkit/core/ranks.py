@@ -116,23 +116,9 @@ class Ranks:
         with self.progress.loop():
             return self._exchange(value)
 
-    def broadcast(self, value: T | None, source: int = 0) -> T:
-        """Send the value of the rank `source`, which may hold tensors, to all."""
-        if self.count == 1:
-            return cast(T, value)
-        from torch import distributed
-
-        with self.progress.loop():
-            form, tensors = _separate(value) if self.rank == source else (None, [])
-            form = self._exchange(form)[source]
-            assert form is not None
-            with self._moving([form]):
-                if self.rank != source:
-                    tensors = self._allocate(form)
-                for tensor in tensors:
-                    if tensor.numel():
-                        distributed.broadcast(_bytes(tensor), source, group=self._group(tensor))
-            return cast(T, value if self.rank == source else _join(form, tensors))
+    def broadcast(self, value: T | None) -> T:
+        """Send the value of the first rank, which may hold tensors, to all."""
+        return cast(T, self.gather(value if self.first else None)[0])
 
     def gather(self, value: T) -> list[T]:
         """Exchange values that may hold tensors: each rank gets the values of all, in
@@ -312,9 +298,9 @@ class Ranks:
         def add(function: Callable[..., Any], tensors: Iterable[Tensor], peer: int) -> None:
             for tensor in tensors:
                 if tensor.numel():
-                    operation = distributed.P2POp(
-                        function, _bytes(tensor), peer, self._group(tensor)
-                    )
+                    data = tensor.reshape(-1).view(torch.uint8)  # gloo and NCCL lack some dtypes
+                    group = self._nccl if tensor.is_cuda else self._control
+                    operation = distributed.P2POp(function, data, peer, group)
                     operations[tensor.is_cuda].append(operation)
 
         for number, source in step:
@@ -325,22 +311,15 @@ class Ranks:
                     if receiver != source:
                         add(distributed.isend, own[number], receiver)
             elif self.rank in receivers:
-                found[number, source] = self._allocate(forms[source][number])
+                found[number, source] = [
+                    torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else self.device)
+                    for dtype, shape, kind in forms[source][number].tensors
+                ]
                 add(distributed.irecv, found[number, source], source)
         for of_kind in filter(None, operations.values()):
             for work in distributed.batch_isend_irecv(of_kind):
                 work.wait()
         return found
-
-    def _group(self, tensor: Tensor) -> Any:
-        return self._nccl if tensor.is_cuda else self._control
-
-    def _allocate(self, form: _Form) -> list[Tensor]:
-        cpu = torch.device("cpu")
-        return [
-            torch.empty(shape, dtype=dtype, device=cpu if kind == "cpu" else self.device)
-            for dtype, shape, kind in form.tensors
-        ]
 
 
 #: A process that shares its run with no other one.
@@ -368,11 +347,6 @@ def _ranks_of(world: Any) -> Ranks:
 
     control = distributed.new_group(backend="gloo", timeout=PATIENCE)
     return Ranks(distributed.get_rank(), distributed.get_world_size(), control)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes: gloo and NCCL do not know all dtypes."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _is_shown(error: BaseException) -> bool:
