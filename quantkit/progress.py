@@ -254,10 +254,6 @@ class Clock:
             yield item
             del item  # its memory is free while the next one is made
 
-    def elapsed(self) -> float:
-        """Return the seconds since the clock was made."""
-        return time.perf_counter() - self.started
-
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call and start from zero."""
         taken, self.seconds = self.seconds, {}

@@ -223,15 +223,13 @@ class Sizes:
         src: Checkpoint,
         linears: Mapping[str, Shape],
         recipe: Recipe,
-        device: str | None,
+        device: str,
         gpu_memory: int | None = None,
     ) -> Sizes:
-        """Collect the sizes of a run on `device`; None and auto mean a GPU, if there is one.
-        `linears` as in the class. `gpu_memory` is that of a GPU that is not here.
+        """Collect the sizes of a run on `device`. `linears` as in the class. `gpu_memory` is that
+        of a GPU that is not here.
         """
-        here = torch.cuda.is_available()
-        cuda = here if device in (None, "auto") else str(device).startswith("cuda")
-        kind = torch.device("cuda" if cuda else "cpu")
+        kind, cuda, here = torch.device(device), device == "cuda", torch.cuda.is_available()
         if cuda and here and gpu_memory is None:
             gpu_memory = torch.cuda.mem_get_info()[0]
         inside = {module: shape for module, shape in linears.items() if BLOCK.match(module)}

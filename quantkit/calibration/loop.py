@@ -242,14 +242,9 @@ def calibrated(
 
     Each of several ranks computes a part, and only the first one yields tensors.
 
-    RecipeError for a tied linear that is not skipped. NumericError for unusable activations,
-    Hessians or weights. CheckpointError for a model that cannot run block by block.
+    NumericError for unusable activations, Hessians or weights. CheckpointError for a model that
+    cannot run block by block.
     """
-    for linear in run.goals(sorted(run.model.tied)):
-        raise RecipeError(
-            f"{linear} shares its weight with the embeddings, which stay dense",
-            Words("add", Setting("skip", linear)),
-        )
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
     last = len(run.model.blocks)

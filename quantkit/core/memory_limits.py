@@ -47,13 +47,13 @@ def memory_limits(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> list[Limit]:
     """List every limit that is set on this system."""
-    own = _own_pages(proc)
-    found = [*_cgroup_limits(proc, cgroups, own.resident)]
+    size, resident, data = _own_pages(proc)
+    found = [*_cgroup_limits(proc, cgroups, resident)]
     if (free := free_memory(proc, swap=True)) is not None:
-        found.append(Limit(free + own.resident, "the memory that is free here", "free some memory"))
-    used = {"v": own.size, "d": own.data}
-    for letter, limit in _shell_limits().items() if own.size else ():
-        free = limit - used[letter] + own.resident
+        found.append(Limit(free + resident, "the memory that is free here", "free some memory"))
+    used = {"v": size, "d": data}
+    for letter, limit in _shell_limits().items() if size else ():
+        free = limit - used[letter] + resident
         found.append(Limit(free, f"ulimit -{letter}", f"raise ulimit -{letter}"))
     return found
 
@@ -75,8 +75,8 @@ def unused_memory(*, swap: bool = False) -> float:
     """Return the bytes that this process may still take under every limit, with `swap` in swap too;
     infinity where no limit is known.
     """
-    own = _own_pages(Path("/proc")).resident
-    found = [limit.bytes - own for limit in memory_limits()]
+    _, resident, _ = _own_pages(Path("/proc"))
+    found = [limit.bytes - resident for limit in memory_limits()]
     free = None if swap else free_memory()
     return min(found if free is None else [*found, free], default=float("inf"))
 
@@ -112,15 +112,15 @@ def require_memory_for_imports(*, computes: bool) -> None:
     found = _shell_limits()
     if "torch" in sys.modules or not found:
         return
-    own, torch = _own_pages(Path("/proc")), find_spec("torch")
-    if not own.size or torch is None or torch.origin is None:
+    (size, _, data), torch = _own_pages(Path("/proc")), find_spec("torch")
+    if not size or torch is None or torch.origin is None:
         return
     libraries = sum(
         path.stat().st_size for path in (Path(torch.origin).parent / "lib").glob("*.so*")
     )
     needed = {
-        "v": own.size + int(TORCH * libraries) + computes * OTHERS,
-        "d": own.data + TORCH_DATA + computes * OTHERS_DATA,
+        "v": size + int(TORCH * libraries) + computes * OTHERS,
+        "d": data + TORCH_DATA + computes * OTHERS_DATA,
     }
     for letter, limit in found.items():
         if limit < needed[letter]:
@@ -142,24 +142,16 @@ def _shell_limits() -> dict[str, int]:
     return {}
 
 
-@dataclass(frozen=True)
-class _Pages:
-    """Hold the bytes of this process: its address space, its resident memory, and its private
-    writable memory.
+def _own_pages(proc: Path) -> tuple[int, int, int]:
+    """Read the bytes of this process's address space, resident memory and private writable memory;
+    zeros where the system does not report them.
     """
-
-    size: int
-    resident: int
-    data: int
-
-
-def _own_pages(proc: Path) -> _Pages:
-    """Read this process's memory; zeros where the system does not report it."""
     try:
         pages = [int(word) for word in (proc / "self/statm").read_text().split()]
-        return _Pages(*(os.sysconf("SC_PAGE_SIZE") * pages[i] for i in (0, 1, 5)))
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * pages[0], page * pages[1], page * pages[5]
     except (OSError, ValueError, IndexError):
-        return _Pages(0, 0, 0)
+        return 0, 0, 0
 
 
 def _cgroup_limits(proc: Path, cgroups: Path, resident: int) -> Iterator[Limit]:

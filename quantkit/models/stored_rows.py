@@ -13,7 +13,7 @@ rows, which is correct but slow.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -152,13 +152,9 @@ class LinearRows(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-class _Place(NamedTuple):
-    """Describe the linears of a rule at one place: stored name -> path, and path of the model's
-    linear -> its rows.
-    """
-
-    stored: dict[str, str]
-    made: dict[str, tuple[Rows, ...]]
+#: The linears of a rule at one place: stored name -> path, and path of the model's linear -> its
+#: rows.
+_Place = tuple[dict[str, str], dict[str, tuple[Rows, ...]]]
 
 
 def follow_storage(
@@ -175,9 +171,9 @@ def follow_storage(
     model, decoder = names.module, language_model(names.module)[0] if merged else ""
     for patterns in dict.fromkeys(each.patterns for each in merged):
         places = _places(names, src, [each for each in merged if each.patterns == patterns])
-        if any(path.startswith(decoder) for place in places for path in place.made):
-            for place in places:
-                found |= _replace(model, src, place)
+        if any(path.startswith(decoder) for _, made in places for path in made):
+            for stored, made in places:
+                found |= _replace(model, src, stored, made)
     return found
 
 
@@ -214,22 +210,27 @@ def _places(names: StateNames, src: Checkpoint, uses: Sequence[Merged]) -> list[
             name.endswith(".weight") and is_free(model, path) for name, path in stored.items()
         ):
             return []
-        places.append(_Place(stored, {_owner(state): rows[state] for state in use.states}))
+        places.append((stored, {_owner(state): rows[state] for state in use.states}))
     return places if not biases else []
 
 
-def _replace(model: PreTrainedModel, src: Checkpoint, place: _Place) -> dict[str, StoredLinear]:
-    like = model.get_submodule(next(iter(place.made)))
+def _replace(
+    model: PreTrainedModel,
+    src: Checkpoint,
+    stored: Mapping[str, str],
+    made: Mapping[str, tuple[Rows, ...]],
+) -> dict[str, StoredLinear]:
+    like = model.get_submodule(next(iter(made)))
     weight, has_bias = like.get_parameter("weight"), like.bias is not None
     held: dict[str, StoredLinear] = {}
-    for name, path in place.stored.items():
+    for name, path in stored.items():
         n, k = src.true_shape(name)[0], weight.shape[1]
         linear = nn.Linear(k, n, has_bias, device=weight.device, dtype=weight.dtype)
         add_module(model, path, linear)
         held[name] = StoredLinear(linear)
-    for path, rows in place.made.items():
+    for path, rows in made.items():
         model.set_submodule(path, LinearRows([(held[each.name], each.rows) for each in rows]))
-    return {place.stored[name]: stored for name, stored in held.items()}
+    return {stored[name]: linear for name, linear in held.items()}
 
 
 def _owner(name: str) -> str:

@@ -8,6 +8,7 @@ report so far.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -330,7 +331,7 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
     The phase `other` has the remaining time of this run, so the phases add up to the total.
     """
     claimed = added_up([phases(writer.done[writer.resumed :]), clock.take()])
-    other = max(0.0, clock.elapsed() - sum(claimed.values()))
+    other = max(0.0, time.perf_counter() - clock.started - sum(claimed.values()))
     found = added_up([phases(writer.done[: writer.resumed]), claimed, {"other": other}])
     return found, sum(found.values())
 

@@ -186,10 +186,6 @@ class Memory:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than
         the GPU has.
         """
-        for stage in (self, *self.others):
-            replace(stage, others=(), gpu_memory=self.gpu_memory)._require()
-
-    def _require(self) -> None:
         least = min(memory_limits(), key=lambda limit: limit.bytes, default=None)
         needed = sum(self.ram.values())
         if least is not None and least.bytes < CERTAINLY_NEEDED * needed:
@@ -207,6 +203,8 @@ class Memory:
             way = INSTEAD if WHOLE in self.vram else Words("use", Option("device", "cpu"))
             rule = Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there))
             raise QuantkitError(rule, way, "a GPU with more memory")
+        for stage in self.others:
+            replace(stage, gpu_memory=self.gpu_memory).require()
 
     def _gpu_memory(self) -> int | None:
         """Return the bytes of the GPU; None if no GPU matters."""
@@ -348,13 +346,13 @@ def calibrated_memory(
     src: Checkpoint,
     linears: Mapping[str, tuple[int, int]],
     recipe: Recipe,
-    device: str | None = None,
-    act_budget: int | None = None,
-    gpu_memory: int | None = None,
+    device: str,
+    act_budget: int | None,
+    gpu_memory: int | None,
     *,
     sensitivities: bool = False,
 ) -> Memory:
-    """Estimate the peak of a run with activations, on `device` (None: as `auto` chooses).
+    """Estimate the peak of a run with activations, on `device`, cpu or cuda.
 
     `gpu_memory` are the bytes of a GPU that is not here. With `sensitivities` their pass is one
     more stage.

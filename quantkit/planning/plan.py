@@ -348,7 +348,7 @@ def plan_quantize(
     tied: Collection[str] = (),
     inside: Collection[str] | None = None,
     out: Path | None = None,
-    device: str | None = None,
+    device: str = "cpu",
     act_budget: int | None = None,
     gpu_memory: int | None = None,
 ) -> Plan:
@@ -357,7 +357,7 @@ def plan_quantize(
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that
     share their weight with the embeddings. `inside` names the tensors of the decoder's blocks
     (None: by their numbers). Free disk space is measured at `out`. `device` is where the run would
-    compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU that is not here.
+    compute, cpu or cuda; `gpu_memory` are the bytes of a GPU that is not here.
     """
     layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
@@ -385,11 +385,10 @@ def plan_quantize(
         memory = calibrated_memory(src, shapes, recipe, device, act_budget, gpu_memory)
     else:
         rounded = [row.stored for row in output.quantized]
-        here = torch.cuda.is_available() if device in (None, "auto") else device != "cpu"
-        kind = "cuda" if here else "cpu"
-        each = rounding_bytes((row.goal for row in rows), src.dtype_of_model, kind)
-        threads = rounders(torch.device(kind), gpu_memory)
-        memory = streamed_memory(src, rounded, each, AHEAD * threads + 1, threads if here else 0)
+        each = rounding_bytes((row.goal for row in rows), src.dtype_of_model, device)
+        threads = rounders(torch.device(device), gpu_memory)
+        on_gpu = threads if device == "cuda" else 0
+        memory = streamed_memory(src, rounded, each, AHEAD * threads + 1, on_gpu)
     memory = replace(memory, gpu_memory=gpu_memory)
     ways = verdicts.ways_out(misfits, goals, layout, recipe, None)
     found = verdicts.Verdict(

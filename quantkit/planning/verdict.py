@@ -157,7 +157,8 @@ def ways_out(
     joint: list[str] = []
     if layout is not None:
         unfit = [misfit for group in rules.values() if not _fits(group, layout) for misfit in group]
-        joint = _one_change(unfit, layout, recipe, source) or _two_changes(unfit, recipe)
+        if unfit:
+            joint = _one_change(unfit, layout, recipe, source) or _two_changes(unfit, recipe)
     lines = []
     for rule, group in rules.items():
         options: list[str] = []
@@ -197,8 +198,6 @@ def _one_change(
     """List the options that make all weights of a group fit; none if the source, not the layout, is
     at fault.
     """
-    if _fits(group, layout):
-        return []
     options = [] if recipe is not None else _for_conversion(group, layout)
     if recipe is not None:
         size = next((g for g in SUGGESTED if _fits(group, layout, group_size=g)), ...)
@@ -262,7 +261,7 @@ def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
     """Suggest a layout and a group size that together hold all misfits, if one change does not
     help.
     """
-    if recipe is None or not misfits:
+    if recipe is None:
         return []
     both = (
         (name, g)

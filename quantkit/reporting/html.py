@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from quantkit.core.units import format_bytes, format_percent, format_seconds
 from quantkit.names import JsonView
@@ -22,21 +22,13 @@ WORST = 20
 LISTED = 1000
 
 
-class Proof(NamedTuple):
-    """The state of the verification: the class of its chip, the chip, and a sentence."""
-
-    kind: str
-    word: str
-    sentence: str
-
-
 def page(report: JsonView, verification: JsonView | None = None) -> str:
     """Write the page of a report; `verification` is the content of verify.json, if it is there."""
     from markupsafe import escape
 
     source = report.get("base") or report.get("source", {})
     layers, recipe = report.get("layers", []), report.get("recipe")
-    proof, (quality, measured_on) = _proof(report, verification), _quality(report)
+    (*chip, verified), (quality, measured_on) = _proof(report, verification), _quality(report)
     script = raw("page.js")
     return render(
         "page.html.jinja",
@@ -47,7 +39,7 @@ def page(report: JsonView, verification: JsonView | None = None) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         light=charts.LIGHT,
         dark=charts.DARK,
-        proof=proof,
+        proof=chip,
         chips=dict.fromkeys(
             [
                 *(str(report[key]) for key in ("scheme", "layout") if report.get(key)),
@@ -55,7 +47,7 @@ def page(report: JsonView, verification: JsonView | None = None) -> str:
             ]
         ),
         tiles=list(_tiles(report, layers)),
-        facts=_facts(report, source, layers, proof.sentence),
+        facts=_facts(report, source, layers, verified),
         quality=quality,
         measured_on=measured_on,
         fitted=(facts.fit(report), _sizes(report)),
@@ -75,15 +67,16 @@ def page(report: JsonView, verification: JsonView | None = None) -> str:
     )
 
 
-def _proof(report: JsonView, verification: JsonView | None) -> Proof:
+def _proof(report: JsonView, verification: JsonView | None) -> tuple[str, str, str]:
+    """Say how the verification stands: the class of its chip, the chip, and a sentence."""
     if report.get("command") == "prune":
-        return Proof(
+        return (
             "",
             "dense output",
             "nothing is packed: compare its perplexity with quantkit eval ppl FOLDER",
         )
     if verification is None:
-        return Proof(
+        return (
             "warn",
             "not verified",
             "no: run quantkit verify FOLDER, which writes verify.json, and draw this again",
@@ -91,17 +84,17 @@ def _proof(report: JsonView, verification: JsonView | None) -> Proof:
     failures = verification.get("failures")
     if verification.get("ok") is not True:
         first = f", the first: {failures[0]}" if isinstance(failures, list) and failures else ""
-        return Proof("bad", "✗ verification failed", f"failed{first}")
+        return "bad", "✗ verification failed", f"failed{first}"
     hashes, files = verification.get("hashes"), report.get("files", {})
     if isinstance(hashes, dict) and any(files.get(name) != value for name, value in hashes.items()):
-        return Proof(
+        return (
             "warn",
             "not verified",
             "verify.json is about other files: run quantkit verify FOLDER again",
         )
     linears, weights = (number(verification.get(key)) or 0 for key in ("linears", "weights"))
     note = verification.get("note", "")
-    return Proof(
+    return (
         "good",
         "✓ verified",
         f"yes, {linears:.0f} linears and {weights:,.0f} weights bit by bit; {note}",
