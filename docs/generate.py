@@ -315,7 +315,7 @@ def keywords_module() -> str:
         options = [key for kind in kinds if kind is not LoadOptions for key in keys_of(kind)]
         found.append(typed_keywords(name, help, options, base=base))
     found.append(typed_keywords("RunKeywords", "The fields of `RunOptions`.", (), base="Settings"))
-    found[-1] += "    progress: Progress | None\n"
+    found[-1] += "    progress: Progress\n"
     for name, (help, bases) in JOINED.items():
         found.append(typed_keywords(name, help, (), base=bases).rstrip("\n") + "\n")
     return KEYWORDS_MODULE + "".join(found)

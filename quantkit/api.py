@@ -184,7 +184,7 @@ def produce(
     report = fit.quantize(model, out, recipe, fitted, measure, **run)
     if "evaluation" not in report:
         rule = f"{out} was finished by the interrupted run and is not evaluated: use"
-        (run.get("progress") or QUIET).warn(Words(rule, Command("eval ppl")))
+        run.get("progress", QUIET).warn(Words(rule, Command("eval ppl")))
     return report
 
 
@@ -522,8 +522,6 @@ def build_recipe(
 
 
 def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[str, Any]:
-    if recipe is None:
-        return {}
     if isinstance(recipe, Recipe):
         mapping = recipe.to_mapping()
         if not recipe.size_stated:
@@ -531,6 +529,6 @@ def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[
         if not recipe.layout_stated:
             mapping.pop("layout", None)
         return mapping
-    if isinstance(recipe, Mapping):
-        return recipe
+    if recipe is None or isinstance(recipe, Mapping):
+        return recipe or {}
     return load_named(recipe)

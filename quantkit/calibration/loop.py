@@ -41,7 +41,7 @@ from quantkit.checkpoint.writer import Commit, Item, committed_files
 from quantkit.core.memory_limits import release_heap
 from quantkit.core.quantized_tensor import Goal, QuantizedTensor, Scheme
 from quantkit.core.ranks import ALONE, Ranks
-from quantkit.core.threads import MOST_BYTES, ahead
+from quantkit.core.threads import MOST_BYTES, ahead, divide
 from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
 from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
@@ -55,7 +55,8 @@ from quantkit.text.tokenizer import check_tokens
 REST = "rest"
 #: Weights of fewer bytes are rounded together: handing each over takes as long as packing it.
 BATCH = 2**20
-#: Rounded tensors are committed to the journal in steps of about this many source bytes.
+#: Rounded tensors are committed to the journal in steps of this many source bytes, unless one has
+#: more.
 COMMIT_BYTES = 2**28
 
 
@@ -116,17 +117,8 @@ def _uncalibrated(
 
 
 def units_of(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield tensors in the units that streamed work commits."""
-    unit: list[str] = []
-    size = 0
-    for name in names:
-        unit.append(name)
-        size += src.nbytes(name)
-        if size >= COMMIT_BYTES:
-            yield unit
-            unit, size = [], 0
-    if unit:
-        yield unit
+    """Divide tensors into the units that streamed work commits."""
+    return divide(names, src.nbytes, COMMIT_BYTES)
 
 
 def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
@@ -184,7 +176,7 @@ def new_run(
     sequences: Sequence[Tensor],
     work: Path,
     *,
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
     act_budget: int | None = None,
     goals: Mapping[str, Goal | None] | None = None,
     beside: bool = False,
@@ -215,7 +207,7 @@ def new_run(
         here,
         work,
         act_budget,
-        progress or QUIET,
+        progress,
         Clock(model.device),
         goals,
         every,

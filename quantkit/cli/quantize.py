@@ -20,7 +20,7 @@ from quantkit.core.units import format_bytes, format_range
 from quantkit.engines.tables import TARGETS
 from quantkit.keys import keys_of
 from quantkit.names import MOST_TOKENS
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import FitOptions, PackOptions, PlanOptions, RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
@@ -182,7 +182,7 @@ def plan(
 
     running: Any = {**vars(run), **vars(asked)}
     # The table lists all warnings, one line does not.
-    running["progress"] = progress if progress.quiet else None
+    running["progress"] = progress if progress.quiet else QUIET
     running["announce"] = progress.note
     fitted = replace(fitted, target=target)
     found = fit.plan(model, _built(**given), out=out, fitted=fitted, **running)

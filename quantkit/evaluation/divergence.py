@@ -159,7 +159,7 @@ def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Chec
     _require_memory(opened.src, run.device)
 
     def measure(made: Checkpoint) -> Json:
-        progress = run.progress or QUIET
+        progress = run.progress
         try:
             with about(Option("eval")):
                 reference = open_checkpoint(model, load, dequantize=True).load(progress)

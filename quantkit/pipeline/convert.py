@@ -326,12 +326,11 @@ class Repacker:
             before = {**before, **_round_scales(self._src, module, tensors)}
         row = self._rows[module]
         scheme = row.goal if isinstance(row.goal, Scheme) else self._src.scheme(module)
-        if not sums_in_float16(self._layout.NAME, scheme, *row.stored, is_expert(module)):
-            before = {key: value for key, value in before.items() if key != ROW_SUM}
+        sums = sums_in_float16(self._layout.NAME, scheme, *row.stored, is_expert(module))
+        stale = ("true_shape",) if sums else ("true_shape", ROW_SUM)
+        before = {key: value for key, value in before.items() if key not in stale}
         if (same := self.by_rows(tensors, before.get("digest"), row, notices)) is not None:
-            return Item(
-                name, same, {key: value for key, value in before.items() if key != "true_shape"}
-            )
+            return Item(name, same, before)
         q = self._src.record(module, tensors, notices)
         tensors.clear()
         digest = _checked_digest(name, q, before.get("digest"))
@@ -425,14 +424,14 @@ def _as_planned(
     requantize: bool,
 ) -> tuple[QuantizedTensor, Json]:
     """Recast or round a weight to the planned scheme and shape; return it with its facts. `before`
-    has its report's.
+    has those of its report that still hold.
     """
     _check_scales(q)
     padded = src.is_padded(row.module)
     true = src.true_size(row.module) if padded else q.shape  # headers may know k only roughly
     scheme = row.goal if isinstance(row.goal, Scheme) else q.scheme
     shape = row.padded or true
-    facts = {key: value for key, value in before.items() if key != "true_shape"}
+    facts = dict(before)
     if scheme != q.scheme:
         facts["restated_from"] = q.scheme.label
     try:

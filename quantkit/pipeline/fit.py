@@ -226,7 +226,7 @@ def plan(
         options["target"] = fitted.target
     try:
         search = _search(
-            model, recipe, fitted, replace(run, progress=None), options.get("gpu_memory")
+            model, recipe, fitted, replace(run, progress=QUIET), options.get("gpu_memory")
         )
     except RecipeError as error:
         made = surveys.plan(model, recipe, out=out, **options)
@@ -282,9 +282,9 @@ def quantize(
     before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
     date = date_of(before) if before is not None and run.resume else None
     job = surveys.require_runnable(job, None, run, more=more, date=date)
-    notice = (run.progress or QUIET).note
+    notice = run.progress.note
     notice(*search.notices)
-    if not (run.progress or QUIET).quiet and not run.resume:
+    if not run.progress.quiet and not run.resume:
         duration, why = surveys.estimate_duration(job, run, notice)
         found = [] if duration is None else [format_range(*_of_search(duration))]
         notice(*why, *(f"{each} for the whole search, by a probe of one block" for each in found))
@@ -355,7 +355,7 @@ def _decide(
     name of the best one.
     """
     job, options, free = search.job, search.run, search.free
-    progress, clock = options.progress or QUIET, Clock(job.model.device)
+    progress, clock = options.progress, Clock(job.model.device)
     begin = partial(
         new_run, job.recipe, work=work, progress=progress, act_budget=options.act_budget
     )
@@ -672,7 +672,7 @@ def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[l
             text_column=None,
             split=None,
         )
-        found = surveys.calibration_text(search.job, asked, replace(search.run, progress=None))
+        found = surveys.calibration_text(search.job, asked, replace(search.run, progress=QUIET))
         held, source = found.sequences, found.facts["source"]
     used = {tuple(s.tolist()) for s in text.sequences}
     return [s[:LONGEST] for s in held if tuple(s.tolist()) not in used][:most], source

@@ -86,8 +86,7 @@ def quantize(
     prints. All return the same report or raise the same error.
     """
     run, here = RunOptions(**options), ranks()
-    progress = run.progress or Progress(quiet=True)
-    progress = progress if here.first else Recorder(progress)
+    progress = run.progress if here.first else Recorder(run.progress)
     run = replace(run, progress=progress, device=here.device_name(run.device))
     with here.together(progress), on_own_device(run.device, here):
         if not here.first:

@@ -58,7 +58,6 @@ from quantkit.planning.needs import disk_peak
 from quantkit.planning.output import schemes_of
 from quantkit.planning.plan import Plan, find_gpu, plan_quantize, serving
 from quantkit.planning.verdict import model_remarks
-from quantkit.progress import QUIET
 from quantkit.recipes.identity import date_of, difference, identity
 from quantkit.recipes.options import AUTO, DENSE, Calib, RunOptions
 from quantkit.recipes.recipe import (
@@ -181,7 +180,7 @@ def estimate_duration(
             job.recipe,
             job.goals,
             sequences,
-            progress=run.progress or QUIET,
+            progress=run.progress,
             evaluated=evaluated,
         )
     except QuantkitError as error:
@@ -458,8 +457,7 @@ def require_runnable(
     """
     recipe, made, count = job.recipe, job.plan, ranks().count
     made.verdict.require()
-    if run.progress is not None:
-        run.progress.note(*made.notices)
+    run.progress.note(*made.notices)
     if not any(job.goals.values()):
         what = "prune" if recipe.only_prunes else "quantize"
         kept = {name: why for name, why in job.model.kept_dense.items() if name in job.goals}
@@ -483,8 +481,7 @@ def require_runnable(
     if job.src.home == job.src.path:  # a GGUF file has none of these files
         lines = _unknown_tokens(job)
         made = replace(made, verdict=made.verdict.with_remarks(*lines))
-        if run.progress is not None:
-            run.progress.note(*lines)
+        run.progress.note(*lines)
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
     asked: Any = {"resume": run.resume, "overwrite": run.overwrite, "source": job.src.home}
@@ -573,6 +570,5 @@ def calibration_text(
         date=date,
         most_tokens=calib.tokens or inf,
     )
-    if run.progress is not None:  # else a plan lists them
-        run.progress.note(*text.notices)
+    run.progress.note(*text.notices)
     return text

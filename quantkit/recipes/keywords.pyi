@@ -151,7 +151,7 @@ class CompareKeywords(TypedDict, total=False):
 class RunKeywords(Settings, total=False):
     """The fields of `RunOptions`."""
 
-    progress: Progress | None
+    progress: Progress
 
 class QuantizeKeywords(RecipeKeywords, FitKeywords, Settings, total=False):
     """The keywords of `quantize`."""

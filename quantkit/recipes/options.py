@@ -14,7 +14,7 @@ from msgspec import Meta
 from quantkit.engines.tables import GPUS
 from quantkit.errors import Option, RecipeError, Setting, Words
 from quantkit.keys import Checked, Count, Fraction, Positive, check, key, option
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
 from quantkit.text.conversations import RESERVED
 from quantkit.text.sources import PACKAGED
 
@@ -184,7 +184,7 @@ class RunOptions(Checked):
         section="Output",
         metavar="X",
     )
-    progress: Progress | None = None
+    progress: Progress = QUIET
 
 
 @dataclass(frozen=True)
