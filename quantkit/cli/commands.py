@@ -18,10 +18,19 @@ SHELLS, VARIABLE = ("bash", "zsh", "fish"), "_QUANTKIT_COMPLETE"
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 #: The commands, in the order of the help.
 COMMANDS = (
-    *(quantize.quantize, quantize.prune, quantize.plan, quantize.pack, quantize.convert),
-    *(inspect.verify, inspect.inspect, inspect.report),
-    *(evaluate.evaluate, evaluate.compare, evaluate.generate),
-    *(demo.demo, doctor.doctor),
+    quantize.quantize,
+    quantize.prune,
+    quantize.plan,
+    quantize.pack,
+    quantize.convert,
+    inspect.verify,
+    inspect.inspect,
+    inspect.report,
+    evaluate.evaluate,
+    evaluate.compare,
+    evaluate.generate,
+    demo.demo,
+    doctor.doctor,
 )
 
 

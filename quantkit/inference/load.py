@@ -285,10 +285,10 @@ def refusal_by_transformers(
         config.quantization_config = stated
     tensors = sorted(forms.items())
     asked = type(outline.module), repr((src.config, stated, src.dtype_of_model, tensors))
-    if asked not in _ANSWERS:
+    if (found := _ANSWERS.get(asked)) is None:
+        found = _opened(type(outline.module), config, src.dtype_of_model, forms)
         _ANSWERS.clear()
-        _ANSWERS[asked] = _opened(type(outline.module), config, src.dtype_of_model, forms)
-    found = _ANSWERS[asked]
+        _ANSWERS[asked] = found
     if isinstance(found, str):
         return found
     lacking = [name for name in found["missing_keys"] if computed(outline.module, name) is None]
