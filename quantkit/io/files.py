@@ -44,8 +44,16 @@ HUGE = 8 * 2**20
 POINTER = b"version https://git-lfs"
 #: Error numbers of system calls that a file system, such as some network mounts, does not support.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-#: Error numbers of a disk that fails, and of a network folder that is no longer there.
-LOST = {errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT}
+#: The way out by error number, if it is not the path: of a limit, of a disk that fails, and of a
+#: network folder that is no longer there.
+WAYS_OUT = {
+    errno.EFBIG: Words("raise ulimit -f, or use another disk, and", AGAIN),
+    errno.EMFILE: Words("raise ulimit -n and", AGAIN),
+    **dict.fromkeys(
+        (errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT),
+        Words("check the disk, or the network of that folder, and", AGAIN),
+    ),
+}
 #: Flags that Windows lacks, and one that other systems lack.
 O_NOFOLLOW, O_NONBLOCK, O_DIRECTORY, O_BINARY = (
     getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_DIRECTORY", "O_BINARY")
@@ -221,9 +229,8 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            rule, way = (error.strerror or str(error)).lower(), "check the path and its permissions"
-            if error.errno in LOST:
-                way = Words("check the disk, or the network of that folder, and", AGAIN)
+            way = WAYS_OUT.get(error.errno or 0, "check the path and its permissions")
+            rule = (error.strerror or str(error)).lower()
             raise CheckpointError(rule, way, subject=path) from error
         folder = path.absolute().parent
         free = shutil.disk_usage(folder).free

@@ -131,7 +131,7 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
         raise CheckpointError(
             f"{out} exists", Words("choose another folder or add", Option("overwrite", True))
         )
-    old = _beside(out, "old")
+    out, old = _absolute(out), _beside(out, "old")
     with files.guarded(out):
         for path in sorted([*partial.glob("activations-*"), *partial.glob(".*.tmp")]):
             files.remove(path)
@@ -161,15 +161,21 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
 def _beside(out: Path, what: str) -> Path:
     # The name is a function of OUT: two runs that start together meet at the same folder, and mkdir
     # decides.
-    out = Path(os.path.abspath(out))
+    out = _absolute(out)
     return out.with_name(
         f"{out.name}.{what}-{hashlib.sha256(os.fsencode(out.name)).hexdigest()[:8]}"
     )
 
 
+def _absolute(out: Path) -> Path:
+    """Return the absolute path of an output, in which `..` leads where the system finds it."""
+    nameless = out.name in ("", "..")
+    return Path(os.path.realpath(out if nameless else out.parent), "" if nameless else out.name)
+
+
 def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
-    out = Path(os.path.abspath(out))
-    if out in (out.parent, Path.cwd()):  # an empty name means the latter
+    out = _absolute(out)
+    if out in (Path.cwd(), *Path.cwd().parents):  # an empty name means the first
         raise CheckpointError(f"{out} cannot be an output folder", "name a new one")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(
@@ -193,6 +199,8 @@ def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
         raise CheckpointError(
             f"{out} exists", Words("choose another folder or add", Option("overwrite", True))
         )
+    if out.is_dir() and not files.is_writable(out):  # its files could not be removed at the end
+        raise CheckpointError(f"{out} is not writable", "make it so first", "name another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
         raise CheckpointError(
             f"{out} holds other things than a model",

@@ -162,9 +162,10 @@ def test_an_error_names_path_and_bytes(tmp_path: Path) -> None:
         write_atomic(tmp_path / "missing" / "file", b"")
 
 
-def test_a_disk_or_network_that_is_lost_leaves_a_run_to_be_resumed(tmp_path: Path) -> None:
-    for number in (errno.ESTALE, errno.EIO, errno.ENOTCONN):
-        with faults(failing(2, number, once=False)), pytest.raises(CheckpointError, match=r"the network.*--resume"):
+def test_a_lost_disk_or_network_and_a_limit_of_the_shell_leave_a_run_to_be_resumed(tmp_path: Path) -> None:
+    ways = dict.fromkeys((errno.ESTALE, errno.EIO, errno.ENOTCONN), "the network")
+    for number, way in (ways | {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}).items():
+        with faults(failing(2, number, once=False)), pytest.raises(CheckpointError, match=rf"{way}.*--resume"):
             write_atomic(tmp_path / "file", b"1")
 
 

@@ -196,17 +196,42 @@ def test_bad_targets_are_refused_and_left_alone(tmp_path: Path, what: str, overw
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("out", ["/", "source", "source/../source", "link", "."])
+@pytest.mark.parametrize("out", ["/", "source", "source/../source", "link", ".", "..", "source/.."])
 def test_the_source_and_the_root_are_never_targets(tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "link").symlink_to(source)
-    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "work" / "source"
+    source.mkdir(parents=True)
+    for folder in (source, *source.parents[:2]):
+        (folder / "config.json").write_text("{}")
+    (source.parent / "link").symlink_to(source)
+    monkeypatch.chdir(source.parent)
     with pytest.raises(CheckpointError), staging(Path(out), overwrite=True, source=source):
         pass
     assert (source / "config.json").exists()
+
+
+def test_a_path_up_from_a_link_or_from_nowhere_is_one_folder_from_the_start_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "deep")
+    monkeypatch.chdir(tmp_path)
+    for out, found in (("link/../out", "disk/out"), ("nowhere/../out", "out"), ("link/out", "disk/deep/out")):
+        with staging(Path(out)) as partial:
+            assert partial.parent == (tmp_path / found).parent  # one disk, so that a rename suffices
+            write_atomic(partial / "config.json", b"{}")
+            publish(partial, Path(out))
+        assert (tmp_path / found / "config.json").exists()
+
+
+def test_a_folder_whose_files_cannot_be_removed_is_not_begun_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "config.json").write_text("{}")
+    monkeypatch.setattr(files, "is_writable", lambda folder: folder != out)  # root may write everywhere
+    with pytest.raises(CheckpointError, match="out is not writable"), staging(out, overwrite=True):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
