@@ -74,11 +74,10 @@ def is_finite(tensor: Tensor) -> bool:
     """Return True if a tensor of float16, bfloat16, float32 or float64 has neither NaN nor
     infinity.
 
-    On a CPU, comparing the bits of the magnitudes is several times as fast as `torch.isfinite`.
+    Both extremes are NaN if any number is, and are found several times as fast as by
+    `torch.isfinite` of all.
     """
-    bits = _BITS[tensor.itemsize]
-    infinity = torch.tensor(torch.inf, dtype=tensor.dtype).view(bits).item()
-    return not tensor.numel() or bool((tensor.view(bits) & torch.iinfo(bits).max).max() < infinity)
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
 def extent(tensor: Tensor) -> tuple[Tensor, Tensor]:

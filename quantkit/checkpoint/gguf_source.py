@@ -21,22 +21,21 @@ from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint import gguf_tokenizer
 from quantkit.checkpoint.gguf_config import FAMILIES, ORIGINAL, config_of
 from quantkit.checkpoint.stored_tensors import Derived, Read, StoredFile, file_in, read_bytes
+from quantkit.core.formats import dtype_name
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import files, json_files
 from quantkit.io.gguf_header import GgufHeader, read_gguf_header
 from quantkit.names import install
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ENDING = ".gguf"
 #: The name of a file of a split model.
@@ -292,8 +291,11 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     for name, text in templates.items():
         (folder / name).parent.mkdir(exist_ok=True)
         files.write_atomic(folder / name, text.encode())
-    described = {**config.to_diff_dict(), "architectures": [type(module).__name__]}
-    described["dtype"] = str(read.dtype).removeprefix("torch.")
+    described = {
+        **config.to_diff_dict(),
+        "architectures": [type(module).__name__],
+        "dtype": dtype_name(read.dtype),
+    }
     for key in ("_name_or_path", "_model_name_or_path", "quantization_config"):
         described.pop(key, None)
     files.write_atomic(

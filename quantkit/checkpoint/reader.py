@@ -116,22 +116,19 @@ class Checkpoint(StoredTensors):
         self.wrapped = self._unwrap()
         model_folder.require_inside(path, listing)
         self.home, self.source_bytes = path, sum(map(self.nbytes, self.names()))
+        self.low_bit: str | None = None
         if source is not None:
             self.supply(source.files, source.tensors)
             self.home, self.source_bytes = source.files[0].path, source.nbytes
-            self.notices += source.notices
+            self.low_bit = source.form
+            read = f"source weights are {source.form}, {self._dequantized()}{source.loss}"
+            self.notices += (*source.notices, read)
         json_files.check_sizes(self.config, path / CONFIG, len(self.names()), self.source_bytes)
         self.layout: Layout | None = None
         self.schemes: Schemes | None = None
         self._section = QUANTIZATION
         self.stated, where = self._quantization_config(listing)
-        self.low_bit: str | None = None
-        if source is not None:
-            self.low_bit = source.form
-            self.notices.append(
-                f"source weights are {source.form}, {self._dequantized()}{source.loss}"
-            )
-        elif self.stated is not None:
+        if self.stated is not None:
             # An index of the model before it was quantized lacks the parts of packed weights.
             owners = {name.rpartition(".")[0] for name in (*self.names(), *self.absent)}
             self.admit([name for name in self.unlisted if name.rpartition(".")[0] in owners])

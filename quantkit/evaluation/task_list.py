@@ -156,11 +156,10 @@ def _load(
         if local is not None:
             tables = {split: datasets.Dataset.from_list(rows) for split, rows in local.items()}
             changes = {key: split if split in local else None for split, key in SPLITS.items()}
-            changes |= {"custom_dataset": lambda **_: datasets.DatasetDict(tables)}
+            examples = next(split for split in ("train", "test", "validation") if split in local)
             changes |= {
-                "fewshot_split": next(
-                    split for split in ("train", "test", "validation") if split in local
-                )
+                "custom_dataset": lambda **_: datasets.DatasetDict(tables),
+                "fewshot_split": examples,
             }
         loaded = manager.load([{"group": "quantkit", "task": [{"task": name, **changes}]}])
         task = loaded["tasks"][name]

@@ -247,7 +247,11 @@ def _check_bits(
     if other is not None:
         with clock.phase("against"):
             failures += _dense_differences(src, other, progress)
-    found = Verification(
+    ran: Any = {"unrun": unrun}
+    if not unrun:
+        device = torch.cuda.get_device_name(place)
+        ran = {"kernel": src.layout.NAME, "device": device, "bound": proof.BOUND}
+    return Verification(
         src.layout.NAME,
         tuple(rows),
         hashes,
@@ -256,11 +260,7 @@ def _check_bits(
         None if against is None else str(against),
         checked=checked,
         seconds=clock.seconds,
-    )
-    if unrun:
-        return replace(found, unrun=unrun)
-    return replace(
-        found, kernel=src.layout.NAME, device=torch.cuda.get_device_name(place), bound=proof.BOUND
+        **ran,
     )
 
 

@@ -125,7 +125,6 @@ def _check_weight(job: Job, module: str, layer: JsonView | None) -> tuple[Row, l
     )
     row = Row(module, (), "", size, None, None, None)
     notices: list[str] = []
-    digest = None
     try:
         with clock.phase("read"):
             tensors = {
@@ -133,8 +132,7 @@ def _check_weight(job: Job, module: str, layer: JsonView | None) -> tuple[Row, l
             }
         with clock.phase("repack"):
             q = src.record(module, tensors)
-            if layer is not None:
-                digest = job.pool.submit(q.matches, layer.get("digest"))
+            digest = None if layer is None else job.pool.submit(q.matches, layer.get("digest"))
             row = replace(
                 row,
                 shape=src.true_size(module) if src.is_padded(module) else q.shape,

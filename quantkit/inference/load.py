@@ -202,12 +202,11 @@ def _from_pretrained(
             "dtype": dtype,
             "trust_remote_code": runs_code(src),
         }
-        auto = auto_class(src, config)
+        auto: Any = auto_class(src, config)
         with building(), silent_transformers():
-            loaded: Any = auto.from_pretrained(
+            model, loading = auto.from_pretrained(
                 src.path, config=config, output_loading_info=True, **options
             )
-        model, loading = loaded
     except (QuantkitError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config is free to be wrong in any way
@@ -292,14 +291,13 @@ def refusal_by_transformers(
     if isinstance(found, str):
         return found
     lacking = [name for name in found["missing_keys"] if computed(outline.module, name) is None]
+    left_out = undeclared(outline.names, src, found["unexpected_keys"])
+    wrong = {**found, "missing_keys": lacking, "unexpected_keys": left_out}
     for key, what in WRONG.items():
-        names = lacking if key == "missing_keys" else found[key]
-        if key == "unexpected_keys":
-            names = undeclared(outline.names, src, names)
-        for name in sorted(names):
+        for name in sorted(wrong[key]):
             raise CheckpointError(
-                f"transformers {__version__} would open the output and {what} {name} ({len(names)} "
-                "in all), without an error",
+                f"transformers {__version__} would open the output and {what} {name} "
+                f"({len(wrong[key])} in all), without an error",
                 Words("use", Setting("layout", "humming"), "or another"),
                 subject=src.path,
             )

@@ -237,8 +237,8 @@ class SafetensorsWriter:
         self._tensors: dict[str, TensorInfo] = {}
         self._digests: dict[str, str] = {}
         self._last: dict[str, bytes] = {}
-        self._flushed = 0
         rows = [*flushed]
+        self._flushed = len(rows)
         with files.guarded(path):
             self._file = files.create(path, emptied=not rows)
         for name, dtype, shape, digest, late in rows:
@@ -248,7 +248,6 @@ class SafetensorsWriter:
             elif _digest(self._file, name, info) != digest:
                 raise changed(path)
         if rows:
-            self._flushed = len(rows)
             files.truncate(self._file, self._end, path)
             self._write_ends()
 

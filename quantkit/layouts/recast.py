@@ -337,14 +337,16 @@ def _data_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[
 
 def _changes(scheme: Scheme, now: Scheme) -> list[str]:
     """List the properties that change when one scheme is recast to another."""
-    sizes = [str(s.group_size or "channel") for s in (scheme, now)]
-    pairs = [(scheme.format.name, now.format.name), (sizes[0], sizes[1])]
-    pairs += [
-        ("dense" if s is None else s, "dense" if t is None else t)
-        for s, t in [(scheme.sparsity, now.sparsity)]
-    ]
-    pairs += [("sym" if scheme.symmetric else "asym", "sym" if now.symmetric else "asym")]
-    return [f"{before} as {after}" for before, after in pairs if before != after]
+    one, other = (
+        (
+            s.format.name,
+            str(s.group_size or "channel"),
+            s.sparsity or "dense",
+            "sym" if s.symmetric else "asym",
+        )
+        for s in (scheme, now)
+    )
+    return [f"{a} as {b}" for a, b in zip(one, other, strict=True) if a != b]
 
 
 def _either(names: Iterable[str]) -> str:

@@ -45,7 +45,6 @@ class FolderCheck:
         self._model: tuple[str, str | None, str | None] | None = None
         self._hashes = False
         self._folder: Checkpoint | None = None
-        self._names: frozenset[str] = frozenset()
         self._running: Future[None] | None = None
 
     def expect(self, model: str, revision: str | None, cache: str | None, hashes: bool) -> None:
@@ -67,7 +66,6 @@ class FolderCheck:
         if folder is None:  # other loaders of an engine read from elsewhere
             return
         self._folder = Checkpoint(folder, trust_remote_code=True)
-        self._names = frozenset(self._folder.names())
         if self._hashes:
             pool = ThreadPoolExecutor(1, "quantkit-check")
             self._running = pool.submit(_compare, self._folder)
@@ -77,8 +75,10 @@ class FolderCheck:
         """Return False if the folder has a tensor under one of `names` that differs from `tensor`
         in a few sampled places.
         """
-        name = next((name for name in names if name in self._names), None)
-        if self._folder is None or name is None:
+        if self._folder is None:
+            return True
+        name = next((name for name in names if name in self._folder), None)
+        if name is None:
             return True
         if self._folder.shape(name) != tuple(tensor.shape):
             return False
@@ -105,7 +105,6 @@ class FolderCheck:
         if self._running is not None:
             self._running.result()
         self._folder = self._running = None  # an engine may copy its config
-        self._names = frozenset()
 
 
 def _compare(folder: Checkpoint) -> None:

@@ -33,16 +33,13 @@ class PackedMethod:
     `config.damage` the folder.
     """
 
+    parameter: Callable[[torch.dtype, Callable[..., Any]], Any]
+    expect: Callable[[], None]
+
     def __init__(
         self, config: EngineConfig, scheme: Scheme, prefix: str, names: Sequence[str]
     ) -> None:
         self.config, self.scheme, self.prefix, self.names = config, scheme, prefix, names
-
-    def parameter(self, dtype: torch.dtype, weight_loader: Callable[..., Any]) -> Any:
-        raise NotImplementedError
-
-    def expect(self) -> None:
-        raise NotImplementedError
 
     def _register(
         self,
@@ -96,12 +93,10 @@ class PackedLinearMethod(PackedMethod):
     """
 
     QKV_CLASS: Any = ()
+    place: Callable[[Any], tuple[int, int]]
 
     def __init__(self, config: EngineConfig, scheme: Scheme, prefix: str) -> None:
         super().__init__(config, scheme, prefix, config.members(prefix))
-
-    def place(self, layer: Any) -> tuple[int, int]:
-        raise NotImplementedError
 
     def create_weights(
         self,
@@ -206,12 +201,11 @@ class PackedVocabularyMethod(PackedLinearMethod):
     no kernel multiplies a head, `use_decoded` gets its decoded weight.
     """
 
+    use_decoded: Callable[[Any, Tensor], None]
+
     def __init__(self, config: EngineConfig, name: str, scheme: Scheme, is_head: bool) -> None:
         super().__init__(config, scheme, name)
         self.is_head, self.multiplies = is_head, is_head or config.is_head_tied
-
-    def use_decoded(self, layer: Any, weight: Tensor) -> None:
-        raise NotImplementedError
 
     def create_weights(
         self,
@@ -277,6 +271,8 @@ class PackedExpertsMethod(PackedMethod):
     `names` are an expert's linears in the folder: gate and up, or only up, and down.
     """
 
+    activation: Callable[[Any], str]
+
     def register_experts(
         self, layer: Any, numbers: Sequence[int], sizes: ExpertSizes, place: tuple[int, int]
     ) -> None:
@@ -336,9 +332,6 @@ class PackedExpertsMethod(PackedMethod):
         )
         device = layer.get_parameter(layer.quantkit_names[0][0]).device
         layer.quantkit_kernel = "grouped" if device.type == "cuda" else "decoded"
-
-    def activation(self, layer: Any) -> str:
-        raise NotImplementedError
 
     def multiply(self, layer: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Add the outputs of the experts `ids` of each token, times their weights: `[m, hidden]`;
