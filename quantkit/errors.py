@@ -204,7 +204,7 @@ class QuantkitError(Exception):
     @property
     def typed(self) -> Words:
         """The message as the command line has it, `subject: rule: way, or way`."""
-        subject = () if self.subject is None else (self.subject, ":")
+        subject = () if self.subject is None else (self.subject or "''", ":")
         ways = [part for way in self.ways_out for part in (", or", way)]
         return Words(*subject, self.rule, *([":", *ways[1:]] if ways else ()))
 

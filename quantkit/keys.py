@@ -8,6 +8,7 @@ identity of a run read these declarations. A new option is thus one field.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
@@ -204,6 +205,8 @@ class Key:
         named = named or self.name
         if value is False and "off" in self.values:
             value = "off"  # YAML reads an unquoted off as False
+        if self.number is float and re.fullmatch(r"[-+]?(\d+[eE][-+]?\d+|\.\d+)", str(value)):
+            value = float(value)  # YAML reads 1e-2 as a text, and JSON has no .5
         try:
             found = msgspec.convert(value, self.type, strict=strict)
             msgspec.json.encode(found)
@@ -284,9 +287,12 @@ def read(mapping: JsonView, keys: Iterable[Key]) -> Json:
     key or value.
     """
     within: dict[str, list[Key]] = {}
+    sections: dict[str, str] = {}
     for each in keys:
         within.setdefault(each.path[0], []).append(each)
-    refuse_unknown(mapping, within, "the recipe")
+        if len(each.path) > 1:
+            sections |= dict.fromkeys((each.name, each.path[1]), each.path[0])
+    refuse_unknown(mapping, within, "the recipe", sections)
     found: Json = {}
     for name, value in mapping.items():
         first = within[name][0]
@@ -294,7 +300,7 @@ def read(mapping: JsonView, keys: Iterable[Key]) -> Json:
             found[name] = first.read(value)
             continue
         inner, known = section_at(mapping, name), {each.path[1]: each for each in within[name]}
-        refuse_unknown(inner, known, name)
+        refuse_unknown(inner, known, name, sections)
         found[name] = {key: known[key].read(each) for key, each in inner.items()}
     return found
 
@@ -309,12 +315,16 @@ def section_at(mapping: JsonView, name: str) -> JsonView:
     return found
 
 
-def refuse_unknown(mapping: JsonView, known: Iterable[str], where: str) -> None:
-    """Raise RecipeError if a mapping has a key that is not known."""
+def refuse_unknown(
+    mapping: JsonView, known: Iterable[str], where: str, sections: Mapping[str, str]
+) -> None:
+    """Raise RecipeError if a mapping has an unknown key, which may be one of other `sections`."""
     names = list(known)
     unknown = [str(name) for name in mapping if name not in names]
     if unknown:
-        raise RecipeError(f"unknown key {unknown[0]!r} in {where}", f"known are {', '.join(names)}")
+        section = sections.get(unknown[0])
+        way = f"write it in {section}" if section else f"known are {', '.join(names)}"
+        raise RecipeError(f"unknown key {unknown[0]!r} in {where}", way)
 
 
 def built(options: JsonView, *kinds: type[Any]) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ def resolve(
             what, ways = "a file, not a folder", [*ways, f"call it *{ENDING} if it is GGUF"]
         elif "://" in model or model.startswith(("huggingface.co/", "hf.co/")):
             ways = ["write a model of the hub as org/name"]
-        raise CheckpointError(what, *ways, subject=model or repr(model))
+        raise CheckpointError(what, *ways, subject=model)
     return hub.snapshot(model, revision, trust_remote_code)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import IO, Any, get_args
 
 import yaml
 
@@ -61,18 +61,26 @@ def load(path: Path) -> Json:
     """Read the mapping of a recipe file; RecipeError if it is no YAML mapping or repeats a key."""
     try:
         with path.open(encoding="utf-8") as file:  # yaml names the file in its messages
-            mapping = yaml.load(file, Loader=_StrictLoader)
+            mapping = _parsed(file, path, "recipe", _COMPARE)
     except OSError as error:
         raise RecipeError(
             f"cannot read the recipe ({error.strerror})",
             "give the path of a YAML file",
             subject=path,
         ) from error
-    except Exception as error:  # yaml also raises errors of int(), date() and recursion
-        raise RecipeError(f"not a YAML recipe ({reason(error)})", _COMPARE, subject=path) from error
     if not isinstance(mapping, dict):
         raise RecipeError("a recipe is a mapping of keys", _COMPARE, subject=path)
     return mapping
+
+
+def _parsed(text: str | IO[str], subject: object, what: str, way: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except OSError:
+        raise
+    except Exception as error:  # yaml also raises errors of int(), date() and recursion
+        rule = f"not a YAML {what} ({reason(error)})"
+        raise RecipeError(rule, way, subject=subject) from error
 
 
 def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> Json:
@@ -92,7 +100,8 @@ def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> Json:
                 f"unknown key {name!r}", f"use {near[0]}" if near else "--help-all lists all keys"
             )
         key = known[name]
-        value = yaml.safe_load(text) if text[:1] in ("[", "{") else text
+        like = "write it like [a, b] or {a: b}, with quotes around a text that has : or ,"
+        value = _parsed(text, name, "value", like) if text[:1] in ("[", "{") else text
         value = {"on": True, "off": False}.get(text, value) if key.is_switch else value
         found = merge(found, _nested(key.path, key.read(value, strict=False)))
     return found

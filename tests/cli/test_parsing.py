@@ -131,6 +131,12 @@ def test_help_shows_at_most_twenty_options() -> None:
         ("quantize --print-recipe --set damp=1", "unknown key 'damp': use gptq.damp"),
         ("quantize --print-recipe --set gptq.damp", "write it like --set gptq.damp=0.02"),
         ("quantize --print-recipe --set gptq.damp=two", "gptq.damp is 'two': use a number above 0 and up to 1"),
+        (
+            "quantize --print-recipe --set skip=[a",
+            "write it like [a, b] or {a: b}, with quotes around a text that has : or ,",
+        ),
+        ("quantize --print-recipe --set overrides={a:,a:}", "with quotes around a text that has : or ,"),
+        ("quantize m -o o --recipe=", None),
         ("prune m -o o --set pad=true", "unknown key 'pad': --help-all lists all keys"),
         ("quantize m -o o --nbits 3", "Use --format int3."),
         ("quantize m -o o --load-in-4bit", "Use --format int4."),

@@ -10,7 +10,8 @@ import pytest
 from quantkit.core.formats import FORMATS, INT4
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import RecipeError
-from quantkit.recipes.files import load, load_named_or_scheme, merge
+from quantkit.keys import keys_of
+from quantkit.recipes.files import from_pairs, load, load_named_or_scheme, merge
 from quantkit.recipes.recipe import Recipe, from_mapping, matches, pruning_from_mapping
 
 
@@ -143,11 +144,21 @@ def test_an_unquoted_off_is_off_and_not_false() -> None:
         ("gptq: {clip: none}", "clip"),
         ("calibration: {samples: 8, sample: 9}", "sample"),
         ("1: x", "1"),
+        ("group_size: 64", "group_size' in the recipe: write it in scheme"),
+        ("gptq.damp: 0.1", "gptq.damp' in the recipe: write it in gptq"),
+        ("scheme: {samples: 8}", "samples' in scheme: write it in calibration"),
     ],
 )
 def test_an_unknown_key_is_named(text: str, named: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=f"unknown key '{named}'"):
+    with pytest.raises(RecipeError, match=f"unknown key '{named}"):
         read(text, tmp_path)
+
+
+def test_a_number_needs_no_point(tmp_path: Path) -> None:
+    """YAML 1.1 takes 1e-2 for a text, and JSON has no .5."""
+    assert read("gptq: {damp: 1e-2}", tmp_path).gptq.damp == 0.01
+    for typed in ("1e-2", ".01", "0.01"):
+        assert from_pairs([f"gptq.damp={typed}"], keys_of(Recipe)) == {"gptq": {"damp": 0.01}}
 
 
 @pytest.mark.parametrize(
