@@ -166,6 +166,7 @@ class WorkQueue:
         self._stream = torch.cuda.Stream(device) if beside and device.type == "cuda" else None
         self._error: BaseException | None = None
         self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._held = 0
         self._units: deque[Future[None]] = deque()
 
     def put(self, task: Callable[[], object], nbytes: int = 0) -> None:
@@ -174,8 +175,8 @@ class WorkQueue:
         if self._pool is None:
             task()
             return
-        while self._waiting and sum(size for _, size in self._waiting) + nbytes > self._most:
-            self._waiting.popleft()[0].result()
+        while self._waiting and (self._waiting[0][0].done() or self._held + nbytes > self._most):
+            self._wait()
         self._check()
         made = (
             None
@@ -183,6 +184,7 @@ class WorkQueue:
             else torch.cuda.current_stream(self._stream.device).record_event()
         )
         self._waiting.append((self._pool.submit(self._run, task, made), nbytes))
+        self._held += nbytes
 
     def end_unit(self) -> None:
         """End a unit of tasks; wait while too many units are in the queue."""
@@ -190,15 +192,19 @@ class WorkQueue:
             self._units.append(self._waiting[-1][0])
         while len(self._units) > MOST_UNITS:
             self._units.popleft().result()
-        while self._waiting and self._waiting[0][0].done():
-            self._waiting.popleft()
         self._check()
 
     def drain(self) -> None:
         """Wait until all tasks are done."""
         while self._waiting:
-            self._waiting.popleft()[0].result()
+            self._wait()
         self._check()
+
+    def _wait(self) -> None:
+        """Wait for the oldest task."""
+        task, nbytes = self._waiting.popleft()
+        task.result()
+        self._held -= nbytes
 
     def __enter__(self) -> WorkQueue:
         return self
