@@ -44,6 +44,8 @@ _OUTER = re.compile(
     r"^((module|base_model\.model)\.)+"
     r"|^model\.(?=lm_head\.|model\.(layers|embed_tokens|norm)\.)|^(?=lm_head\.)"
 )
+#: All names of the text model that was taken out of a model of images and text.
+_OF_TEXT = re.compile(r"(model\.)?language_model\.|lm_head\.")
 #: Names in a decoder that was saved without the class of its head, by what that class puts before
 #: them. transformers adds it on reading, most classes of engines do not.
 _BARE = {
@@ -304,6 +306,8 @@ class Checkpoint(StoredTensors):
         plain = {name: _WRAPPERS.sub("", name) for name in self.names()}
         if all(map(_OUTER.match, plain.values())):
             plain = {stored: _OUTER.sub("", name) for stored, name in plain.items()}
+        if "text_config" not in self.config and all(map(_OF_TEXT.match, plain.values())):
+            plain = {stored: n.replace("language_model.", "", 1) for stored, n in plain.items()}
         why = "a wrapper of the model, such as torch.compile, DDP, FSDP or PEFT, made it longer"
         wrapped = self._rename(plain, why)
         ours = "quantkit" in (self.config.get(QUANTIZATION) or ())  # states its modules by name

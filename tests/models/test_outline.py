@@ -246,6 +246,17 @@ def test_names_that_begin_twice_with_the_decoder_are_written_as_engines_read_the
     assert src.wrapped is not None and {"lm_head.weight", "model.norm.weight"} < set(src.names())
 
 
+@pytest.mark.parametrize(
+    ("begin", "head"), [("language_model.model.", "language_model.lm_head"), ("model.language_model.", "lm_head")]
+)
+def test_a_text_model_taken_out_of_one_of_images_is_read_by_its_own_names(
+    begin: str, head: str, tmp_path: Path
+) -> None:
+    src = rewritten(tmp_path / "m", lambda name: re.sub(r"^model\.", begin, name).replace("lm_head", head), {})
+    LanguageModel(src, torch.float32).require_complete()
+    assert src.wrapped is not None and {"lm_head.weight", "model.norm.weight"} < set(src.names())
+
+
 @pytest.mark.parametrize("family", ["llama", "falcon"])
 def test_names_of_a_decoder_without_its_head_are_written_as_engines_read_them(family: str, tmp_path: Path) -> None:
     def bare(path: Path) -> dict[str, torch.Tensor]:
