@@ -35,7 +35,7 @@ from quantkit.cli.parsing import (
     needed_unless,
     section,
 )
-from quantkit.cli.process import STOP, exits, joined, started
+from quantkit.cli.process import STOP, exits, joined, results_alone, started
 from quantkit.core.memory_limits import require_memory_for_imports, uncollected
 from quantkit.errors import Option, QuantkitError, RecipeError
 from quantkit.keys import OPTIONS, Key, built, keys_of
@@ -181,7 +181,7 @@ def command(
     def decorate(function: Function) -> Command:
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
-            with joined() as together, exits(), together():
+            with joined() as together, exits(), results_alone(), together():
                 if not shared and started() > 1:
                     raise RecipeError(
                         f"{started()} processes were started, and quantkit {name} uses one: start "

@@ -14,12 +14,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from functools import partial
 from glob import escape
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 import click
 
@@ -183,10 +189,30 @@ def leave(code: int, message: str | None = None) -> NoReturn:
     sys.exit(code)
 
 
+class _Apart:
+    """Stand for stdout while a command runs: what the code of a model prints is no result, and goes
+    to stderr.
+    """
+
+    def __init__(self, results: Any) -> None:
+        self.results = results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.results, name)
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+
+def results_alone() -> AbstractContextManager[Any]:
+    """Let only `emit` and `stream` write to stdout."""
+    return redirect_stdout(cast("IO[str]", _Apart(sys.stdout)))
+
+
 def emit(text: str) -> None:
     """Print a result; a reader that has closed the pipe has seen enough."""
     try:
-        click.echo(text)
+        click.echo(text, getattr(sys.stdout, "results", None))
     except BrokenPipeError:
         _discard(sys.stdout.fileno())
 
@@ -194,8 +220,7 @@ def emit(text: str) -> None:
 def stream(piece: str) -> None:
     """Print a part of a result at once; if the reader has closed the pipe, the command is done."""
     try:
-        click.echo(piece, nl=False)
-        sys.stdout.flush()
+        click.echo(piece, getattr(sys.stdout, "results", None), nl=False)
     except BrokenPipeError:
         _discard(sys.stdout.fileno())
         sys.exit(0)

@@ -62,6 +62,15 @@ class Folder:
         return str(self.config.get("model_type"))
 
     @property
+    def has_own_code(self) -> bool:
+        """True if code beside the weights defines the model, and none of transformers."""
+        if "auto_map" not in self.config:
+            return False
+        from transformers import CONFIG_MAPPING
+
+        return self.family not in CONFIG_MAPPING
+
+    @property
     def embeddings(self) -> list[Scheme]:
         """The schemes of packed embeddings."""
         return [scheme for module, (scheme, _) in self.linears.items() if is_embedding(module)]
@@ -295,9 +304,9 @@ TRAITS = {
         _part_of_a_name,
     ),
     "encoder": Trait(
-        "an encoder-decoder",
+        "an encoder-decoder, or a model with code of its own",
         "load it with another reader",
-        lambda f: f.config.get("is_encoder_decoder") is True,
+        lambda f: f.config.get("is_encoder_decoder") is True or f.has_own_code,
         is_unknown=True,
     ),
     "family": Trait(

@@ -114,6 +114,19 @@ def test_trusted_code_runs_in_every_command_and_goes_along(own: Path, tmp_path: 
         call("eval", "ppl", folder, "--data", text, "--window", 16, TRUST, "-q")
 
 
+def test_what_the_code_of_a_model_prints_is_no_result_and_no_engine_is_named_for_it(own: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    prints = "\n    def __init__(self, config):\n        print('loading the model')\n        super().__init__(config)\n"
+    (model / "own_model.py").write_text(MODEL + prints)
+    for command in (("plan",), ("quantize", "-o", tmp_path / "out")):
+        more = ("--method", "rtn", "--group-size", 32, TRUST, "--json")
+        result = call(*command, model, *more)
+        found = json.loads(result.stdout)
+        assert "loading the model" in result.stderr
+    assert not [reader for reader in found["readers"] if "vLLM" in reader or "SGLang" in reader]
+    assert "or a model with code of its own: load it with another reader" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["quantize", "pack", "verify", "generate"])
 def test_code_that_is_not_trusted_is_refused_by_the_option_that_helps(command: str, own: Path, tmp_path: Path) -> None:
     more = {"pack": ("--layout", "gptq"), "generate": ("Hi",)}.get(command, ())
