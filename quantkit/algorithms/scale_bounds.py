@@ -8,7 +8,7 @@ triangle inequality bounds how much the error of the group itself differs.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ def contenders(
     size, low, step = _grid(fmt, is_asymmetric)
     at = (x / (base * step)).add_(0.5 - low / step)
     device = x.device
-    left = torch.arange(len(x), device=device)
+    tried, left = torch.tensor(ratios, device=device), torch.arange(len(x), device=device)
     zeros = candidates.of(torch.ones(1, device=device))[1]
     if zeros is not None:
         at.add_((zeros * (1 / step + size)).unsqueeze(1))
@@ -79,16 +79,16 @@ def contenders(
     for first in range(0, len(ratios), COLUMNS):
         some, later = ratios[first : first + COLUMNS], ratios[first + COLUMNS :]
         points, base, norm, beyond = parts
-        table = _table(fmt, some, later[:1], is_asymmetric).to(device)
+        table = _table(fmt, some, later[:1], is_asymmetric, device)
         distance = embedding_bag(points, table, mode="sum").sqrt_()
-        exact = torch.tensor(some + later[:1], device=device) * base
+        exact = tried[first : first + COLUMNS + 1] * base
         width = half_precision(exact, candidates.stored).sub_(exact).abs_().div_(exact)
         width.mul_(1.03).add_(rounding).mul_(distance + norm).add_(moved)
         width.masked_fill_(beyond, torch.inf)
         if zeros is not None:
-            tried = candidates.of(torch.tensor(some + later, device=device).unsqueeze(1), left)[1]
-            assert tried is not None
-            other = tried != zeros[left]
+            moves = candidates.of(tried[first:].unsqueeze(1), left)[1]
+            assert moves is not None
+            other = moves != zeros[left]
             other[len(some) : width.shape[1]] = other[len(some) :].any(0)
             width.masked_fill_(other[: width.shape[1]].t(), torch.inf)
         most = (distance + width)[:, : len(some)].amin(1, keepdim=True)
@@ -117,9 +117,13 @@ def _grid(fmt: Format, is_asymmetric: bool) -> tuple[int, float, float]:
     return POINTS, -fmt.absmax, 2 * fmt.absmax / (POINTS - 1)
 
 
-@lru_cache(maxsize=8)
+@cache  # never freed: threads read it in streams of their own
 def _table(
-    fmt: Format, ratios: tuple[float, ...], later: tuple[float, ...], is_asymmetric: bool
+    fmt: Format,
+    ratios: tuple[float, ...],
+    later: tuple[float, ...],
+    is_asymmetric: bool,
+    device: torch.device,
 ) -> Tensor:
     """Return squared errors `[points, c]` of the numbers of the grid for candidate scales, for each
     zero point one after the other.
@@ -135,4 +139,5 @@ def _table(
         ends = (round_to_codes(torch.full_like(x, end), fmt, zeros) for end in (-1e6, 1e6))
         lowest, highest = (end.mul_(ratio * (1 + _ROUNDED)) for end in ends)
         columns.append(torch.minimum(torch.maximum(x, lowest), highest))
-    return torch.cat([column.sub_(x).square_() for column in columns], 2).flatten(0, 1)
+    table = torch.cat([column.sub_(x).square_() for column in columns], 2).flatten(0, 1)
+    return table.to(device)
