@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from quantkit.core.torch_settings import usual_settings
 from quantkit.errors import QuantkitError
 from quantkit.keys import Key, at_home, keys_of
 
@@ -63,7 +64,8 @@ def api_function(
                 name: at_home(value) if name in paths else value for name, value in kwargs.items()
             }
             try:
-                return function(*values, **options)
+                with usual_settings():
+                    return function(*values, **options)
             except QuantkitError as error:
                 error.to_python()
                 raise

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import quantkit
 from quantkit.errors import LayoutError, Option, RecipeError, ThresholdError, Words
@@ -162,6 +163,30 @@ def test_a_function_that_raises_leaves_nothing_that_cannot_be_resumed(work: Path
     with pytest.raises(Enough):
         quantkit.pack("dense-int4", "unfinished", "gptq", progress=stop)
     assert not list(work.glob("unfinished*"))
+
+
+def test_settings_of_torch_change_no_byte_and_come_back(work: Path) -> None:
+    """A notebook has set them for its own work."""
+
+    def made(out: str) -> tuple[list[str], float]:
+        result = quantkit.quantize("model", out, overwrite=True, **CALIBRATED)
+        found = quantkit.eval_ppl(result.path, data="evaluation.txt", window=32, tokens=64)
+        return [hash_of_file(path) for path in sorted(result.path.glob("*.safetensors"))], found.perplexity
+
+    expected = made("usual")
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            assert made("unusual") == expected
+            assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+        assert torch.get_default_dtype() == torch.bfloat16 and torch.get_default_device() == torch.device("meta")
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_warnings_are_printed_with_keywords(capsys: pytest.CaptureFixture[str]) -> None:

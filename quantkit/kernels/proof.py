@@ -8,7 +8,6 @@ every wrong code, scale and metadata bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,11 +107,8 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply activations `[m, k]` with a float32 weight `[n, k]` in full float32; returns `[m,
-    n]`.
-    """
-    with _float32():
-        return x.float() @ weight.t()
+    """Multiply activations `[m, k]` with a float32 weight `[n, k]` in float32; returns `[m, n]`."""
+    return x.float() @ weight.t()
 
 
 def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
@@ -149,14 +145,3 @@ def _unit_vectors(multiply: Callable[[Tensor], Tensor], weight: Tensor) -> Itera
         x[torch.arange(len(column), device=weight.device), column] = 1
         y = multiply(x)
         yield int((y != weight[:, start : start + rows].t().to(y.dtype)).sum())
-
-
-@contextmanager
-def _float32() -> Iterator[None]:
-    """Multiply in full float32 inside the context, against the caller's setting of precision."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
