@@ -340,7 +340,9 @@ class BlockRunner(LanguageModel):
 
     def _run(self, index: int, tokens: Tensor, passed: Passed) -> Passed | None:
         """Run a block on its stored input, and return its output; None if a watcher stopped it."""
-        given = self._given(index, tokens, passed)
+        shape = (tokens.shape, passed.hidden.dtype, torch.is_autocast_enabled(self.device.type))
+        compare = partial(self._unchanging, index, tokens, passed)
+        given = self._repeated.get(index, shape, compare)
         self.ran_alone = given is not None
         if given is None:
             return self._pass(tokens, Pass(index, passed)).output
@@ -382,11 +384,6 @@ class BlockRunner(LanguageModel):
                 USE_RTN,
                 subject=self.src.path,
             ) from error
-
-    def _given(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
-        """Return the arguments of a block, if they are stored for batches of this shape."""
-        shape = (tokens.shape, passed.hidden.dtype, torch.is_autocast_enabled(self.device.type))
-        return self._repeated.get(index, shape, partial(self._unchanging, index, tokens, passed))
 
     def _unchanging(self, index: int, tokens: Tensor, passed: Passed) -> Given | None:
         """Return the arguments of a block, if neither the tokens nor the hidden state

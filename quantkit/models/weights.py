@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +115,7 @@ class BlockWeights:
             return loaded.detach()
         return src.get(name).to(self._device)
 
-    @contextmanager
-    def replaced(self, index: int, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def replaced(self, index: int, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Let tensors take the place of weights of a block's linears, wherever the block uses
         these.
 
@@ -124,8 +123,7 @@ class BlockWeights:
         than a small block.
         """
         block = self._model.module.get_submodule(self._model.blocks[index])
-        with replaced(block, {id(self._of(name)): new for name, new in weights.items()}):
-            yield
+        return replaced(block, {id(self._of(name)): new for name, new in weights.items()})
 
     def _of(self, linear: str) -> Tensor:
         return get_tensor(self._model.module, f"{self._model.places[linear]}.weight")
