@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,18 +58,18 @@ class Stop:
             for item in items:
                 self.check()
                 yield item
-        self.check()
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Defer requests inside the context. The caller polls them with `check`, and once more
-        afterwards.
+        """Defer requests inside the context, until the caller polls them with `check`, or to its
+        end.
         """
         self.loops += 1
         try:
             yield
         finally:
             self.loops -= 1
+        self.check()
 
 
 class Progress:
@@ -118,12 +118,9 @@ class Progress:
         )
         return bar if isinstance(work, int) else self._stop.between(bar)
 
-    @contextmanager
-    def loop(self) -> Iterator[None]:
+    def loop(self) -> AbstractContextManager[None]:
         """Let a signal wait for `check`, or for the end of the block, while other threads work."""
-        with self._stop.loop():
-            yield
-        self._stop.check()
+        return self._stop.loop()
 
     def check(self) -> None:
         """End the current loop if a signal requested it. Call this within long items of a bar."""
