@@ -7,7 +7,6 @@ A plan adds up the bytes that each stage takes of a run's `Sizes`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -311,18 +310,15 @@ def _passed(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> dict[str
     of_layers = grouped((each[1], each[2]) for each in found.values() if each)
     experts = {layer: len(set(numbers)) for layer, numbers in of_layers.items()}
     routed = next((top for key in ROUTED if (top := _stated(src, key))), None)
-    outputs = dict[str, int]()
-    for module, (n, _) in linears.items():
-        expert = found[module]
-        count = 1 if expert is None else experts[expert[1]]
-        outputs[module] = n if routed is None else -(-n * min(count, routed + 1) // count)
-    return outputs
+    counts = {module: experts[each[1]] if each else 1 for module, each in found.items()}
+    return {
+        module: n if routed is None else -(-n * min(counts[module], routed + 1) // counts[module])
+        for module, (n, _) in linears.items()
+    }
 
 
 def _in_blocks(counts: Mapping[str, int]) -> dict[str, int]:
     """Add up counts of tensors or linears by the path of their block."""
-    found: Counter[str] = Counter()
-    for name, count in counts.items():
-        if block := BLOCK.match(name):
-            found[block[1]] += count
-    return found
+    blocks = ((BLOCK.match(name), count) for name, count in counts.items())
+    found = grouped((block[1], count) for block, count in blocks if block)
+    return {path: sum(each) for path, each in found.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -184,11 +185,8 @@ class Ranks:
         mine = {
             number: work(tasks[number]) for number, owner in enumerate(owners) if owner == self.rank
         }
-        found: dict[int, R] = {}
-        for of_rank in self.gather(mine):
-            found |= of_rank
-        for number in range(len(tasks)):
-            yield found[number]
+        found = ChainMap(*self.gather(mine))
+        yield from (found[number] for number in range(len(tasks)))
 
     @contextmanager
     def together(self, progress: Progress | None = None) -> Iterator[None]:

@@ -50,13 +50,13 @@ from quantkit.recipes.options import LoadOptions
 from quantkit.recipes.recipe import Recipe, from_mapping, without_paths
 from quantkit.reporting.layer_errors import bits, weights
 from quantkit.reporting.recipe_table import UNQUANTIZED, UNSTORED, Row, as_csv, as_markdown, page
-from quantkit.reporting.summary import ShortRepr
+from quantkit.reporting.summary import short_repr
 from quantkit.text.sources import kind_of, load_evaluation_text, name_of_text
 from quantkit.version import __version__
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(ShortRepr):
+class Comparison:
     """The finished `rows` of a table, and its folder `path` with compare.csv, compare.md and the
     page compare.html.
 
@@ -71,13 +71,14 @@ class Comparison(ShortRepr):
     unfinished: list[str]
     failed: dict[str, str]
 
-    def _shown(self) -> Json:
-        return {
-            "path": str(self.path),
-            "rows": len(self.rows),
-            "unfinished": self.unfinished,
-            "failed": self.failed,
-        }
+    def __repr__(self) -> str:
+        return short_repr(
+            self,
+            path=str(self.path),
+            rows=len(self.rows),
+            unfinished=self.unfinished,
+            failed=self.failed,
+        )
 
 
 def compare(

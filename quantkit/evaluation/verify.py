@@ -47,7 +47,7 @@ from quantkit.keys import built
 from quantkit.models.weights import device_of
 from quantkit.names import VERIFICATION, Json
 from quantkit.progress import QUIET, Clock, Progress
-from quantkit.reporting.summary import ShortRepr
+from quantkit.reporting.summary import short_repr
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,7 +68,7 @@ UNMARKED = (
 
 
 @dataclass(frozen=True, repr=False)
-class Verification(ShortRepr):
+class Verification:
     """The result of `verify`: a row for each weight, the hash of each file, failures and notices as
     lines of text.
 
@@ -124,7 +124,7 @@ class Verification(ShortRepr):
             f"by {max(self.errors, default=0.0):.1e} at most (bound {self.bound:g}){asked}"
         )
 
-    def _shown(self) -> Json:
+    def __repr__(self) -> str:
         facts = self.to_dict()
         shown = (
             "ok",
@@ -137,7 +137,7 @@ class Verification(ShortRepr):
             "failures",
             "notices",
         )
-        return {name: facts[name] for name in shown}
+        return short_repr(self, **{name: facts[name] for name in shown})
 
     def to_dict(self) -> Json:
         """Build the content of verify.json."""

@@ -441,10 +441,7 @@ def largest_others(weights: Mapping[str, int], modules: Collection[str]) -> list
     the whole.
     """
     total, inside = sum(weights.values()), {f"{module}.weight" for module in modules}
-    groups: dict[str, str] = {}
-    found: Counter[str] = Counter()
-    for name, size in weights.items():
-        if name not in inside:
-            first = groups.setdefault(re.sub(r"\.\d+\.", ".N.", name), name)
-            found[first] += size
+    others = (name for name in weights if name not in inside)
+    kinds = grouped((re.sub(r"\.\d+\.", ".N.", name), name) for name in others)
+    found = Counter({names[0]: sum(weights[name] for name in names) for names in kinds.values()})
     return [(first, size / total) for first, size in found.most_common()]

@@ -17,6 +17,7 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import dtype_name
+from quantkit.core.threads import grouped
 from quantkit.engines.readers import Folder, opened_by
 from quantkit.errors import CheckpointError, Words
 from quantkit.inference.load import Forms, NotTried, refusal_by_transformers
@@ -42,9 +43,8 @@ def describe(src: Checkpoint) -> Json:
     }
     packed = {name: suffix for module in modules for suffix, name in src.parts(module).items()}
     every = {name: src.nbytes(name) for name in src.names()}
-    suffixes: Counter[str] = Counter()
-    for name, suffix in packed.items():
-        suffixes[suffix] += every[name]
+    parts = grouped((suffix, every[name]) for name, suffix in packed.items())
+    suffixes = {suffix: sum(sizes) for suffix, sizes in parts.items()}
     dense = [name for name in every if name not in packed]
     weights = sum(n * k for _, (n, k) in modules.values())
     shapes = Counter(
@@ -75,7 +75,7 @@ def describe(src: Checkpoint) -> Json:
         "bytes": {
             "total": src.source_bytes,
             "dense": src.source_bytes - sum(suffixes.values()),
-            "packed": dict(suffixes),
+            "packed": suffixes,
         },
         "shapes": dict(shapes),
         "files": src.sizes(),

@@ -52,7 +52,7 @@ from quantkit.progress import Clock, Progress
 from quantkit.recipes.identity import difference, identity
 from quantkit.recipes.recipe import Recipe
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.summary import ShortRepr, summary
+from quantkit.reporting.summary import short_repr, summary
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
 Measure: TypeAlias = Callable[[Checkpoint], Json]
@@ -358,7 +358,7 @@ def publish_complete(
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Result(ShortRepr, Mapping[str, Any]):
+class Result(Mapping[str, Any]):
     """The folder `path` of a run, and its `report`, the content of quantkit_report.json.
 
     A result is a mapping of the report too: `result["totals"]`. `notices` are the report's. Those
@@ -421,15 +421,16 @@ class Result(ShortRepr, Mapping[str, Any]):
     def __str__(self) -> str:
         return summary(self.report)
 
-    def _shown(self) -> Json:
-        return {
-            "path": str(self.path),
-            "layout": self.layout,
-            "scheme": self.scheme,
-            "linears": len(self.layers),
-            "bits_per_weight": self.bits_per_weight,
-            "bytes": self.bytes,
-            "share": self.share,
-            "seconds": round(self.seconds, 3),
-            "notices": list(self.notices),
-        }
+    def __repr__(self) -> str:
+        return short_repr(
+            self,
+            path=str(self.path),
+            layout=self.layout,
+            scheme=self.scheme,
+            linears=len(self.layers),
+            bits_per_weight=self.bits_per_weight,
+            bytes=self.bytes,
+            share=self.share,
+            seconds=round(self.seconds, 3),
+            notices=list(self.notices),
+        )

@@ -54,7 +54,7 @@ from quantkit.planning import verdict as verdicts
 from quantkit.planning.needs import Needs, calibrated_memory, free_disk, streamed_memory
 from quantkit.planning.output import Output, Row, converted_schemes
 from quantkit.recipes.recipe import Recipe, stored_shape
-from quantkit.reporting.summary import ShortRepr
+from quantkit.reporting.summary import short_repr
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ NOTHING = Outside([], [])
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(ShortRepr):
+class Plan:
     """The output, the needs and the verdict of a run of `quantize` or `pack`.
 
     `output` has the linears, tensors and files, `needs` the memory, the disk and the duration, and
@@ -323,20 +323,21 @@ class Plan(ShortRepr):
             "notices": [*self.size_notes, *self.notices],
         }
 
-    def _shown(self) -> Json:
-        return {
-            "layout": self.layout,
-            "scheme": self.scheme,
-            "linears": len(self.output.quantized),
-            "bytes": self.output.bytes,
-            "source_bytes": self.output.source_bytes,
-            "bits_per_weight": self.bits_per_weight,
-            "share": self.share,
-            "memory": self.needs.memory.to_dict(),
-            "misfits": len(self.verdict.misfits),
-            "refusal": None if self.refusal is None else str(self.refusal),
-            "notices": self.notices,
-        }
+    def __repr__(self) -> str:
+        return short_repr(
+            self,
+            layout=self.layout,
+            scheme=self.scheme,
+            linears=len(self.output.quantized),
+            bytes=self.output.bytes,
+            source_bytes=self.output.source_bytes,
+            bits_per_weight=self.bits_per_weight,
+            share=self.share,
+            memory=self.needs.memory.to_dict(),
+            misfits=len(self.verdict.misfits),
+            refusal=None if self.refusal is None else str(self.refusal),
+            notices=self.notices,
+        )
 
 
 def plan_quantize(

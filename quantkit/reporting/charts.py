@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quantkit.core.threads import grouped
 from quantkit.core.units import format_bytes, format_seconds
 from quantkit.names import JsonView
 from quantkit.reporting.layer_errors import Point, Series, bits, weights
@@ -186,20 +187,18 @@ def memory(report: JsonView) -> list[Bar]:
 
 def widths(report: JsonView) -> list[Bar]:
     """List the weights of each scheme, fewest bits first."""
-    found: dict[tuple[float, str], tuple[int, int]] = {}
-    for layer in report.get("layers", []):
-        width = bits(layer)
-        if width is not None:
-            key = (round(width, 3), str(layer.get("scheme")))
-            linears, count = found.get(key, (0, 0))
-            found[key] = (linears + 1, count + weights(layer))
+    counts = grouped(
+        ((round(width, 3), str(layer.get("scheme"))), weights(layer))
+        for layer in report.get("layers", [])
+        if (width := bits(layer)) is not None
+    )
     return [
         Bar(
             f"{scheme}, {width:.3f} bits",
-            float(count),
-            f"{count / 1e6:,.1f} M weights, {linears} linears",
+            float(sum(linears)),
+            f"{sum(linears) / 1e6:,.1f} M weights, {len(linears)} linears",
         )
-        for (width, scheme), (linears, count) in sorted(found.items())
+        for (width, scheme), linears in sorted(counts.items())
     ]
 
 

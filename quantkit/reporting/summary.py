@@ -93,14 +93,7 @@ def _times(report: JsonView, totals: JsonView) -> str:
     return "" if total is None else f"{total:.1f} s" + (f" ({phases})" if phases else "")
 
 
-class ShortRepr:
-    """The base of a class made with `dataclass(repr=False)`, which chooses the facts of its repr in
-    `_shown`.
-    """
-
-    def _shown(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in self._shown().items())
-        return f"{type(self).__name__}({facts})"
+def short_repr(value: object, /, **shown: Any) -> str:
+    """Format the repr of a dataclass with only the facts that are `shown`."""
+    facts = ", ".join(f"{name}={each!r}" for name, each in shown.items())
+    return f"{type(value).__name__}({facts})"

@@ -11,11 +11,8 @@ from quantkit.recipes.recipe import Recipe
 
 
 def stages_of(recipe: Recipe, before_solving: Stage | None = None) -> list[Stage]:
-    """Compose the stages of a recipe in their order. `between` comes between Hessians
-    and solving.
-    """
-    solving = [RowSums(), Hessians(), *([before_solving] if before_solving else []), Solve()]
-    if not recipe.tune:
-        return solving
-    gradients = Gradients() if recipe.output_aware else None
-    return [*([gradients] if gradients else []), *solving, Tune(recipe.tune, gradients)]
+    """Compose the stages of a recipe in their order; `before_solving` comes behind Hessians."""
+    gradients = Gradients() if recipe.tune and recipe.output_aware else None
+    tune = Tune(recipe.tune, gradients) if recipe.tune else None
+    stages = (gradients, RowSums(), Hessians(), before_solving, Solve(), tune)
+    return [stage for stage in stages if stage is not None]

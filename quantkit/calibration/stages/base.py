@@ -174,12 +174,12 @@ def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
         if linears := tuple(linear for linear in group.linears if linear in waiting):
             groups.append(replace(group, linears=linears))
             waiting.difference_update(linears)
-    idle: dict[object, list[str]] = {}
-    for linear in targets:
-        if linear in waiting:
-            expert = block.run.model.experts.get(linear)
-            key = (expert.owner, expert.number, expert.role == "down") if expert else linear
-            idle.setdefault(key, []).append(linear)
+    experts = block.run.model.experts
+    alike = ((experts.get(linear), linear) for linear in targets if linear in waiting)
+    idle = grouped(
+        ((each.owner, each.number, each.role == "down") if each else linear, linear)
+        for each, linear in alike
+    )
     return groups + [Group(tuple(linears)) for linears in idle.values()]
 
 
@@ -226,10 +226,8 @@ def find_steps(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
     """
     if not run.recipe.true_sequential:
         return [list(groups)]
-    steps: dict[object, list[Group]] = {}
-    for group in groups:
-        expert = run.model.experts.get(group.linears[0])
-        steps.setdefault((expert.owner, expert.role == "down") if expert else group, []).append(
-            group
-        )
+    experts = ((run.model.experts.get(group.linears[0]), group) for group in groups)
+    steps = grouped(
+        ((each.owner, each.role == "down") if each else group, group) for each, group in experts
+    )
     return list(steps.values())

@@ -51,11 +51,13 @@ class Hessians(Stage):
             for module, (_, k) in sizes.linears.items()
             if (found := EXPERT.match(module))
         }
-        count, of_layers = ranks().count, Counter[tuple[str, int]]()
-        for layer, _, k in experts:
-            of_layers[layer, k] += Hessian.bytes(k) + Hessian.chunk_bytes(k)
+        count, of_layers = ranks().count, Counter((layer, k) for layer, _, k in experts)
+        most = max(
+            (n * (Hessian.bytes(k) + Hessian.chunk_bytes(k)) for (_, k), n in of_layers.items()),
+            default=0,
+        )
         free = None if sizes.gpu_memory is None else sizes.gpu_memory - sizes.block
-        summed = min(most_summed(free), max(of_layers.values(), default=0))
+        summed = min(most_summed(free), most)
         at = {
             "Hessians of experts": summed * (count + (count > 1)) // count,
             "held-out inputs": HELD_OUT_SOURCES * MOST_HELD_OUT * sizes.channels * sizes.width,
@@ -101,10 +103,9 @@ def _add_up(run: Run, tasks: Sequence[Task]) -> None:
     """
     if run.ranks.count == 1 or not tasks:
         return
-    owners: list[int | None] = [None]
-    if len(tasks) > 1:
-        shapes = [[run.model.sizes[linear] for linear in task.group.linears] for task in tasks]
-        owners = [*run.ranks.owners([sum(n * k * k for n, k in each) for each in shapes])]
+    shapes = [[run.model.sizes[linear] for linear in task.group.linears] for task in tasks]
+    costs = [sum(n * k * k for n, k in each) for each in shapes]
+    owners = run.ranks.owners(costs) if len(tasks) > 1 else [None]
     here = [task.hessian.part() for task in tasks if task.hessian is not None]
     with run.exchanging(), closing(run.ranks.gather_each(here, owners)) as gathered:
         for task, owner, parts in zip(tasks, owners, gathered, strict=True):
