@@ -49,10 +49,8 @@ def api_function(
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, value in [*zip(signature.parameters, args, strict=False), *kwargs.items()]:
-                if name not in signature.parameters:
-                    raise TypeError(
-                        _unexpected(function.__name__, name, list(signature.parameters))
-                    )
+                if name not in classes:
+                    raise TypeError(_unexpected(function.__name__, name, named))
                 if not isinstance(value, classes[name]):
                     raise TypeError(_mistyped(function.__name__, name, classes[name], value))
             values: Any = [
@@ -72,10 +70,10 @@ def api_function(
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.keywords = types  # type: ignore[attr-defined]
-        annotations = {
-            name: parameter.annotation for name, parameter in signature.parameters.items()
+        call.__annotations__ = {
+            **{name: parameter.annotation for name, parameter in signature.parameters.items()},
+            "return": signature.return_annotation,
         }
-        call.__annotations__ = {**annotations, "return": signature.return_annotation}
         return call
 
     return decorate

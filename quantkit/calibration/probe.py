@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import ceil, prod
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -85,7 +87,7 @@ def probe(
     if not recipe.calibrated:
         seconds += _rounding(src, recipe, goals, model.device)
     else:
-        meter = _Meter(model.linears, watch, each)
+        meter = _Meter(watch, each)
         try:
             some = model.first_blocks(BLOCKS)
             seconds += _calibrating(recipe, some, len(model.blocks), sequences, watch, meter)
@@ -161,9 +163,9 @@ def _calibrating(
 
 def _gradients(blocks: int, first: Mapping[str, float], watch: _Watch) -> float:
     """Estimate the seconds of output gradients of the probe's documents through all blocks."""
-    forward, back = watch.mean("gradients, forward"), watch.mean("gradients, backward")
-    sampling = first.get("gradients", 0.0) - watch.total("gradients, backward")
-    return blocks * (forward + back) + max(0.0, sampling)
+    forward, back = (watch.seconds[f"gradients, {way}"] for way in ("forward", "backward"))
+    sampling = first.get("gradients", 0.0) - sum(back)
+    return blocks * sum(map(fmean, filter(None, (forward, back)))) + max(0.0, sampling)
 
 
 def _passes(lengths: Sequence[int], steps: int) -> float:
@@ -191,8 +193,8 @@ class _Meter(Stage):
     such a product that stands for solving: `usual`, until they are measured.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, int]], watch: _Watch, usual: float) -> None:
-        self._shapes, self._watch, self.times = shapes, watch, 1.0
+    def __init__(self, watch: _Watch, usual: float) -> None:
+        self._watch, self.times = watch, 1.0
         self._solved, self._most = list[tuple[int, int]](), 0.0
         self.each = self.solving = usual
 
@@ -209,7 +211,7 @@ class _Meter(Stage):
             seconds = run.clock.seconds
             self.each = sum(seconds.get(phase, 0.0) for phase in GROWING) / passed or self.each
             self.solving, self._most = seconds.get("solve", 0.0) / done or self.each, done
-        here = [self._shapes[name] for task in tasks for name in task.group.linears]
+        here = [run.model.sizes[name] for task in tasks for name in task.group.linears]
         if run.model.device.type == "cpu":
             self._watch.require(self.solving * solving_work(here))
         self._solved += here
@@ -220,13 +222,13 @@ class _Late(Exception):
 
 
 class _Watch(Recorder):
-    """Progress that prints nothing, measures the items of each bar, and ends a probe that takes too
-    long.
+    """Progress that prints nothing, measures the `seconds` of each item of a bar, by its label, and
+    ends a probe that takes too long.
     """
 
     def __init__(self, like: Progress) -> None:
         super().__init__(like)
-        self._seconds: dict[str, list[float]] = {}
+        self.seconds = defaultdict[str, list[float]](list)
         self._end = time.perf_counter() + MOST_SECONDS
 
     def bar(
@@ -238,8 +240,7 @@ class _Watch(Recorder):
 
     def check(self) -> None:
         super().check()
-        if time.perf_counter() > self._end:
-            raise _Late
+        self.require(0.0)
 
     def require(self, seconds: float) -> None:
         """End the probe if work of so many seconds would end too late."""
@@ -250,12 +251,4 @@ class _Watch(Recorder):
         for item in work:
             begun = time.perf_counter()
             yield item
-            self._seconds.setdefault(label, []).append(time.perf_counter() - begun)
-
-    def total(self, label: str) -> float:
-        """Add up the seconds of a bar."""
-        return sum(self._seconds.get(label, []))
-
-    def mean(self, label: str) -> float:
-        """Return the mean seconds of an item, 0 without one."""
-        return self.total(label) / max(1, len(self._seconds.get(label, [])))
+            self.seconds[label].append(time.perf_counter() - begun)
