@@ -298,8 +298,9 @@ class Ranks:
                 if tensor.numel():
                     data = tensor.reshape(-1).view(torch.uint8)  # gloo and NCCL lack some dtypes
                     group = self._nccl if tensor.is_cuda else self._control
-                    operation = distributed.P2POp(function, data, peer, group)
-                    operations[tensor.is_cuda].append(operation)
+                    operations[tensor.is_cuda].append(
+                        distributed.P2POp(function, data, peer, group)
+                    )
 
         for number, source in step:
             found[number, source], owner = [], owners[number]

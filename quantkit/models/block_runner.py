@@ -187,7 +187,7 @@ class BlockRunner(LanguageModel):
         with self.fast_products():
             passed = self._passed_on(last, State(hidden), wide=True)
             found: Tensor = self._interception.run_behind(
-                lambda: self.text(**self._asked(tokens)).logits[0], last, passed
+                lambda: self.text(**self._asked(tokens)).logits[0], Pass(last, passed)
             )
         return found
 
@@ -214,7 +214,7 @@ class BlockRunner(LanguageModel):
                 self._passed_on(index, state),
             )
             with self._own_code(index - 1), suppress(Stop):
-                self._interception.run_behind(forward, index, passed)
+                self._interception.run_behind(forward, Pass(index, passed))
             return None
         if index and index not in self._checked:
             self._checked.add(index)

@@ -22,7 +22,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -199,14 +199,10 @@ class Interception:
         NotReached if the forward ends without the block. Needed if the block takes a value that was
         not stored.
         """
-        self._pass = now
-        try:
-            forward()
-        except Stop:
-            return now
-        finally:
-            self._pass = None
-        raise NotReached
+        with suppress(Stop):
+            self.run_behind(forward, now)
+            raise NotReached
+        return now
 
     def call(self, at: int, given: Given, passed: Passed, in_batch: bool) -> Passed | None:
         """Return the output of block `at`, called alone with the arguments that the model's forward
@@ -219,9 +215,11 @@ class Interception:
         except Stop:
             return None
 
-    def run_behind(self, forward: Callable[[], T], last: int, passed: Passed) -> T:
-        """Call the model's `forward` without running the `last` blocks, and return its result."""
-        self._pass = Pass(last, passed)
+    def run_behind(self, forward: Callable[[], T], now: Pass) -> T:
+        """Call the model's `forward` without running the blocks before that of a pass, and return
+        its result.
+        """
+        self._pass = now
         try:
             return forward()
         finally:

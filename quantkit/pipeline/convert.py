@@ -127,9 +127,10 @@ def pack(
             output, written = planned.output, LAYOUTS[layout]
             shapes = {row.module: row.shape if row.padded else None for row in output.quantized}
             config = output_config(src, written, output.schemes, shapes, None)
-            stated = config["quantization_config"]
             with suppress(NotTried):
-                refusal_by_transformers(outline, src, stated, dict(output.forms))
+                refusal_by_transformers(
+                    outline, src, config["quantization_config"], dict(output.forms)
+                )
     src.notices += outside.notices()
     progress.note(*planned.notices, *outside.notices())
     known = list(src.notices)

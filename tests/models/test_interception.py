@@ -80,7 +80,7 @@ def test_block_after_block_gives_what_the_whole_gives() -> None:
     assert passed is not None and torch.equal((passed.hidden + 1) * 2, whole)
     assert passed.returned is not None and torch.equal(passed.returned[0], torch.full((3,), 2.0))
     assert {key: float(value) for key, value in passed.left["cache"].items()} == {"0": 1, "1": 10, "2": 100}
-    assert torch.equal(blocks.run_behind(forward, 3, passed)[0], whole)
+    assert torch.equal(blocks.run_behind(forward, Pass(3, passed))[0], whole)
 
 
 def test_a_watcher_sees_inputs_and_ends_the_pass() -> None:
