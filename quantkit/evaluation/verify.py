@@ -376,6 +376,10 @@ def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -
     """
     packed = {f"{module}.weight" for one in (src, other) for module in one.modules()}
     mine, theirs = ([name for name in one.logical() if name not in packed] for one in (src, other))
+    apart = [name for name in {*mine} ^ {*theirs} if name.endswith(".bias")]
+    # A conversion leaves out a bias of zeros that the model's class lacks.
+    zeros = {name for name in apart if not (src if name in src else other).get(name).any()}
+    mine, theirs = ([name for name in names if name not in zeros] for names in (mine, theirs))
     found = only_in_one(mine, theirs, f"is in {other.path} only", f"is not in {other.path}")
     common = sorted({*mine} & {*theirs})
     for name in progress.bar(common, "compare", len(common)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, cast
 
@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stored_tensors import Derived, Read
 from quantkit.core.formats import FLOATS, dtype_name
 from quantkit.core.threads import grouped
 from quantkit.errors import CheckpointError, NumericError, Setting, Words
-from quantkit.layouts.schemes import ORIGINAL, is_embedding
+from quantkit.layouts.schemes import ORIGINAL, is_embedding, is_head
 from quantkit.models.experts import (
     ROUTER,
     Expert,
@@ -95,11 +96,26 @@ class Outline:
             src.notices.append(f"{zeros[0]}: {line} ({len(zeros)} in all)")
             self.states = self.names.match(src)
         packed = {f"{module}.weight" for module in src.modules()}
+        if as_matrices:
+            self._name_table(packed)
         for state, name in self.states.stored.items():
             if name not in packed:
                 self._require_form(state, name)
         if as_matrices:
             replace_transposed(module, self.states.stored, src)
+
+    def _name_table(self, packed: Collection[str]) -> None:
+        """Give a table that is stored as the output head alone the name of the embeddings, under
+        which engines look for it: safetensors keeps the first name of a shared tensor.
+        """
+        for head, table in self.module.all_tied_weights_keys.items():
+            is_alone = self.states.stored.get(table) == head and head not in packed
+            if is_alone and is_head(head.removesuffix(".weight")):
+                shape, dtype = self.src.shape(head), self.src.dtype(head)
+                read = partial(_read, head)
+                self.src.derive({table: Derived(shape, dtype, (head,), read)})
+                self.src.notices.append(f"{head} is written as {table}, to which it is tied")
+                self.states = self.names.match(self.src)
 
     def require_complete(self) -> None:
         """Raise CheckpointError unless the checkpoint has exactly the tensors of its model, and
@@ -201,6 +217,10 @@ class Outline:
         # An earlier model of this checkpoint may have transposed the tensor.
         if shape != asked and not (self.src.is_presented_otherwise(name) and shape[::-1] == asked):
             raise wrong_shape(self.src.path, name, shape, asked)
+
+
+def _read(name: str, read: Read, index: int | slice | None) -> torch.Tensor:
+    return read(name, index)
 
 
 class LanguageModel(Outline):

@@ -275,6 +275,19 @@ def test_names_of_a_decoder_without_its_head_are_written_as_engines_read_them(fa
     assert not whole.keys() & set(Checkpoint(out).names()) - {"lm_head.weight"}  # its config names modules so
 
 
+def test_tied_embeddings_that_are_stored_as_the_head_alone_are_written_as_engines_read_them(tmp_path: Path) -> None:
+    folder = write_model("qwen2", tmp_path / "m")
+    stored = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    table = stored.pop("model.embed_tokens.weight")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(stored | {"lm_head.weight": table}, folder / "model.safetensors")  # as safetensors' save_model does
+    report = quantkit.quantize(folder, out := tmp_path / "out", method="rtn", group_size=64)
+    found = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert torch.equal(found["model.embed_tokens.weight"], table) and "lm_head.weight" not in found
+    assert "lm_head.weight is written as model.embed_tokens.weight, to which it is tied" in report["notices"]
+
+
 def test_zero_biases_that_the_model_lacks_are_left_out_and_others_are_refused(tmp_path: Path) -> None:
     biases = {"model.layers.0.mlp.up_proj.bias": torch.zeros(256), "model.layers.1.mlp.up_proj.bias": torch.zeros(256)}
     src = rewritten(tmp_path / "zero", str, biases)

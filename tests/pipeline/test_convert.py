@@ -381,7 +381,10 @@ def test_zero_biases_of_packed_linears_are_left_out_with_a_notice_and_others_are
     report = quantkit.pack(source, out, "compressed-tensors")
     assert any("left out, as it is zero" in line for line in report["notices"])
     assert not biases.keys() & set(Checkpoint(out).names())
+    assert quantkit.verify(out, against=source).ok
     biases[f"{names[-1]}.bias"][5] = 0.1
     save_file(load_file(file) | biases, file, metadata={"format": "pt"})
     with pytest.raises(quantkit.QuantkitError, match=rf"leave out {names[-1]}\.bias \(1 in all\)"):
         quantkit.pack(source, tmp_path / "other", "compressed-tensors")
+    failures = quantkit.verify(out, against=source).failures
+    assert failures == (f"{names[-1]}.bias: is in {source} only",)
