@@ -31,6 +31,7 @@ from quantkit.errors import KernelError, QuantkitError, RecipeError, about
 from quantkit.io import files
 from quantkit.kernels import LAUNCHERS, missing
 from quantkit.kernels.contract import ACTIVATIONS
+from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.proof import activations, mismatch, reference, relative_error
 from quantkit.layouts import LAYOUTS
 from quantkit.names import KERNELS
@@ -255,7 +256,7 @@ def flops(layout: str, n: int, k: int, m: int) -> int:
     """Count the operations of a product: half of them where only two of each four weights are
     stored.
     """
-    return 2 * m * n * k // (2 if LAUNCHERS[layout].sparse else 1)
+    return 2 * m * n * k // (2 if layout.startswith("marlin24") else 1)
 
 
 def _time_weight(
@@ -308,13 +309,14 @@ def _time_weight(
         peers = [prepared(order, least_dense, count) for order in (cublas_w, cublas_wt)]
         error = _checked(mine, out, expected, f"{layout}, {scheme.label}, {n}x{k}, {m} {device.dtype} tokens")
         time_us, cublas_w_us, cublas_wt_us = medians([mine, *peers])
+        kernel = launcher.fastest(scheme, n, k, where, portable)
         yield row_of(
             layer,
             m,
             device,
             layout=layout,
             scheme=scheme.label,
-            path=launcher.fastest(scheme, n, k, where, portable).path,
+            path="hopper" if isinstance(kernel, HopperKernel) else "portable",
             times=(time_us, cublas_w_us, cublas_wt_us),
             floor_us=least,
             weight_bytes=size,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import gptq, loader, routing
+from quantkit.kernels import loader
 from quantkit.kernels.contract import Weight, check_sizes
 from quantkit.kernels.launcher import FAMILIES, Launcher
 from quantkit.kernels.loader import toolchain as toolchain
@@ -30,18 +30,6 @@ MATMULS: dict[str, Callable[..., Tensor]] = {
 JUDGES: dict[str, Callable[..., Tensor]] = {
     layout: partial(launcher.matmul, naive=True) for layout, launcher in LAUNCHERS.items()
 }
-
-
-def _sources() -> dict[str, tuple[str, ...]]:
-    found = {**gptq.SOURCES, **routing.SOURCES}
-    for launcher in FAMILIES.values():
-        for kernel in launcher.every:
-            found[kernel.source] = (*found.get(kernel.source, ()), *kernel.instances)
-    return found
-
-
-#: CUDA source -> all its template instances.
-SOURCES = _sources()
 
 
 def preferred() -> list[str]:

@@ -10,7 +10,6 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -149,7 +148,6 @@ class HopperKernel(Instances):
     variant: str
     choice: HopperTiles
     tensor_maps: Callable[[HopperTile, Sequence[int], int, int, int, int], list[bytes]]
-    path: ClassVar[str] = "hopper"
 
     def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
         """Build the C++ name of the instance for activations of a dtype; all clusters above two

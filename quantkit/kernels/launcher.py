@@ -110,12 +110,11 @@ class Launcher:
     """The kernels of one layout: each subclass says which packed weights they take.
 
     `bits_read` counts the bits that are read for a weight, with scales in groups of 128; `load`
-    prefers the layout with the fewest. If `sparse`, half of the weights are multiplied. `aliases`
-    maps other names of packed tensors to the names in `weight`. `table` has the kernels by `key`.
+    prefers the layout with the fewest. `aliases` maps other names of packed tensors to the names in
+    `weight`. `table` has the kernels by `key`.
     """
 
     bits_read: ClassVar[float]
-    sparse: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
     table: Mapping[Any, Kernels]
 
@@ -130,12 +129,6 @@ class Launcher:
     def kernels(self, scheme: Scheme, n: int, k: int) -> Kernels:
         """Find the kernels for a weight."""
         return self.table[self.key(scheme, n, k)]
-
-    @property
-    def every(self) -> tuple[NaiveKernel | PortableKernel | HopperKernel, ...]:
-        """The kernels for all weights."""
-        found = [kernel for kernels in self.table.values() for kernel in kernels]
-        return tuple(dict.fromkeys(kernel for kernel in found if kernel is not None))
 
     def matmul(
         self,
@@ -267,7 +260,6 @@ class Marlin24(Launcher):
 
     GROUPS = (128, None)
     bits_read = 3 + 16 / 128
-    sparse = True
     #: Names of compressed-tensors -> names of vLLM (5.1).
     aliases: ClassVar = {"weight_packed": "B_24", "meta": "B_meta", "scale_packed": "s"}
 

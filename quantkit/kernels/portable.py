@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ class PortableKernel(Instances):
     choice: PortableTiles
     variant: str = ""
     function: str | None = None
-    path: ClassVar[str] = "portable"
 
     def instance(self, dtype: torch.dtype, tile: PortableTile) -> str:
         """Build the C++ name of the instance for activations of a dtype."""

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.kernels import SOURCES, loader
+from quantkit.kernels import loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES
 from tests.kernels.hopper_cases import CASES
+from tests.kernels.sources import SOURCES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 #: Those that a machine without a GPU compiles for: one on each side of sm_90, which is all that sources ask for.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, SOURCES, grouped, routing
+from quantkit.kernels import LAUNCHERS, grouped, routing
 from quantkit.kernels.contract import TYPES as TYPE_NAMES
 from quantkit.kernels.grouped import GroupedKernel, expected_tiles
 from quantkit.kernels.proof import relative_error
@@ -20,6 +20,7 @@ from tests.kernels import emulation
 from tests.kernels.experts import CASES, FIRST, TAKEN, Experts, expected_list, experts, inputs, listed, shuffled
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.products import TYPES
+from tests.kernels.sources import SOURCES
 
 GUARD = -7
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from quantkit.errors import KernelError
 from quantkit.evaluation.verify import verify
-from quantkit.kernels import JUDGES, MATMULS, SOURCES, driver, loader, proof
+from quantkit.kernels import JUDGES, MATMULS, driver, loader, proof
 from quantkit.pipeline import quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.kernels.operands import CASES, ONE_EACH, differs, is_second_copy, weight
 from tests.kernels.products import TYPES, on_gpu, poisoned
+from tests.kernels.sources import SOURCES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

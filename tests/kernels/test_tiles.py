@@ -14,12 +14,11 @@ from hypothesis import given, settings, strategies as st
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, SOURCES, grouped, tiles
+from quantkit.kernels import LAUNCHERS, grouped, tiles
 from quantkit.kernels.hopper import MAX_TOKENS, token_parts
-from quantkit.kernels.launcher import FAMILIES
 from quantkit.kernels.portable import PortableKernel
 from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil, choose_tile
-from tests.kernels import sweeps
+from tests.kernels import sources, sweeps
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.hopper_cases import ALL, CASES, FIRST
 from tests.kernels.on_cpu import library
@@ -231,7 +230,7 @@ def test_many_tokens_are_divided_into_launches_of_nearly_equal_size(m: int, fake
 
 # Tiles of portable kernels.
 
-EVERY = [kernel for family in FAMILIES.values() for kernel in family.every if isinstance(kernel, PortableKernel)]
+EVERY = [kernel for kernel in sources.KERNELS if isinstance(kernel, PortableKernel)]
 KERNELS = sorted(EVERY, key=lambda kernel: kernel.function is not None)  # those of experts last
 PORTABLE_LAYERS = [*LAYERS[:6], (8192, 28672)]
 SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
@@ -250,7 +249,8 @@ def test_every_tile_fits_into_every_gpu(kernel: PortableKernel) -> None:
 
 
 def test_every_instance_is_compiled() -> None:
-    listed = [instance for name, instances in SOURCES.items() if name.endswith("_portable") for instance in instances]
+    all_sources = sources.SOURCES.items()
+    listed = [instance for name, instances in all_sources if name.endswith("_portable") for instance in instances]
     assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in kernel.instances)
 
 

@@ -18,6 +18,7 @@ import pytest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli import demo
 from quantkit.progress import Progress
+from tests.kernels.sources import SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,10 +27,10 @@ SHORT_DEMO = """
 import sys
 import quantkit
 from quantkit.cli import demo, main
-from quantkit.kernels import SOURCES, loader
+from quantkit.kernels import loader
 from quantkit.recipes.files import shipped_recipes
 print(quantkit.__file__, loader.source_dir(), sep="\\n", file=sys.stderr)
-print(" ".join(SOURCES), " ".join(shipped_recipes()), sep="\\n", file=sys.stderr)
+print(" ".join(shipped_recipes()), file=sys.stderr)
 demo.EVALUATION, demo.SAMPLES = "pathlib tempfile", 16
 main(sys.argv[1:])
 """
@@ -91,9 +92,9 @@ def test_the_demo_measures_all_its_rows_and_keeps_its_checkpoints(installed: Pat
     """One test, because two processes that share these tests would each run the demo."""
     out = tmp_path / "out"
     finished = done(installed / "python", "-c", SHORT_DEMO, "demo", "-o", out, "--json", cwd=tmp_path)
-    where, folder, sources, recipes, *_ = finished.stderr.splitlines()
+    where, folder, recipes, *_ = finished.stderr.splitlines()
     assert Path(where).is_relative_to(installed.parent) and Path(folder).is_relative_to(installed.parent)
-    assert sources and all(Path(folder, f"{source}.cu").is_file() for source in sources.split())
+    assert SOURCES and all(Path(folder, f"{source}.cu").is_file() for source in SOURCES)
     assert sorted(recipes.split()) == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
     found = json.loads(finished.stdout)
     dense, rtn, gptq, packed, fp6 = found["rows"]
