@@ -110,18 +110,16 @@ def toolchain() -> dict[str, str | None]:
     return found
 
 
-def compile(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
-    """Compile `name`.cu of `folder` (None: quantkit's own) for an architecture such as sm_90a;
-    needs no GPU.
+def compile(name: str, instances: Sequence[str], arch: str) -> Binary:
+    """Compile `name`.cu for an architecture such as sm_90a; needs no GPU.
 
     `instances` are C++ name expressions such as `f<half, float>`. KernelError with the compiler's
     first error, or with the extra to install if CuPy is missing.
     """
     nvrtc = _usable_nvrtc()
-    folder = source_dir() if folder is None else folder
-    headers = {header: text.encode() for header, text in _headers(folder).items()}
+    headers = {header: text.encode() for header, text in _headers().items()}
     program = nvrtc.createProgram(
-        _text(folder / f"{name}.cu"),
+        _text(source_dir() / f"{name}.cu"),
         f"{name}.cu",
         list(headers.values()),
         [header.encode() for header in headers],
@@ -148,19 +146,19 @@ def compile(name: str, instances: Sequence[str], arch: str, folder: Path | None 
         nvrtc.destroyProgram(program)
 
 
-def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
+def cached(name: str, instances: Sequence[str], arch: str) -> Binary:
     """As `compile`, but read the binary from the disk cache if it is there, and write it there
     otherwise.
 
     Several processes may do this at once, because entries are written atomically. A damaged entry
     is compiled again. If the folder cannot be written, one warning says so.
     """
-    path = _entry(name, instances, arch, folder)
+    path = _entry(name, instances, arch)
     try:
         with files.open_regular(path) as file:
             return _decoded(file.read())
     except (QuantkitError, OSError, ValueError):
-        binary = compile(name, instances, arch, folder)
+        binary = compile(name, instances, arch)
     try:
         files.make_folder(path.parent, parents=True)
         files.write_atomic(path, _encoded(binary))
@@ -169,8 +167,8 @@ def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None =
     return binary
 
 
-def _entry(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Path:
-    return cache_dir() / f"{name}-{arch}-{cache_key(name, instances, arch, folder)}"
+def _entry(name: str, instances: Sequence[str], arch: str) -> Path:
+    return cache_dir() / f"{name}-{arch}-{cache_key(name, instances, arch)}"
 
 
 def uncompiled(name: str, instances: Sequence[str], device: torch.device) -> list[str]:
@@ -240,8 +238,8 @@ def install() -> str:
     return names.install(f"cupy-{extra()}x")
 
 
-def _headers(folder: Path) -> dict[str, str]:
-    return {path.name: _text(path) for path in sorted(folder.glob("*.cuh"))}
+def _headers() -> dict[str, str]:
+    return {path.name: _text(path) for path in sorted(source_dir().glob("*.cuh"))}
 
 
 def _text(path: Path) -> str:
@@ -249,12 +247,11 @@ def _text(path: Path) -> str:
         return file.read().decode()
 
 
-def cache_key(name: str, instances: Sequence[str], arch: str, folder: Path | None) -> str:
-    folder = source_dir() if folder is None else folder
+def cache_key(name: str, instances: Sequence[str], arch: str) -> str:
     version = list(_usable_nvrtc().getVersion())
     parts = [
-        _text(folder / f"{name}.cu"),
-        _headers(folder),
+        _text(source_dir() / f"{name}.cu"),
+        _headers(),
         OPTIONS,
         list(instances),
         arch,

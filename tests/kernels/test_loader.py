@@ -26,6 +26,7 @@ def sources(nvrtc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources/f.cu").write_text(SOURCE)
     (tmp_path / "sources/shared.cuh").write_text("#define SHARED 3\n")
+    monkeypatch.setattr(loader, "source_dir", lambda: tmp_path / "sources")
     return tmp_path / "sources"
 
 
@@ -48,8 +49,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_binary_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = compiled(monkeypatch)
-    first = loader.cached("f", INSTANCES, "sm_90a", sources)
-    assert loader.cached("f", INSTANCES, "sm_90a", sources) == first
+    first = loader.cached("f", INSTANCES, "sm_90a")
+    assert loader.cached("f", INSTANCES, "sm_90a") == first
     assert seen == ["f"] and len(entries()) == 1
     assert first.cubin.startswith(b"\x7fELF") and first.names.keys() == set(INSTANCES)
 
@@ -58,7 +59,7 @@ def test_each_input_of_the_compiler_changes_the_key_by_itself(sources: Path, mon
     """Compiler, options and the text of any header: otherwise an update would still use the old binaries."""
 
     def key(instances: tuple[str, ...] = INSTANCES, arch: str = "sm_90a") -> str:
-        return loader.cache_key("f", instances, arch, sources)
+        return loader.cache_key("f", instances, arch)
 
     found = [key(), key(INSTANCES[:1]), key(arch="sm_80")]
     for name, other in (
@@ -81,33 +82,33 @@ def test_each_input_of_the_compiler_changes_the_key_by_itself(sources: Path, mon
 
 @pytest.mark.parametrize("damage", ["a bit", "cut off", "emptied", "foreign"])
 def test_a_damaged_entry_is_compiled_again(damage: str, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = loader.cached("f", INSTANCES, "sm_80", sources)
+    good = loader.cached("f", INSTANCES, "sm_80")
     (entry,) = entries()
     data = bytearray(entry.read_bytes())
     data[len(data) // 2] ^= 1
     entry.write_bytes({"a bit": data, "cut off": data[:-1], "emptied": b"", "foreign": b"\x7fELF" * 100}[damage])
     seen = compiled(monkeypatch)
-    assert loader.cached("f", INSTANCES, "sm_80", sources) == good
-    assert loader.cached("f", INSTANCES, "sm_80", sources) == good
+    assert loader.cached("f", INSTANCES, "sm_80") == good
+    assert loader.cached("f", INSTANCES, "sm_80") == good
     assert seen == ["f"], "it was not put right on the disk"
 
 
 def test_an_entry_that_is_a_link_or_a_folder_is_not_read(sources: Path, tmp_path: Path) -> None:
-    good = loader.cached("f", INSTANCES, "sm_80", sources)
+    good = loader.cached("f", INSTANCES, "sm_80")
     (entry,) = entries()
     entry.rename(tmp_path / "elsewhere")
     entry.symlink_to(tmp_path / "elsewhere")
-    assert loader.cached("f", INSTANCES, "sm_80", sources) == good
+    assert loader.cached("f", INSTANCES, "sm_80") == good
     entry.unlink()
     entry.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert loader.cached("f", INSTANCES, "sm_80", sources) == good
+        assert loader.cached("f", INSTANCES, "sm_80") == good
 
 
 def test_processes_that_start_at_once_all_get_the_binary(sources: Path, tmp_path: Path) -> None:
     def work() -> None:
-        found = loader.cached("f", INSTANCES, "sm_80", sources)
+        found = loader.cached("f", INSTANCES, "sm_80")
         assert found.cubin.startswith(b"\x7fELF") and found.names.keys() == set(INSTANCES)
 
     ended = processes.run([work] * 4, tmp_path)
@@ -118,7 +119,6 @@ def test_processes_that_start_at_once_all_get_the_binary(sources: Path, tmp_path
 def test_a_wait_is_only_announced_for_binaries_that_are_not_on_the_disk(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "source_dir", lambda: sources)
     monkeypatch.setattr(loader, "arch_of", lambda device: "sm_80")
     assert loader.uncompiled("f", INSTANCES, torch.device("cuda", 0)) == [*INSTANCES]
     loader.cached("f", INSTANCES[:1], "sm_80")
@@ -132,7 +132,7 @@ def test_a_writer_that_dies_leaves_no_entry(sources: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(files, "FAULT", killed)
     with pytest.raises(KeyboardInterrupt):
-        loader.cached("f", INSTANCES, "sm_80", sources)
+        loader.cached("f", INSTANCES, "sm_80")
     assert entries() == []
 
 
@@ -143,8 +143,8 @@ def test_a_cache_that_cannot_be_written_is_reported_once(
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file/below"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = loader.cached("f", INSTANCES, "sm_80", sources)
-        assert loader.cached("f", INSTANCES, "sm_80", sources) == first
+        first = loader.cached("f", INSTANCES, "sm_80")
+        assert loader.cached("f", INSTANCES, "sm_80") == first
     (warning,) = caught
     assert "QUANTKIT_CACHE" in str(warning.message) and str(tmp_path / "file/below") in str(warning.message)
 
@@ -163,12 +163,12 @@ def test_the_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_in_a_source_is_one_line_with_its_position(sources: Path) -> None:
     (sources / "f.cu").write_text(SOURCE.replace("SHARED", "SHARD"))
     with pytest.raises(KernelError, match=r"f.cu does not compile for sm_80 .*SHARD") as caught:
-        loader.cached("f", INSTANCES, "sm_80", sources)
+        loader.cached("f", INSTANCES, "sm_80")
     assert "\n" not in str(caught.value)
     (sources / "f.cu").write_text(SOURCE)
     for instances, arch in ((("g<1>",), "sm_80"), (INSTANCES, "sm_10")):
         with pytest.raises(KernelError, match="does not compile") as caught:
-            loader.cached("f", instances, arch, sources)
+            loader.cached("f", instances, arch)
         assert "\n" not in str(caught.value)
     assert entries() == []
 
