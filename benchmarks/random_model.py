@@ -27,7 +27,7 @@ from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
-from quantkit.inference import fused_linear, swap_linears
+from quantkit.inference import packed_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.recast import broken_rule
@@ -320,7 +320,7 @@ def build(
         owner, _, leaf = path.rpartition(".")
         setattr(built.get_submodule(owner), leaf, linear)
     _fill(built, device)
-    fused_linear.fuse_linears(built)
+    packed_linear.fuse_linears(built)
     return built, notices
 
 

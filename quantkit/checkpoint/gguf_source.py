@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -458,14 +457,15 @@ class _Reading:
                 )
         return values
 
-    def dequantized(self, name: str, rows: slice) -> np.ndarray[Any, Any]:
+    def dequantized(self, name: str, rows: slice) -> Any:
+        """Dequantize some rows of a stored tensor to a float32 array of numpy."""
         import gguf
 
         tensor = self.header.tensors[name]
         kind, wanted = gguf.GGMLQuantizationType(tensor.kind), range(tensor.shape[0])[rows]
         shape = len(wanted), *tensor.shape[1:]
         values = files.new_bytes(4 * prod(shape)).view(torch.float32)
-        found: np.ndarray[Any, Any] = values.view(shape).numpy()
+        found = values.view(shape).numpy()
         each, size = max(1, PIECE // prod(tensor.shape[1:])), tensor.nbytes // tensor.shape[0]
         for start in range(0, len(wanted), each):
             part = wanted[start : start + each]

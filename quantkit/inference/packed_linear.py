@@ -7,13 +7,18 @@ activations, padded weights.
 
 Packed tensors are frozen parameters, because accelerate does not offload buffers to the CPU or the
 disk.
+
+For a small weight a kernel launch costs as much as the product. So sibling linears, found by their
+names, such as query, key and value projections, or gate and up, are fused: they are stacked into
+one packed weight if their layout allows it.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +29,7 @@ from torch.utils._pytree import tree_map
 from quantkit import kernels
 from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape, Tensors
+from quantkit.engines.joined import SIBLINGS
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (
     decoded_product,
@@ -34,6 +40,8 @@ from quantkit.inference.products import (
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import DAMAGED
 from quantkit.layouts.recast import recast
+from quantkit.models.families import CROSS_ATTENTION
+from quantkit.models.stored_rows import SharedProduct
 
 
 class DecodedWeight(Tensor):
@@ -170,24 +178,20 @@ class PackedLinear(PackedWeight):
         self.out_features, self.in_features = true_size
         self.dense_dtype = torch.float32
         self.reads_weight = False
-        self.fused: Any = None
+        self.fused: FusedLinear | None = None
         self.index = 0
         self.set_packed(layout, scheme, stored_size, tensors, self.out_features)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def packed(self) -> dict[str, Tensor]:
-        """List the packed tensors by suffix."""
-        return dict(self.fused.packed_part(self.index)) if self.is_fused else super().packed()
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether `fused` owns the packed tensors and the bias."""
-        return self.fused is not None and bool(self.fused.is_fused)
-
     @property
     def _owner(self) -> PackedWeight:
-        owner: PackedWeight = self.fused if self.is_fused else self
-        return owner
+        """The module that owns the packed tensors and the bias."""
+        return self.fused if self.fused is not None and self.fused.is_fused else self
+
+    def packed(self) -> dict[str, Tensor]:
+        """List the packed tensors by suffix."""
+        owner = self._owner
+        return owner.packed_part(self.index) if isinstance(owner, FusedLinear) else super().packed()
 
     def drop_packed(self) -> None:
         """Free the packed tensors and the bias, once `fused` owns them."""
@@ -277,8 +281,7 @@ class PackedLinear(PackedWeight):
         fused = self.fused
         if fused is None or not fused.is_fused:
             return self.multiply(input)
-        part: Tensor = fused.product(input, self.index)[..., fused.rows[self.index]]
-        return part
+        return fused.product(input, self.index)[..., fused.rows[self.index]]
 
     def extra_repr(self) -> str:
         stored = [self.n, self.k]
@@ -308,9 +311,9 @@ class PackedLinear(PackedWeight):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_fused:
+        if isinstance(owner := self._owner, FusedLinear):
             # On the CPU, because a GPU may be too small for a second model.
-            bias = self.fused.bias_part(self.index)
+            bias = owner.bias_part(self.index)
             states = self.packed() | ({} if bias is None else {"bias": bias})
             destination |= {
                 prefix + name: tensor.to("cpu", copy=True) for name, tensor in states.items()
@@ -386,6 +389,124 @@ class PackedEmbedding(PackedLinear):
         super()._apply(fn, recurse)
         self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
         return self
+
+
+class FusedLinear(PackedWeight, SharedProduct):
+    """Sibling linears whose packed weights can be stacked into one; each sibling has it as a
+    submodule.
+
+    Once `is_fused`, it owns the stacked tensors as frozen parameters under the layout's names, and
+    `n` is the sum over the parts. The model's state dict still has each part under its own name.
+    """
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)  # empty once fused; torch registers no submodules from a tuple
+        self.is_fused = False
+        self.forget_products()
+        for index, part in enumerate(parts):
+            part.fused, part.index = self, index
+
+    def fuse_on_gpu(self) -> bool:
+        """Fuse the parts if a kernel multiplies with each of them; returns True if they
+        are fused.
+        """
+        ready = all(
+            kernels.unusable(part.device) is None and part.has_kernel() for part in self.parts
+        )
+        if not self.is_fused and ready and self.fuse():
+            # The freed blocks are too small for the next siblings, so torch would keep all weights
+            # twice.
+            torch.cuda.empty_cache()
+        return self.is_fused
+
+    def fuse(self) -> bool:
+        """Stack the packed weights and free the parts' own; returns False if the parts differ in
+        more than n.
+        """
+        first, parts = self.parts[0], self.parts
+        layout = LAYOUTS[first.layout]
+        unit, key = layout.STACKING_UNIT, _fusion_key(first)
+        if unit is None or any(part.n % unit or _fusion_key(part) != key for part in parts):
+            return False
+        *starts, n = accumulate((part.n for part in parts), initial=0)
+        #: The rows of each part that are no padding, and all its rows.
+        self.rows = [
+            slice(start, start + part.out_features)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+        self.stored_rows = [
+            range(start, start + part.n) for part, start in zip(parts, starts, strict=True)
+        ]
+        self.readers = len(parts)
+        tensors = layout.stack(first.scheme, [part.packed() for part in parts])
+        bias = None if first.bias is None else first.bias.new_zeros(n)
+        for part, rows in zip(parts, self.rows, strict=True):
+            if bias is not None:
+                bias[rows] = part.get_parameter("bias")
+            part.drop_packed()
+        self.set_packed(first.layout, first.scheme, (n, first.k), tensors, n)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.is_fused = True
+        self.parts = ()  # a reference cycle would keep the GPU's memory after the model is deleted
+        return True
+
+    def packed_part(self, index: int) -> dict[str, Tensor]:
+        """Slice the packed tensors of one part out of the stack, by suffix."""
+        rows = self.stored_rows[index]
+        return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, rows)
+
+    def bias_part(self, index: int) -> Tensor | None:
+        """Slice the bias `[out_features]` of one part; None without a bias."""
+        return None if self.bias is None else self.bias.detach()[self.rows[index]]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
+        self.forget_products()
+        super()._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        """Add nothing to a state dict: each part adds its own tensors."""
+        return kwargs.get("destination", {})
+
+
+def fuse_linears(model: nn.Module) -> None:
+    """Group the sibling linears of a model; a group is fused as soon as it is on a GPU."""
+    for siblings in sibling_linears(model):
+        FusedLinear(siblings).fuse_on_gpu()
+
+
+def sibling_linears(model: nn.Module) -> Iterator[list[PackedLinear]]:
+    """Yield groups of two or more packed linears that, by their names, share an input tensor.
+
+    Cross attention is left out, because its queries come from another tensor than its keys and
+    values.
+    """
+    for path, module in list(model.named_modules()):
+        if "cross" in f"{path} {type(module).__name__}".lower() or CROSS_ATTENTION.search(
+            f"{path}."
+        ):
+            continue
+        for names in SIBLINGS:
+            children = [getattr(module, name, None) for name in names]
+            found = [
+                child
+                for child in children
+                if isinstance(child, PackedLinear) and child._owner is child
+            ]
+            while len(found) > 1:  # an override may give some of them another scheme
+                alike = [part for part in found if _fusion_key(part) == _fusion_key(found[0])]
+                found = [part for part in found if not any(part is other for other in alike)]
+                if len(alike) > 1 and not any(
+                    part.device.type == "meta" for part in alike
+                ):  # meta means offloaded
+                    yield alike
+
+
+def _fusion_key(part: PackedLinear) -> tuple[object, ...]:
+    """List the properties that fused linears must share."""
+    bias = None if part.bias is None else (part.bias.dtype, part.bias.device)
+    return part.layout, part.scheme, part.k, part.in_features, part.device, bias
 
 
 @functools.cache

@@ -20,7 +20,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import unused_memory
 from quantkit.errors import CheckpointError
-from quantkit.inference import fused_linear, swap_linears
+from quantkit.inference import swap_linears
+from quantkit.inference.packed_linear import fuse_linears
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.models.outline import Outline
 from quantkit.models.weights import free_bytes
@@ -130,7 +131,7 @@ class QuantkitQuantizer(HfQuantizer):
             if parameter.dtype not in (self._dtypes[name], torch.float32):
                 parameter.data = parameter.data.to(self._dtypes[name])
         self.notices, self.decoded_once = swap_linears.repack_for_kernels(self.linears)
-        fused_linear.fuse_linears(model)
+        fuse_linears(model)
         swap_linears.show_weights(model)
         if not self._has_gpu:  # weights offloaded from one are multiplied there
             self.decoded_once, slow = swap_linears.keep_decoded(self.linears, unused_memory())

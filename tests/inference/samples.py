@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.inference.fused_linear import FusedLinear, sibling_linears
-from quantkit.inference.packed_linear import PackedLinear
+from quantkit.inference.packed_linear import FusedLinear, PackedLinear, sibling_linears
 from quantkit.layouts import LAYOUTS
 from quantkit.models.weights import load_dense_model
 from tests.layouts.samples import record, tame

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import quantkit
 from benchmarks.random_model import Variant, build, variants
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.inference.fused_linear import FusedLinear, fuse_linears, sibling_linears
-from quantkit.inference.packed_linear import PackedLinear, PackedWeight
+from quantkit.inference.packed_linear import FusedLinear, PackedLinear, PackedWeight, fuse_linears, sibling_linears
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
 from quantkit.layouts.schemes import Schemes

@@ -18,8 +18,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.inference import swap_linears, transformers_plugin
-from quantkit.inference.fused_linear import FusedLinear
 from quantkit.inference.generate import generate
+from quantkit.inference.packed_linear import FusedLinear
 from quantkit.kernels.proof import relative_error
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.inference.fused_linear import FusedLinear
-from quantkit.inference.packed_linear import PackedLinear
+from quantkit.inference.packed_linear import FusedLinear, PackedLinear
 from quantkit.kernels import MATMULS, proof
 from quantkit.kernels.proof import relative_error
 from quantkit.text.tokenizer import load_tokenizer
