@@ -132,8 +132,9 @@ class Progress:
             _say(text)
 
     def note(self, *texts: str) -> None:
-        """Print notes, unless the user asked for quiet (-q)."""
-        for text in texts if not self.quiet else ():
+        """Print each note once, unless the user asked for quiet (-q): a source may open twice."""
+        new = {str(text): text for text in texts if str(text) not in self.noted}
+        for text in new.values() if not self.quiet else ():
             _say(text)
             self.noted.add(str(text))
 

@@ -47,11 +47,12 @@ def test_a_long_wait_has_a_bar_with_an_eta(monkeypatch: pytest.MonkeyPatch) -> N
     ("quiet", "verbose", "expected"),
     [(False, False, "n\nWarning: w\n"), (False, True, "d\nn\nWarning: w\n"), (True, True, "Warning: w\n")],
 )
-def test_quiet_never_hides_a_warning(
+def test_quiet_never_hides_a_warning_and_a_note_is_printed_once(
     quiet: bool, verbose: bool, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(quiet, verbose)
     progress.detail("d")
+    progress.note("n", "n")
     progress.note("n")
     progress.warn("w")
     captured = capsys.readouterr()

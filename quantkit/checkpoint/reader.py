@@ -49,7 +49,10 @@ _OF_TEXT = re.compile(r"(model\.)?language_model\.|lm_head\.")
 #: Names in a decoder that was saved without the class of its head, by what that class puts before
 #: them. transformers adds it on reading, most classes of engines do not.
 _BARE = {
-    "model": re.compile(r"^(?=(layers\.\d+|embed_tokens|(final_|embedding_)?(layer)?norm)\.)"),
+    "model": re.compile(
+        r"^(?=(layers\.\d+|embed_tokens\w*|(final_|embedding_)?(layer)?norm"
+        r"|(altup|per_layer)_\w+)\.)"
+    ),
     "transformer": re.compile(r"^(?=((h|blocks)\.\d+|wte|wpe|word_embeddings\w*|ln_f|norm_f)\.)"),
 }
 
@@ -310,7 +313,8 @@ class Checkpoint(StoredTensors):
             plain = {stored: n.replace("language_model.", "", 1) for stored, n in plain.items()}
         why = "a wrapper of the model, such as torch.compile, DDP, FSDP or PEFT, made it longer"
         wrapped = self._rename(plain, why)
-        ours = "quantkit" in (self.config.get(QUANTIZATION) or ())  # states its modules by name
+        stated = self.config.get(QUANTIZATION)
+        ours = isinstance(stated, dict) and "quantkit" in stated  # which states modules by name
         for before, bare in _BARE.items() if not ours else ():
             if all(bare.match(name) or name.startswith("lm_head.") for name in self.names()):
                 whole = {name: bare.sub(f"{before}.", name) for name in self.names()}

@@ -177,7 +177,8 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         states("hf_quant_config.json", '{"producer": {}, "quantization": {"quant_algo": "NVFP4"}}'),
         "remove hf_quant_config.json, which is out of date",
     ),
-    "quantization no object": (quantized(["gptq"]), "quantization_config"),
+    "quantization no object": (quantized(["gptq"]), "quantization_config is no object"),
+    "quantization a number": (quantized(5), "quantization_config is no object"),
 }
 
 

@@ -257,7 +257,7 @@ def test_a_text_model_taken_out_of_one_of_images_is_read_by_its_own_names(
     assert src.wrapped is not None and {"lm_head.weight", "model.norm.weight"} < set(src.names())
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon"])
+@pytest.mark.parametrize("family", ["llama", "falcon", "gemma3n_text"])
 def test_names_of_a_decoder_without_its_head_are_written_as_engines_read_them(family: str, tmp_path: Path) -> None:
     def bare(path: Path) -> dict[str, torch.Tensor]:
         stored = load_file(path)
