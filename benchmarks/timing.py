@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quantkit.core.formats import dtype_name
-from quantkit.kernels import toolchain
+from quantkit.kernels.loader import toolchain
 
 #: The copies of a weight exceed the L2 cache so many times, and at least these bytes, as in the
 #: published figures.

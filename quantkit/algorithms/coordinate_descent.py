@@ -29,7 +29,6 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.sparsity import QUAD
 from quantkit.core.threads import one_thread
 from quantkit.kernels import gptq as kernels
-from quantkit.kernels.gptq import Columns
 
 _BLOCK = 128  # columns with slopes from one product over the whole row
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
@@ -113,7 +112,7 @@ def descend(
     scales = tensor.scales.to(dtype).T.contiguous()
     zeros = None if tensor.zeros is None else tensor.zeros.to(dtype).T.contiguous()
     group_of = torch.arange(k, dtype=torch.int32, device=h.device) // (k // groups)
-    columns, frozen = Columns(scales, zeros, group_of), tensor.scheme.sparsity is not None
+    columns, frozen = kernels.Columns(scales, zeros, group_of), tensor.scheme.sparsity is not None
     move = descend_fours if masks else partial(descend_block, frozen=frozen)
     _descend(weight.to(dtype).T.contiguous(), v, h.to(dtype), columns, fmt, passes, move)
     codes = (
@@ -136,7 +135,7 @@ def _descend(
     w: Tensor,
     v: Tensor,
     h: Tensor,
-    columns: Columns | None,
+    columns: kernels.Columns | None,
     fmt: Format | None,
     passes: int,
     descend_some: Callable[..., None],
@@ -157,7 +156,13 @@ def _descend(
 
 
 def descend_block(
-    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool
+    slope: Tensor,
+    e: Tensor,
+    v: Tensor,
+    h: Tensor,
+    columns: kernels.Columns,
+    fmt: Format,
+    frozen: bool,
 ) -> None:
     """Move the values `v` `[b, n]` of a block, one column after the other, and update their errors
     `e` `[b, n]`.
@@ -198,7 +203,12 @@ def descend_block(
 
 
 def descend_fours(
-    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns | None, fmt: Format | None
+    slope: Tensor,
+    e: Tensor,
+    v: Tensor,
+    h: Tensor,
+    columns: kernels.Columns | None,
+    fmt: Format | None,
 ) -> None:
     """Move the values `v` `[b, n]` of a block of a 2:4 weight, one aligned four after the other,
     and update their errors `e` `[b, n]`.

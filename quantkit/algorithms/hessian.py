@@ -20,9 +20,8 @@ from torch import Tensor
 
 from quantkit.algorithms.numerics import factor_dtype, is_finite, working_dtype
 from quantkit.algorithms.options import Options
-from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.sparsity import QUAD
+from quantkit.core.sparsity import QUAD, quads
 from quantkit.core.threads import one_thread, side_by_side
 from quantkit.errors import NumericError, Option, Setting, Words
 
@@ -426,7 +425,7 @@ def _processing_order(diagonal: Tensor, options: Options, sparse: bool) -> Tenso
     """
     if options.act_order == "off":
         return torch.arange(len(diagonal), device=diagonal.device)
-    units = diagonal.view(sparsity.quads(len(diagonal)) if sparse else -1, QUAD if sparse else 1)
+    units = diagonal.view(quads(len(diagonal)) if sparse else -1, QUAD if sparse else 1)
     first = torch.argsort(units.sum(-1), descending=True, stable=True) * units.shape[1]
     return (first.unsqueeze(-1) + torch.arange(units.shape[1], device=diagonal.device)).flatten()
 

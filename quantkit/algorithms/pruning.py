@@ -13,9 +13,8 @@ from quantkit.algorithms.hessian import Factor, damped, factorize, live_diagonal
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import Pattern, column_blocks, round_block, targets
-from quantkit.core import sparsity
 from quantkit.core.formats import dtype_name
-from quantkit.core.sparsity import QUAD
+from quantkit.core.sparsity import QUAD, weight_mask
 from quantkit.core.threads import one_thread
 from quantkit.errors import Command, NumericError, RecipeError, Setting, Words
 from quantkit.names import Rule
@@ -36,14 +35,14 @@ def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
             Words("use", Setting("prune_method", "magnitude")),
         )
     if rule == "magnitude" or h is None:
-        return sparsity.weight_mask(weight)
+        return weight_mask(weight)
     diagonal, dead = live_diagonal(h)
     if bool(dead.all()):
         raise NumericError(
             "no input channel ever moved in calibration",
             "use other text, or magnitude instead of wanda",
         )
-    return sparsity.weight_mask(weight, diagonal)
+    return weight_mask(weight, diagonal)
 
 
 def check_fixed(rule: Rule) -> None:

@@ -7,12 +7,11 @@ The error is a function of the rounding errors of a group; `group_errors` makes 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -324,7 +323,7 @@ class TriangularError:
     def __init__(self, blocks: list[tuple[int, Tensor]]) -> None:
         self.blocks = blocks
 
-    @functools.cached_property
+    @cached_property
     def _panels(self) -> list[tuple[int, int, Tensor]]:
         """Panels of columns, so that only the upper triangle is multiplied."""
         found = []
@@ -335,7 +334,7 @@ class TriangularError:
                 found.append((first, first + panel.shape[0], panel.contiguous()))
         return found
 
-    @functools.cached_property
+    @cached_property
     def _batches(self) -> list[tuple[int, int, Tensor]]:
         """Neighbouring blocks of equal width, up to `_BATCH` of them: the bounds of their columns,
         and every R.

@@ -27,13 +27,11 @@ from quantkit.algorithms.scale_search import (
     diagonal_error,
     square_error,
 )
-from quantkit.core import sparsity
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.core.sparsity import QUAD, best_two
+from quantkit.core.sparsity import QUAD, best_two, quads
 from quantkit.core.threads import one_thread, side_by_side
 from quantkit.kernels import gptq as kernels
-from quantkit.kernels.gptq import Columns
 from quantkit.names import Metric
 
 _ROWS = 1024  # rows of a weight whose targets come from one product on a CPU
@@ -92,7 +90,7 @@ def sweep(
     if grid is not None:
         _store(grid, scales.T, None if zeros is None else zeros.T)
     group_of = (factor.order // (k // groups)).int()
-    columns = Columns(scales, zeros, group_of)
+    columns = kernels.Columns(scales, zeros, group_of)
     v = factor.unit(dtype)
     values, d = torch.empty_like(w), torch.empty_like(w)
     width = k // groups if grid is None else options.block
@@ -146,7 +144,7 @@ def column_blocks(k: int, width: int, pattern: Pattern | None) -> Iterator[tuple
     """Yield the bounds of blocks of `width` columns; with a pattern, of the next
     multiple of four.
     """
-    width = width if pattern is None else QUAD * sparsity.quads(width + -width % QUAD)
+    width = width if pattern is None else QUAD * quads(width + -width % QUAD)
     for a in range(0, k, width):
         yield a, min(a + width, k)
 
@@ -156,7 +154,7 @@ def round_block(
     d: Tensor,
     w: Tensor,
     v: Tensor,
-    columns: Columns | None,
+    columns: kernels.Columns | None,
     fmt: Format | None,
     pattern: Pattern | None = None,
 ) -> None:
@@ -186,7 +184,7 @@ def _round_columns(
     d: Tensor,
     w: Tensor,
     v: Tensor,
-    columns: Columns | None,
+    columns: kernels.Columns | None,
     fmt: Format | None,
     pattern: Pattern | None,
 ) -> None:

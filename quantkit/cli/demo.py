@@ -20,7 +20,6 @@ from typing import Any
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.options import command
 from quantkit.cli.process import emit
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
@@ -57,7 +56,7 @@ RECIPES: dict[str, Json] = {
 SOURCE, PACKED = "int4-gptq", "int4-gptq-marlin"
 
 
-@command("demo", "quantkit demo")
+@options.command("demo", "quantkit demo")
 @click.option("-o", "--out", type=options.PATH, help="Keep the checkpoints in this new folder.")
 def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
     """Do the whole job in a minute.

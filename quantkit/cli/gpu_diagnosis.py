@@ -13,7 +13,7 @@ import quantkit.planning.needs  # noqa: F401  # shows whether the packages of a 
 from quantkit.cli.doctor import Check, at_least, installed_version
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import KernelError
-from quantkit.kernels import MATMULS, loader, missing, toolchain
+from quantkit.kernels import MATMULS, loader, missing
 from quantkit.layouts import LAYOUTS
 from quantkit.names import Json
 
@@ -40,7 +40,7 @@ def cupy() -> Check:
     """Check CuPy, which compiles the kernels. Its package depends on the CUDA version of the torch
     build.
     """
-    state = toolchain()
+    state = loader.toolchain()
     found = f"{state['cupy']}, NVRTC {state['nvrtc']}" if state["nvrtc"] else None
     needs = ">=13.6, for kernels on a GPU"
     if state["nvrtc"]:

@@ -18,7 +18,6 @@ from quantkit.errors import KernelError
 from quantkit.kernels import loader
 from quantkit.kernels.contract import Weight, check_sizes
 from quantkit.kernels.launcher import FAMILIES, Launcher
-from quantkit.kernels.loader import toolchain as toolchain
 from quantkit.names import KERNELS
 
 LAUNCHERS: dict[str, Launcher] = {layout: FAMILIES[family] for layout, family in KERNELS.items()}
@@ -69,7 +68,7 @@ def unusable(device: torch.device) -> str | None:
             if torch.cuda.is_available()
             else "torch sees no CUDA GPU here"
         )
-    problem = toolchain()["problem"]
+    problem = loader.toolchain()["problem"]
     if problem is not None:
         return f"CuPy does not load ({problem}): {loader.install()}"
     try:

@@ -15,7 +15,7 @@ import torch
 from quantkit import kernels
 from quantkit.cli import doctor, gpu_diagnosis
 from quantkit.cli.doctor import at_least, package
-from quantkit.kernels import toolchain
+from quantkit.kernels.loader import toolchain
 from quantkit.names import OPTIONAL
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -125,7 +125,7 @@ def test_only_kernels_that_run_on_this_gpu_are_named(monkeypatch: pytest.MonkeyP
     pretend(monkeypatch, T4)
     assert gpu_diagnosis.kernels()["here"] == []
     assert "none run here: this GPU has compute capability 7.5" in gpu_diagnosis.kernels()["note"]
-    monkeypatch.setattr(kernels, "toolchain", lambda: {"problem": None})
+    monkeypatch.setattr(kernels.loader, "toolchain", lambda: {"problem": None})
     pretend(monkeypatch, T4, A100)
     assert gpu_diagnosis.kernels()["here"] == sorted(kernels.MATMULS)
     assert ", on A100; other programs multiply compressed-tensors, gptq, " in gpu_diagnosis.kernels()["note"]
@@ -134,8 +134,7 @@ def test_only_kernels_that_run_on_this_gpu_are_named(monkeypatch: pytest.MonkeyP
 def test_kernels_without_cupy_are_not_named_but_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, A100)
     state = {"cupy": None, "nvrtc": None, "problem": "no module named 'cupy'"}
-    monkeypatch.setattr(kernels, "toolchain", lambda: state)
-    monkeypatch.setattr(gpu_diagnosis, "toolchain", lambda: state)
+    monkeypatch.setattr(kernels.loader, "toolchain", lambda: state)
     found = doctor.diagnose()
     install = kernels.loader.install()
     assert found["kernels"]["here"] == [] and not found["ok"]
