@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.errors import Words, in_python
@@ -96,6 +95,8 @@ class Progress:
         Without a terminal there is a line for each item, if items are named by `each`, such as
         "block".
         """
+        from tqdm import tqdm
+
         steps = work if isinstance(work, int) else total
         if (
             each
@@ -105,7 +106,7 @@ class Progress:
             and not sys.stderr.isatty()
         ):
             work = _lines(work, label, total, each)
-        bar = _bar_class()(
+        bar = tqdm(
             None if isinstance(work, int) else work,
             total=steps,
             desc=label,
@@ -116,6 +117,7 @@ class Progress:
             ncols=_columns(),
             nrows=20,  # else tqdm asks the terminal, and draws nothing where that has no size
         )
+        bar.dynamic_ncols = lambda _: (_columns(), 20)  # a terminal may be resized
         return bar if isinstance(work, int) else self._stop.between(bar)
 
     def loop(self) -> AbstractContextManager[None]:
@@ -284,21 +286,6 @@ class Clock:
             seconds = start.elapsed_time(end) / 1000 if on_gpu else end - start
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._spans.clear()
-
-
-@cache
-def _bar_class() -> Any:
-    """Make a tqdm bar that asks for the width of the terminal at each drawing, as the terminal may
-    be resized.
-    """
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        @property
-        def format_dict(self) -> dict[str, Any]:
-            return {**super().format_dict, "ncols": _columns()}
-
-    return Bar
 
 
 def _columns() -> int:

@@ -167,14 +167,6 @@ def floating(name: str, ebits: int, mbits: int, layout: str = "compressed-tensor
 
 
 INT4 = integer("int4", 4)
-_INTEGERS = (
-    integer("int2", 2),
-    integer("int3", 3),
-    INT4,
-    integer("int5", 5),
-    integer("int6", 6),
-    integer("int8", 8),
-)
 FP6 = floating("fp6", ebits=3, mbits=2, layout="humming")
 FP5 = floating("fp5", ebits=3, mbits=1, layout="humming")
 FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)
@@ -198,7 +190,23 @@ MXFP4 = replace(
     scale_unit=1.0,
 )
 
-FORMATS = {f.name: f for f in (*_INTEGERS, FP6, FP5, FP6_E2M3, FP5_E2M2, NVFP4, MXFP4)}
+FORMATS = {
+    f.name: f
+    for f in (
+        integer("int2", 2),
+        integer("int3", 3),
+        INT4,
+        integer("int5", 5),
+        integer("int6", 6),
+        integer("int8", 8),
+        FP6,
+        FP5,
+        FP6_E2M3,
+        FP5_E2M2,
+        NVFP4,
+        MXFP4,
+    )
+}
 
 
 def _power_of_two(x: Tensor) -> Tensor:

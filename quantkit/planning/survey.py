@@ -484,8 +484,11 @@ def require_runnable(
         run.progress.note(*lines)
     if made.verdict.refusal is not None:
         raise made.verdict.refusal
-    asked: Any = {"resume": run.resume, "overwrite": run.overwrite, "source": job.src.home}
-    before = None if out is None else check_staging(out, **asked)
+    before = (
+        None
+        if out is None
+        else check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
+    )
     resumed = before if run.resume else None
     if resumed is not None and is_complete(resumed):
         return job  # only the last step is left

@@ -331,8 +331,16 @@ def pruning_from_mapping(mapping: JsonView) -> Recipe:
     rule: Rule = asked.pop("method", "sparsegpt")
     solver = _with_usual_damp(asked.pop("gptq", {}), rule != "magnitude")
     gptq = Options(**{"descent": DESCENT, **solver}, prune=rule)
-    fixed: Any = {"scheme": "2:4", "clip": "none", "metric": "mse", "layout": None}
-    return Recipe(method=rule, prune=rule, gptq=gptq, **fixed, **_read_shared(asked))
+    return Recipe(
+        scheme="2:4",
+        method=rule,
+        prune=rule,
+        clip="none",
+        metric="mse",
+        gptq=gptq,
+        layout=None,
+        **_read_shared(asked),
+    )
 
 
 def from_mapping(mapping: JsonView, kind: type[Recipe] = Recipe) -> Recipe:

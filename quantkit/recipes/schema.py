@@ -5,7 +5,7 @@ quick.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from quantkit import errors
 from quantkit.algorithms.options import Options
@@ -233,10 +233,13 @@ class RecipeKeys:
 
 def pruning_keys(declared: type = RecipeKeys) -> list[Key]:
     """List the keys of `prune`, with the values that they have there."""
-    found = [each for each in keys_of(declared) if each.pruning]
-    rule: Any = {"help": "Which two of four weights stay", "usual": "sparsegpt", "more": ""}
+    what = "Which two of four weights stay"
     return [
-        each if each.pruning is True else replace(each, type=each.pruning, **rule) for each in found
+        each
+        if each.pruning is True
+        else replace(each, type=each.pruning, help=what, usual="sparsegpt", more="")
+        for each in keys_of(declared)
+        if each.pruning
     ]
 
 
