@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.errors import Words, in_python
@@ -97,18 +98,12 @@ class Progress:
         """
         from tqdm import tqdm
 
-        steps = work if isinstance(work, int) else total
-        if (
-            each
-            and total
-            and not isinstance(work, int)
-            and not self.quiet
-            and not sys.stderr.isatty()
-        ):
-            work = _lines(work, label, total, each)
+        items, total = (None, work) if isinstance(work, int) else (work, total)
+        if items is not None and each and total and not (self.quiet or sys.stderr.isatty()):
+            items = _lines(items, label, total, each)
         bar = tqdm(
-            None if isinstance(work, int) else work,
-            total=steps,
+            items,
+            total=total,
             desc=label,
             file=sys.stderr,
             disable=self.quiet or not sys.stderr.isatty(),
@@ -118,7 +113,7 @@ class Progress:
             nrows=20,  # else tqdm asks the terminal, and draws nothing where that has no size
         )
         bar.dynamic_ncols = lambda _: (_columns(), 20)  # a terminal may be resized
-        return bar if isinstance(work, int) else self._stop.between(bar)
+        return bar if items is None else self._stop.between(bar)
 
     def loop(self) -> AbstractContextManager[None]:
         """Let a signal wait for `check`, or for the end of the block, while other threads work."""
@@ -229,13 +224,12 @@ class Clock:
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
-    _current: str | None = None
-    _since: Any = None
-    _spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    #: The phases that began since the seconds were added up, each with its mark; None for no phase.
+    _begun: list[tuple[str | None, Any]] = field(default_factory=lambda: [(None, None)])
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        outer = self._current
+        outer, _ = self._begun[-1]
         self._switch(name)
         try:
             yield
@@ -260,10 +254,7 @@ class Clock:
         return taken
 
     def _switch(self, name: str | None) -> None:
-        now = self._mark()
-        if self._current is not None:
-            self._spans.append((self._current, self._since, now))
-        self._current, self._since = name, now
+        self._begun.append((name, self._mark()))
         if name is None or self.device.type != "cuda":
             self._add_up()
 
@@ -278,14 +269,15 @@ class Clock:
         return event
 
     def _add_up(self) -> None:
-        """Add the spans between marks to the seconds; wait for the last one."""
+        """Add the times between marks to the seconds; wait for the last one."""
         on_gpu = self.device.type == "cuda"
-        if on_gpu and self._spans:
-            self._spans[-1][2].synchronize()
-        for name, start, end in self._spans:
-            seconds = start.elapsed_time(end) / 1000 if on_gpu else end - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self._spans.clear()
+        if on_gpu:
+            self._begun[-1][1].synchronize()
+        for (name, start), (_, end) in pairwise(self._begun):
+            if name is not None:
+                seconds = start.elapsed_time(end) / 1000 if on_gpu else end - start
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        del self._begun[:-1]
 
 
 def _columns() -> int:
