@@ -9,7 +9,7 @@ One more thread hashes the source's files.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -161,7 +161,7 @@ def pack(
         src.notices += edited
         # Those found in the data or on the disk.
         progress.note(*(line for line in src.notices if line not in known))
-        for line in (lost := _losses(layers, recorded)):
+        for line in (lost := [*_losses(layers, recorded)]):
             progress.warn(line)
         if lost:  # then the figures describe other values
             report.pop("evaluation", None)
@@ -219,18 +219,16 @@ def _lost(layers: list[Json], recorded: Mapping[str, JsonView], key: str) -> lis
     ]
 
 
-def _losses(layers: list[Json], recorded: Mapping[str, JsonView]) -> list[str]:
+def _losses(layers: list[Json], recorded: Mapping[str, JsonView]) -> Iterator[str]:
     """Warn, in a line each, how much rounding again and rounding scales lost in this run."""
-    found = []
     for key, (event, mean_key) in LOSSES.items():
         if lost := _lost(layers, recorded, key):
             worst, name = max((float(layer[key]), layer["name"]) for layer in lost)
             mean = sum(float(layer[mean_key]) for layer in lost) / len(lost)
-            found.append(
+            yield (
                 f"{len(lost)} of {len(layers)} linears {event}, mean {mean:.4g}, worst {worst:.4g} "
                 f"({name})"
             )
-    return found
 
 
 def _begin_report(

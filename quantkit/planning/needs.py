@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -131,23 +131,17 @@ class Memory:
             found["gpu_memory"] = self.gpu_memory
         return found
 
-    def notices(self) -> list[str]:
-        """Return a warning for each kind of memory that may not suffice for the run."""
-        if self.others:
-            return self._peak().notices()
-        found = []
-        free = free_memory()
-        if free is not None and sum(self.ram.values()) > free:
-            found.append(
-                f"peak memory is estimated at {_gb(sum(self.ram.values()))}, {_gb(free)} are free "
-                "here"
-            )
-        there = self._gpu_memory()
-        if there is not None and self.least_vram <= there < sum(self.vram.values()):
-            estimate = f"peak GPU memory is estimated at {_gb(sum(self.vram.values()))},"
-            way = _smaller(self.vram) or OTHER_DEVICE
-            found.append(Words(estimate, self._there(there), ":", way))
-        return found
+    def notices(self) -> Iterator[str]:
+        """Yield a warning for each kind of memory that may not suffice for the run."""
+        peak, free = self._peak(), free_memory()
+        ram, vram = sum(peak.ram.values()), sum(peak.vram.values())
+        if free is not None and ram > free:
+            yield f"peak memory is estimated at {_gb(ram)}, {_gb(free)} are free here"
+        there = peak._gpu_memory()
+        if there is not None and peak.least_vram <= there < vram:
+            way = _smaller(peak.vram) or OTHER_DEVICE
+            estimate = f"peak GPU memory is estimated at {_gb(vram)},"
+            yield Words(estimate, self._there(there), ":", way)
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
         """Return the estimate for calibration sequences that have `tokens` tokens in all."""

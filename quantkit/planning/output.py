@@ -310,7 +310,7 @@ class Output:
         report += 4 * sum(map(len, (*lines, *self.readers)))
         before_last = sum(sum(unit.values()) for unit in written[:-1])
         files = Files(sizes, report, before_last)
-        notes: list[str] = []
+        notes: Iterable[str] = ()
         if self.layout is not None:
             stored = {
                 name: (dtype.itemsize * prod(shape), 8 * dtype.itemsize)

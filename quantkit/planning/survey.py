@@ -6,7 +6,7 @@ computation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -479,7 +479,7 @@ def require_runnable(
     # This comes before anything that takes memory, and before a text is downloaded.
     made.needs.memory.of_sequences(0, run.act_budget).require()
     if job.src.home == job.src.path:  # a GGUF file has none of these files
-        lines = _unknown_tokens(job)
+        lines = [*_unknown_tokens(job)]
         made = replace(made, verdict=made.verdict.with_remarks(*lines))
         run.progress.note(*lines)
     if made.verdict.refusal is not None:
@@ -519,33 +519,31 @@ def require_runnable(
     return job._replace(plan=replace(made, needs=needs))
 
 
-def _unknown_tokens(job: Job) -> list[str]:
+def _unknown_tokens(job: Job) -> Iterator[str]:
     """Note a source whose tokenizer is missing or cannot be read here, and tokens for which the
     model has no embedding: files beside tokenizer.json add tokens too.
     """
     require_readable_tokenizer(job.src.path)
     tokens: dict[str, int] = {}
-    lines: list[str] = []
     try:
         tokens = load_tokenizer(job.src.path, job.src.trusted).get_vocab()
     except CheckpointError as error:
         if job.recipe.calibrated:
             raise
         error.subject = "the source"
-        lines.append(error.typed)
+        yield error.typed
     table = input_embeddings(job.model.text)
     rows = inf if table is None else len(table.get_parameter("weight"))
     beyond = sorted((at, token) for token, at in tokens.items() if at >= rows)
-    lines += [
-        f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
-        f"{shown(token)} ({len(beyond)} in all): a text with one stops an engine"
-        for _, token in beyond[:1]
-    ]
+    for _, token in beyond[:1]:
+        yield (
+            f"the tokenizer has tokens that the model's {rows} embeddings lack, the first is "
+            f"{shown(token)} ({len(beyond)} in all): a text with one stops an engine"
+        )
     ends = generation_config_of(job.src).eos_token_id
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and not 0 <= end < rows:
-            lines.append(f"eos_token_id {end} is none of {rows} embeddings: it ends no text")
-    return lines
+            yield f"eos_token_id {end} is none of {rows} embeddings: it ends no text"
 
 
 def calibration_text(

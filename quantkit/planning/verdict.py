@@ -5,7 +5,7 @@ An option is offered only after the layouts' own `check` has accepted it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
@@ -370,18 +370,17 @@ def model_remarks(
     return [*found, *(_of_text(recipe, model) if recipe.calibrated else _idle(recipe))]
 
 
-def _of_text(recipe: Recipe, model: BlockRunner) -> list[str]:
+def _of_text(recipe: Recipe, model: BlockRunner) -> Iterator[str]:
     """Note the part of a model that is calibrated, and the limit of its sequences."""
-    found, asked = list[str](), recipe.calibration.max_length
+    asked = recipe.calibration.max_length
     if model.text_path:
-        found.append(
+        yield (
             f"calibrated through {model.text_path}, on text alone: {type(model.module).__name__} "
             "asks for other inputs"
         )
     if asked > model.max_length:
         ends = f"calibration sequences end at the model's {model.max_length} positions,"
-        found.append(Words(ends, Setting("max_length"), f"is {asked}"))
-    return found
+        yield Words(ends, Setting("max_length"), f"is {asked}")
 
 
 def _idle(recipe: Recipe) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -106,15 +106,14 @@ def dense(totals: JsonView) -> str:
     return f"{format_bytes(size)} of it, in {bits} bits: {', '.join([*named, *tied])}"
 
 
-def explained_size(report: JsonView) -> list[str]:
+def explained_size(report: JsonView) -> Iterator[str]:
     """Explain an output that is larger than its source, and one of which dense tensors outside the
     blocks take over a quarter.
     """
     totals = report.get("totals", {})
     before, after, bits = (errors.number(totals.get(key)) for key in SIZES)
     if not before or not after:
-        return []
-    found = []
+        return
     if after > 1.01 * before:
         low_bit = (report.get("source") or {}).get("weights")
         why, way = "scales are stored beside the codes", "use fewer bits"
@@ -124,7 +123,7 @@ def explained_size(report: JsonView) -> list[str]:
         elif "same_values" in report:
             why, way = "which holds the same values", "convert only for a reader that needs it"
         ratio = f"{after / before:.2f} times as large as its source"
-        found.append(f"the output is {ratio}, {why}: {way}")
+        yield f"the output is {ratio}, {why}: {way}"
     outside = {
         str(name): size
         for name, size in (totals.get("dense_largest") or {}).items()
@@ -146,8 +145,7 @@ def explained_size(report: JsonView) -> list[str]:
         if bits > 16:
             ways = ["store them in half the space with", Setting("dense_dtype", "bfloat16")]
         what = f"{' and '.join(outside)} take {100 * part / after:.0f} % of the output, in"
-        found.append(Words(f"{what} {bits:.0f} bits:", *ways))
-    return found
+        yield Words(f"{what} {bits:.0f} bits:", *ways)
 
 
 def share(report: JsonView) -> str:
@@ -263,16 +261,14 @@ def _by_source(layers: Iterable[JsonView]) -> dict[str, list[tuple[float, str]]]
     return {source: sorted(each, reverse=True) for source, each in found.items()}
 
 
-def _behind(layers: Iterable[JsonView]) -> list[str]:
+def _behind(layers: Iterable[JsonView]) -> Iterator[str]:
     """Warn of the linears that are behind rounding on a held-out source, in one line for each."""
-    lines: list[str] = []
     for source, found in _by_source(layers).items():
         names = [f"{name} {ratio:.2f}" for ratio, name in found if ratio > 1]
         if names:
             what = f"{len(names)} of {len(found)} linears are behind rounding on {source}:"
             more = f"{_listed(names)}; if such text matters, add it with"
-            lines.append(Words(what, more, Setting("calib", FILE)))
-    return lines
+            yield Words(what, more, Setting("calib", FILE))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -377,7 +373,7 @@ def events(report: JsonView) -> list[str]:
             )
             line = f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}"
             found.append(Words(line, *_way_out(fact, hit, report.get("calibration") or {})))
-    return found + _behind(layers) + _row_sums(layers, len(layers))
+    return [*found, *_behind(layers), *_row_sums(layers, len(layers))]
 
 
 def _row_sums(layers: Iterable[JsonView], count: int) -> list[str]:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.threads import grouped
 from quantkit.core.units import format_percent
 from quantkit.engines.joined import is_expert
 from quantkit.errors import QuantkitError
@@ -168,27 +169,20 @@ def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
     """Arrange the errors by kind of linear and by block; linears outside of numbered blocks are
     left out.
     """
-    found: dict[str, dict[int, list[float]]] = {}
-    expert_kinds = set()
-    for layer in layers:
-        name, value = str(layer.get("name")), error(layer)
-        place = _place(name)
-        if value is None or place is None:
-            continue
-        kind, block = place
-        found.setdefault(kind, {}).setdefault(block, []).append(value)
-        expert_kinds |= {kind} if is_expert(name) else set()
-    short = _short_names(list(found))
+    named = ((str(layer.get("name")), error(layer)) for layer in layers)
+    placed = ((_place(name), is_expert(name), value) for name, value in named if value is not None)
+    found = grouped(
+        ((place[0], expert), (place[1], value)) for place, expert, value in placed if place
+    )
+    short = _short_names([kind for kind, _ in found])
+    blocks = {kind: sorted(grouped(values).items()) for kind, values in found.items()}
     return [
         Series(
-            f"{short[kind]} (experts)" if kind in expert_kinds else short[kind],
-            tuple(
-                Point(i, min(each), median(each), max(each), len(each))
-                for i, each in sorted(blocks.items())
-            ),
-            any(len(values) > 1 for values in blocks.values()),
+            f"{short[kind]} (experts)" if expert else short[kind],
+            tuple(Point(i, min(each), median(each), max(each), len(each)) for i, each in of_kind),
+            any(len(each) > 1 for _, each in of_kind),
         )
-        for kind, blocks in found.items()
+        for (kind, expert), of_kind in blocks.items()
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
@@ -292,17 +292,17 @@ def series(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(_series(row) for row in rows if row["recipe"] != UNQUANTIZED))
 
 
-def plots(rows: Sequence[Row], text: str, names: Sequence[str]) -> list[Plot]:
+def plots(rows: Sequence[Row], text: str, names: Sequence[str]) -> Iterator[Plot]:
     """Plot the divergence on a text, on a logarithmic axis, against bits a weight and against
     bytes.
     """
     key = f"text:{text}:kld"
     shown = [row for row in rows if isinstance(row.get(key), float) and row[key] > 0]
     if not shown:
-        return []
+        return
     y, bottom, top = _scale([math.log10(row[key]) for row in shown], HEIGHT - BOTTOM, TOP)
     y_ticks = [(y(math.log10(each)), f"{1000 * each:g}") for each in _decades(bottom, top)]
-    about, found = f"KL divergence on {text}, thousandths of a nat", []
+    about = f"KL divergence on {text}, thousandths of a nat"
     for size, x_name in (("bits", "bits a weight"), ("bytes", "bytes of all tensors")):
         x, left, right = _scale([float(row[size]) for row in shown], LEFT, WIDTH - RIGHT)
         marks = [
@@ -321,8 +321,7 @@ def plots(rows: Sequence[Row], text: str, names: Sequence[str]) -> list[Plot]:
         x_ticks = [
             (x(each), format_bytes(each) if size == "bytes" else f"{each:g}") for each in ticks
         ]
-        found.append(Plot(f"{text}: {x_name}", x_name, about, x_ticks, y_ticks, marks))
-    return found
+        yield Plot(f"{text}: {x_name}", x_name, about, x_ticks, y_ticks, marks)
 
 
 def _series(row: Row) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from quantkit.core.units import format_bytes
@@ -69,21 +69,17 @@ def line(report: JsonView) -> str:
     return printable("; ".join(filter(None, parts)))
 
 
-def rows(report: JsonView) -> list[tuple[str, ...]]:
+def rows(report: JsonView) -> Iterator[tuple[str, ...]]:
     """List each layer: name, shape, scheme, relative error, loss relative to rounding, seconds."""
-    found = []
     for layer in report.get("layers", []):
         loss, rounded = layer.get("loss"), layer.get("rtn_loss")
         ratio = loss / rounded if loss is not None and rounded else None
         numbers = [layer.get("relative_error"), ratio, layer.get("seconds")]
         cells = [layer.get("name"), layer.get("shape"), layer.get("scheme")]
-        found.append(
-            (
-                *(printable(str(cell)) for cell in cells),
-                *("-" if x is None else f"{x:.4g}" for x in numbers),
-            )
+        yield (
+            *(printable(str(cell)) for cell in cells),
+            *("-" if x is None else f"{x:.4g}" for x in numbers),
         )
-    return found
 
 
 def _times(report: JsonView, totals: JsonView) -> str:
