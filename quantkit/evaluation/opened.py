@@ -18,7 +18,7 @@ from quantkit.errors import FILE, CheckpointError, Option, QuantkitError, Recipe
 from quantkit.inference.load import load_for_evaluation
 from quantkit.io.files import guarded, hash_of
 from quantkit.io.staging import append_journal, read_journal
-from quantkit.models.meta_model import config_of, require_decoder_only
+from quantkit.models.meta_model import config_of, require_continuing, require_decoder_only
 from quantkit.names import install
 from quantkit.progress import Progress
 from quantkit.recipes.options import LoadOptions
@@ -57,12 +57,11 @@ class Opened:
         return load_evaluation_text(source, option)
 
     def require_decoder_only(self) -> None:
-        """Raise CheckpointError for an encoder-decoder, whose text does not continue its prompt."""
-        require_decoder_only(
-            self.src,
-            config_of(self.src),
-            "and evaluations need a model that continues its prompt",
-        )
+        """Raise CheckpointError for a model whose text does not continue its prompt."""
+        config = config_of(self.src)
+        what = "and evaluations need a model that continues its prompt"
+        require_decoder_only(self.src, config, what)
+        require_continuing(self.src, config)
 
     def digest(self) -> str:
         """Return a digest of the names, sizes and times of the files: the same as long as nobody

@@ -19,7 +19,12 @@ from quantkit.errors import CheckpointError, NumericError, Option, RecipeError, 
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.keys import built
-from quantkit.models.meta_model import config_of, positions_of, require_text
+from quantkit.models.meta_model import (
+    config_of,
+    positions_of,
+    require_continuing,
+    require_text,
+)
 from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import LoadOptions, WriteOptions
 from quantkit.text.conversations import has_chat_template
@@ -106,6 +111,7 @@ def generate(
     )
     config = config_of(src)
     require_text(src, config)
+    require_continuing(src, config)
     tokenizer = load_tokenizer(src.path, src.trusted)
     tokenizer = tokenizer if config.is_encoder_decoder else continued(tokenizer)
     ids = (message_tokens if asked.chat else prompt_tokens)(tokenizer, prompt)

@@ -244,6 +244,24 @@ def require_decoder_only(
         )
 
 
+def require_continuing(src: Checkpoint, config: PretrainedConfig) -> None:
+    """Raise CheckpointError for a model that fills gaps in a text. It reads in both directions, so
+    that each token would be predicted from itself and the next ones.
+    """
+    from transformers import (
+        MODEL_FOR_MASKED_LM_MAPPING as FILLING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as OF_PAIRS,
+    )
+
+    kind: Any = type(config)
+    if kind in FILLING and kind not in OF_PAIRS and not getattr(config, "is_decoder", True):
+        raise CheckpointError(
+            f"{config.model_type} reads a text in both directions, and continues none",
+            "if it was trained as a decoder, set is_decoder to true in config.json",
+            subject=src.path,
+        )
+
+
 def require_text(src: Checkpoint, config: PretrainedConfig) -> None:
     """Raise CheckpointError for an encoder-decoder whose encoder takes sound or images, and no
     text.

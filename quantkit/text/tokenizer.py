@@ -62,6 +62,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
             folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
         tokenizer("a")  # a field of another kind, such as a length that is text, fails only here
+        merges: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        if getattr(merges, "dropout", None) is not None:  # of its training: each run would differ
+            merges.dropout = None
     except Exception as error:  # each class fails in its own way on missing and damaged files
         if not trust_remote_code and model_folder.names_code(folder):
             rule = "its tokenizer asks to run code that comes with the model"

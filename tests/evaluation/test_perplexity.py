@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.divergence import kld
@@ -17,6 +19,7 @@ from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.weights import load_dense_model
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
+from tests.command_line import call, refused
 from tests.evaluation.conftest import TEXT
 from tests.tiny_models import byte_tokenizer
 
@@ -124,3 +127,17 @@ def test_the_published_protocol_gives_the_reference_value(shared: Path) -> None:
     found = perplexity(load_dense_model(Checkpoint(folder)), words, start, window=1024)
     assert (found.windows, found.tokens) == (12, 12 * 1023)
     assert found.perplexity == pytest.approx(16.125969, rel=1e-4)
+
+
+def test_a_model_that_reads_in_both_directions_is_not_judged_by_what_it_saw(tmp_path: Path) -> None:
+    folder, text = families.write("bert", tmp_path / "m"), tmp_path / "text.txt"
+    text.write_text(TEXT)
+    says = "bert reads a text in both directions, and continues none: if it was trained as a decoder, set is_decoder"
+    assert says in refused("eval", "ppl", folder, "--data", text)
+    assert says in refused("generate", folder, "one")
+    rounding = ("--method", "rtn", "--group-size", 64)
+    assert says in refused("quantize", folder, *rounding, "--eval", text, out=tmp_path / "out")
+    call("quantize", folder, *rounding, "-o", tmp_path / "out")
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "is_decoder": True}))
+    call("eval", "ppl", folder, "--data", text)

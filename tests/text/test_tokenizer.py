@@ -42,6 +42,18 @@ def test_a_length_that_is_no_number_ends_in_a_line(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "m")
 
 
+def test_a_text_has_the_same_tokens_each_time_also_where_training_left_out_merges(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("a" * n, "a" * n) for n in (1, 2, 4, 8)]
+    vocabulary = {"a" * n: at for at, n in enumerate((1, 2, 4, 8, 16))}
+    made = Tokenizer(models.BPE(vocabulary, merges, dropout=0.5))
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    found = load_tokenizer(tmp_path)
+    assert all(found("a" * 16).input_ids == [4] for _ in range(20))
+
+
 OPEN = "{% for m in messages %}{{ m.content }}"
 
 
