@@ -307,7 +307,8 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     generation.suppress_tokens = gguf_tokenizer.list_of(stated, "suppress_tokens") or None
     with _refused(path, f"its keys {SAMPLING}* cannot be followed"):
         notices += _draw_as_stated(generation, stated)
-        generation.save_pretrained(folder)
+        with files.guarded(folder):
+            generation.save_pretrained(folder)
     front = {
         key: stated[name]
         for name, key in FACTS.items()

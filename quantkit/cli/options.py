@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from itertools import permutations
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import click
@@ -234,6 +235,12 @@ def _require_usable_process(computes: bool) -> None:
     except FileNotFoundError as error:
         raise QuantkitError(
             "the working folder was deleted, and torch needs one: cd to another folder"
+        ) from error
+    try:
+        gettempdir()
+    except FileNotFoundError as error:
+        raise QuantkitError(
+            "no folder for temporary files can be written, and torch needs one: set TMPDIR to one"
         ) from error
     if computes and sys.flags.optimize > 1:
         raise QuantkitError(

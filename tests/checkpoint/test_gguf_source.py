@@ -3,8 +3,11 @@ that is damaged, hostile or unknown is refused in one line and leaves nothing.""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
 import struct
 from functools import partial
 from pathlib import Path
@@ -191,6 +194,19 @@ def test_a_folder_gives_its_only_file_and_safetensors_come_first(llama: tuple[Pa
         (tmp_path / file.name).write_bytes(file.read_bytes())
     src = Checkpoint(resolve(str(tmp_path)))
     assert src.low_bit is None and "ignored: x.gguf, y.gguf" in src.notices
+
+
+def test_a_full_disk_of_temporary_files_is_no_fault_of_the_file(
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationConfig
+
+    def save(self: GenerationConfig, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", save)
+    with pytest.raises(CheckpointError, match="no space left"):
+        resolve(str(shutil.copy(llama[0], tmp_path / "new.gguf")))
 
 
 def test_the_folder_of_the_file_is_not_overwritten(llama: tuple[Path, Path], tmp_path: Path) -> None:

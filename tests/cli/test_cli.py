@@ -140,6 +140,14 @@ def test_a_working_folder_that_was_deleted_is_one_line(tmp_path: Path, monkeypat
     assert "the working folder was deleted" in refused("doctor")
 
 
+def test_a_machine_without_a_folder_for_temporary_files_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gettempdir() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("quantkit.cli.options.gettempdir", gettempdir)
+    assert "set TMPDIR" in refused("doctor")
+
+
 def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
     assert "-OO drops: use PYTHONOPTIMIZE=1" in refused("plan", "model")
