@@ -358,13 +358,13 @@ class TriangularError:
 
     def by_batches(self, delta: Tensor) -> Tensor:
         """Return the errors from products with whole blocks, many at a time."""
-        found = []
-        for a, b, factors in self._batches:
-            products: Tensor = (
-                delta[:, a:b].unflatten(1, (len(factors), -1)).transpose(0, 1) @ factors
-            )
-            found.append(products.square_().sum((0, 2)))
-        return torch.stack(found).sum(0)
+        parts = [
+            (delta[:, a:b].unflatten(1, (len(factors), -1)).transpose(0, 1) @ factors)
+            .square_()
+            .sum((0, 2))
+            for a, b, factors in self._batches
+        ]
+        return torch.stack(parts).sum(0)
 
     def by_panels(self, delta: Tensor) -> Tensor:
         """Compute the errors from products with upper triangles only."""

@@ -108,7 +108,7 @@ def diagnose() -> Json:
             checks.append(_broken(error))
     else:
         gpus, kernels, machine = (
-            gpu_diagnosis.gpus(),
+            [*gpu_diagnosis.gpus()],
             gpu_diagnosis.kernels(),
             gpu_diagnosis.machine(),
         )

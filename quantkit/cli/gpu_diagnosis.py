@@ -5,6 +5,7 @@ on them.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -56,13 +57,12 @@ def cupy() -> Check:
     return Check("cupy", found, needs, False if torch.cuda.is_available() else None, fix)
 
 
-def gpus() -> list[Json]:
-    """List the GPUs with compute capability, memory in bytes, and why kernels cannot run on one
+def gpus() -> Iterator[Json]:
+    """Describe the GPUs with compute capability, memory in bytes, and why kernels cannot run on one
     (`problem`).
     """
     if not torch.cuda.is_available():
-        return []
-    found = []
+        return
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         capability, problem = f"{facts.major}.{facts.minor}", None
@@ -70,14 +70,12 @@ def gpus() -> list[Json]:
             loader.arch_name(facts.major, facts.minor)
         except KernelError as error:
             problem = str(error)
-        gpu = {
+        yield {
             "name": facts.name,
             "compute_capability": capability,
             "memory": facts.total_memory,
             "problem": problem,
         }
-        found.append(gpu)
-    return found
 
 
 def kernels() -> Json:

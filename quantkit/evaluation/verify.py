@@ -14,7 +14,7 @@ A damaged weight fails its own row, and the other weights are still checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -370,8 +370,8 @@ def _check_digests(paths: list[Path]) -> tuple[bool, list[str], list[str]]:
     return sealed, lines, [f"no {report.REPORT}: {what}, {rest}"]
 
 
-def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -> list[str]:
-    """List the dense tensors that another checkpoint lacks, has in addition, or has with other
+def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -> Iterator[str]:
+    """Name the dense tensors that another checkpoint lacks, has in addition, or has with other
     bits.
     """
     packed = {f"{module}.weight" for one in (src, other) for module in one.modules()}
@@ -380,12 +380,11 @@ def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -
     # A conversion leaves out a bias of zeros that the model's class lacks.
     zeros = {name for name in apart if not (src if name in src else other).get(name).any()}
     mine, theirs = ([name for name in names if name not in zeros] for names in (mine, theirs))
-    found = only_in_one(mine, theirs, f"is in {other.path} only", f"is not in {other.path}")
+    yield from only_in_one(mine, theirs, f"is in {other.path} only", f"is not in {other.path}")
     common = sorted({*mine} & {*theirs})
     for name in progress.bar(common, "compare", len(common)):
         forms = [f"{list(one.shape(name))} {dtype_name(one.dtype(name))}" for one in (src, other)]
         if forms[0] != forms[1]:
-            found.append(f"{name}: is {forms[0]}, and {forms[1]} in {other.path}")
+            yield f"{name}: is {forms[0]}, and {forms[1]} in {other.path}"
         elif not torch.equal(raw_bytes(src.get(name)), raw_bytes(other.get(name))):
-            found.append(f"{name}: its bits differ from those in {other.path}")
-    return found
+            yield f"{name}: its bits differ from those in {other.path}"

@@ -4,7 +4,7 @@ and multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import isfinite, prod
@@ -71,7 +71,7 @@ def check_weights(
     """
     modules = job.src.modules()
     rows, notices = [], dict[str, None]()
-    failures = _missing_weights(modules, layers, job.other)
+    failures = [*_missing_weights(modules, layers, job.other)]
     for module in progress.bar(modules, "verify", len(modules)):
         try:
             with job.clock.phase("rest"):  # the phases inside are counted separately
@@ -91,16 +91,15 @@ def check_weights(
 
 def _missing_weights(
     modules: Sequence[str], layers: JsonView | None, other: Checkpoint | None
-) -> list[str]:
-    """List each module that the folder, the report or the other checkpoint lacks."""
-    found: list[str] = []
+) -> Iterator[str]:
+    """Name each module that the folder, the report or the other checkpoint lacks."""
     if layers is not None:
         lacks = f"is in {REPORT} and has no packed weight"
-        found += only_in_one(modules, layers, lacks, f"has a packed weight that {REPORT} lacks")
+        extra = f"has a packed weight that {REPORT} lacks"
+        yield from only_in_one(modules, layers, lacks, extra)
     if other is not None:
         place = f"packed in {other.path}"
-        found += only_in_one(modules, other.modules(), f"is {place} only", f"is not {place}")
-    return found
+        yield from only_in_one(modules, other.modules(), f"is {place} only", f"is not {place}")
 
 
 def only_in_one(

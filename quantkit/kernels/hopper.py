@@ -265,10 +265,12 @@ class RoutedHopper(HopperKernel):
         n_unit: int = 1,
     ) -> RoutedHopper:
         """Select the widest tiles of a layout whose warpgroups share stages."""
-        tiles: dict[int, HopperTile] = {}
-        for tile in sorted(kernel.choice.tiles, key=lambda tile: (tile.columns, -tile.cluster)):
-            if tile.shared and tile.tokens in ROWS:
-                tiles[tile.tokens] = replace(tile, cluster=0)
+        widening = sorted(kernel.choice.tiles, key=lambda tile: (tile.columns, -tile.cluster))
+        tiles = {
+            tile.tokens: replace(tile, cluster=0)
+            for tile in widening
+            if tile.shared and tile.tokens in ROWS
+        }
         choice = replace(kernel.choice, tiles=tuple(tiles.values()), scaled_by_group=False)
         halves = kernel.choice.scaled_by_group
         return cls(

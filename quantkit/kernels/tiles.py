@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import functools
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from quantkit.core.threads import grouped
 from quantkit.errors import KernelError
 
 Tile = TypeVar("Tile")
@@ -27,11 +27,12 @@ def read_tiles(name: str, make: Callable[..., Tile]) -> dict[str, tuple[Tile, ..
     """Read the tiles of each kernel from a table beside this file, whose columns are arguments of
     `make`.
     """
-    found: defaultdict[str, list[Tile]] = defaultdict(list)
     with Path(__file__).with_name(name).open(newline="") as file:
-        for row in csv.DictReader(file):
-            kernel = row.pop("kernel")
-            found[kernel].append(make(**{key: json.loads(value) for key, value in row.items()}))
+        rows = [(row.pop("kernel"), row) for row in csv.DictReader(file)]
+    found = grouped(
+        (kernel, make(**{key: json.loads(value) for key, value in row.items()}))
+        for kernel, row in rows
+    )
     return {kernel: tuple(tiles) for kernel, tiles in found.items()}
 
 
@@ -150,11 +151,8 @@ class PortableTiles:
 
     def of_experts(self) -> PortableTiles:
         """Select the cheapest tile for each number of rows, among the tiles for all dtypes."""
-        by_rows: dict[int, PortableTile] = {}
-        for tile in sorted(
-            self.tiles_for(torch.bfloat16), key=lambda tile: tile.cost, reverse=True
-        ):
-            by_rows[tile.m] = tile
+        falling = sorted(self.tiles_for(torch.bfloat16), key=lambda tile: tile.cost, reverse=True)
+        by_rows = {tile.m: tile for tile in falling}
         return replace(self, tiles=tuple(by_rows[rows] for rows in sorted(by_rows)))
 
     def shared_bytes(self, tile: PortableTile) -> int:

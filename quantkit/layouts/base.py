@@ -346,13 +346,10 @@ class Layout(ABC):
         """Copy the packed tensors of some rows of a stacked weight `[n, k]`: the inverse of
         `stack`.
         """
-        found = {}
-        for suffix, tensor in tensors.items():
-            each = tensor.shape[1] // n
-            found[suffix] = tensor[:, each * rows.start : each * rows.stop].clone(
-                memory_format=torch.contiguous_format
-            )
-        return found
+        return {
+            suffix: tensor.unflatten(1, (n, -1))[:, rows.start : rows.stop].clone().flatten(1)
+            for suffix, tensor in tensors.items()
+        }
 
     def gather(self, scheme: Scheme, tensors: Tensors, rows: Tensor, k: int) -> Tensor:
         """Decode the rows with the numbers `rows`, int64 `[t]`, of a checked weight `[n, k]` to

@@ -9,7 +9,7 @@ change of values. At most one linear is unpacked at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,7 +146,7 @@ class JoinedWeight:
         return self.parts[which[0]].name if len(which) == 1 else self.name
 
     def _pack(self) -> KernelWeight | QuantizedTensor:
-        pieces = []
+        pieces: list[QuantizedTensor] = []
         for which in sorted(self._stored):
             with about(self.named(which)):
                 pieces += self._cut(which, self._stored[which])
@@ -156,7 +156,7 @@ class JoinedWeight:
             q = concatenated(pieces)
             return q if self.is_table else pack_for_kernel(q, self.layout.NAME, self.is_expert)
 
-    def _cut(self, which: Sequence[int], tensors: dict[str, Tensor]) -> list[QuantizedTensor]:
+    def _cut(self, which: Sequence[int], tensors: dict[str, Tensor]) -> Iterator[QuantizedTensor]:
         """Unpack a stored weight, and cut the rank's share out of each of its parts."""
         q = self.layout.unpack(tensors, self.scheme)
         n, k = sum(self.parts[part].total for part in which), self.scheme.padded_k(self.columns[0])
@@ -170,15 +170,14 @@ class JoinedWeight:
             if self.columns[0] != self.columns[1]
             else range(k)
         )
-        found, start = [], 0
+        start = 0
         for part in (self.parts[index] for index in which):
             rows = part.own
             if rows is None:
                 rows = share(part.total, part.rows, self.rank, self.ranks)
             own = cut(q, range(start + rows.start, start + rows.stop), columns)
-            found.append(recast(own, self.scheme, (part.rows, len(columns))))
+            yield recast(own, self.scheme, (part.rows, len(columns)))
             start += part.total
-        return found
 
 
 class StackedWeight:
