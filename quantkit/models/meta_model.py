@@ -105,7 +105,8 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
     _require_one_value(src.config, config, src.path / CONFIG)
-    _require_possible(config.get_text_config(decoder=True), src.path / CONFIG)
+    text = config.get_text_config(decoder=True)
+    _require_possible(text, src.path / CONFIG)
     if family_of(family).diffuses:
         raise CheckpointError(
             f"{family} writes blocks of text by diffusion, and quantkit does not quantize such "
@@ -115,6 +116,8 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    for part in (config, text):  # what a caller of the model gets back
+        part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
     # An implementation may need a package that is not here: transformers chooses one for the model.
     config._attn_implementation = config._experts_implementation = None
     return config

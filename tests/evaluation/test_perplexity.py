@@ -141,3 +141,14 @@ def test_a_model_that_reads_in_both_directions_is_not_judged_by_what_it_saw(tmp_
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "is_decoder": True}))
     call("eval", "ppl", folder, "--data", text)
+
+
+def test_what_a_config_asks_a_forward_to_return_changes_nothing(tmp_path: Path) -> None:
+    folder, text = families.write("llama", tmp_path / "m"), tmp_path / "text.txt"
+    text.write_text(TEXT)
+    config = folder / "config.json"
+    plain = call("eval", "ppl", folder, "--data", text, "--json").stdout
+    returned = {"return_dict": False, "torchscript": True, "output_attentions": True, "output_hidden_states": True}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **returned}))
+    assert json.loads(call("eval", "ppl", folder, "--data", text, "--json").stdout) == json.loads(plain)
+    call("generate", folder, "one", "--max-new-tokens", 2)
