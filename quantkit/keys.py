@@ -298,10 +298,10 @@ def read(mapping: JsonView, keys: Iterable[Key]) -> Json:
         first = within[name][0]
         if len(first.path) == 1:
             found[name] = first.read(value)
-            continue
-        inner, known = section_at(mapping, name), {each.path[1]: each for each in within[name]}
-        refuse_unknown(inner, known, name, sections)
-        found[name] = {key: known[key].read(each) for key, each in inner.items()}
+        else:
+            inner, known = section_at(mapping, name), {each.path[1]: each for each in within[name]}
+            refuse_unknown(inner, known, name, sections)
+            found[name] = {key: known[key].read(each) for key, each in inner.items()}
     return found
 
 

@@ -376,23 +376,21 @@ def find_experts(model: nn.Module) -> dict[str, Expert]:
 
 def find_routers(model: nn.Module) -> set[str]:
     """Return the paths of the routers, the modules with a matrix that choose experts."""
-    found: set[str] = set()
-    for path, module in model.named_modules():
-        listed = (
-            isinstance(module, nn.ModuleList | nn.ModuleDict)
-            and path.rpartition(".")[2] == "experts"
-        )
-        if isinstance(module, UnfusedExperts) or listed or _fused(module) is not None:
-            owner = path.rpartition(".")[0]
-            for inner, other in model.get_submodule(owner).named_modules(prefix=owner):
-                weight = other._parameters.get("weight")
-                if (
-                    weight is not None
-                    and weight.ndim == 2
-                    and ROUTERS.search(inner.removeprefix(owner))
-                ):
-                    found.add(inner)
-    return found
+    listed = (nn.ModuleList, nn.ModuleDict)
+    owners = {
+        path.rpartition(".")[0]
+        for path, module in model.named_modules()
+        if isinstance(module, UnfusedExperts)
+        or (isinstance(module, listed) and path.rpartition(".")[2] == "experts")
+        or _fused(module) is not None
+    }
+    return {
+        path
+        for owner in owners
+        for path, module in model.get_submodule(owner).named_modules(prefix=owner)
+        if ROUTERS.search(path.removeprefix(owner))
+        and getattr(module._parameters.get("weight"), "ndim", 0) == 2
+    }
 
 
 def _fused(module: nn.Module) -> Fused | None:

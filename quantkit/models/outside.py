@@ -60,20 +60,21 @@ class Outside(NamedTuple):
         """Sort the stored `names` without a place in the model; tables that are computed today do
         not count.
         """
-        packed, dense, modules = set(src.modules()), [], dict[str, None]()
-        for name in names:
-            owner, _, leaf = name.rpartition(".")
-            axes = len(src.shape(name))
-            if (
-                owner in packed
-                or not 1 <= axes <= 3
-                or src.dtype(name) not in FLOATS
-                or _is_computed(src, name)
-            ):
-                continue
-            dense.append(name)
-            if axes > 1:
-                modules[owner if leaf == "weight" or axes == 3 else name] = None
+        packed = set(src.modules())
+        dense = [
+            name
+            for name in names
+            if name.rpartition(".")[0] not in packed
+            and 1 <= len(src.shape(name)) <= 3
+            and src.dtype(name) in FLOATS
+            and not _is_computed(src, name)
+        ]
+        axes = ((name, len(src.shape(name))) for name in dense)
+        modules = dict.fromkeys(
+            name.rpartition(".")[0] if name.endswith(".weight") or count == 3 else name
+            for name, count in axes
+            if count > 1
+        )
         return cls(dense, list(modules))
 
     def notices(self) -> list[str]:

@@ -391,9 +391,11 @@ def plan_quantize(
         on_gpu = threads if device == "cuda" else 0
         memory = streamed_memory(src, rounded, each, AHEAD * threads + 1, on_gpu)
     memory = replace(memory, gpu_memory=gpu_memory)
-    ways = verdicts.ways_out(misfits, goals, layout, recipe, None)
     found = verdicts.Verdict(
-        tuple(misfits), ways, tuple(src.notices), verdicts.layout_remarks(output)
+        tuple(misfits),
+        tuple(verdicts.ways_out(misfits, goals, layout, recipe, None)),
+        tuple(src.notices),
+        verdicts.layout_remarks(output),
     )
     return Plan(output, Needs(memory, disk_free=free_disk(out)), found)
 
@@ -440,7 +442,7 @@ def plan_pack(
     recast = (f"{count} of {len(rows)} linears: {change}" for change, count in became.items())
     verdict = verdicts.Verdict(
         tuple(misfits),
-        verdicts.ways_out(misfits, schemes, layout, None, src.layout),
+        tuple(verdicts.ways_out(misfits, schemes, layout, None, src.layout)),
         (*src.notices, *recast),
         verdicts.layout_remarks(output),
         () if problem is None else (problem,),

@@ -146,8 +146,8 @@ def ways_out(
     layout: Layout | None,
     recipe: Recipe | None,
     source: Layout | None,
-) -> tuple[str, ...]:
-    """Write a line for each broken rule: its weights by shape, and the options that help.
+) -> Iterator[str]:
+    """Yield a line for each broken rule: its weights by shape, and the options that help.
 
     `schemes` has the goal of every linear, misfit or not. `layout` is None if weights stay dense,
     `recipe` is None for a conversion, `source` is the layout of its source.
@@ -159,7 +159,6 @@ def ways_out(
         unfit = [misfit for group in rules.values() if not _fits(group, layout) for misfit in group]
         if unfit:
             joint = _one_change(unfit, layout, recipe, source) or _two_changes(unfit, recipe)
-    lines = []
     for rule, group in rules.items():
         options: list[str] = []
         if layout is not None:
@@ -188,8 +187,7 @@ def ways_out(
             f"{list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
             for shape, modules in grouped((misfit.shape, misfit.module) for misfit in group).items()
         )
-        lines.append(LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last])).typed)
-    return tuple(lines)
+        yield LayoutError(f"{rule}: {weights}", *(options[:MOST_OPTIONS] or [last])).typed
 
 
 def _one_change(

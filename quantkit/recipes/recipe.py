@@ -205,15 +205,14 @@ def goals_of(
             continue
         for name, path in others.items():
             is_named = matches(pattern, name) or matches(pattern, path)
-            if not is_named or recipe.scheme_of(name) is None:
-                continue
-            why = kept_dense.get(name)
-            if why == ROUTER or (why is not None and name not in paths):
-                raise RecipeError(
-                    f"override {pattern!r} names {name}, {why}, which stays dense",
-                    "drop the override",
-                )
-            named.setdefault(name, scheme)
+            if is_named and recipe.scheme_of(name) is not None:
+                why = kept_dense.get(name)
+                if why == ROUTER or (why is not None and name not in paths):
+                    raise RecipeError(
+                        f"override {pattern!r} names {name}, {why}, which stays dense",
+                        "drop the override",
+                    )
+                named.setdefault(name, scheme)
     goals |= {name: named.get(name) for name in kept_dense}
     goals = treat_alike(goals) if recipe.fused_alike else goals
     return goals | {name: named[name] for name in tables or () if name in named}
