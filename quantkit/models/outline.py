@@ -391,20 +391,15 @@ def find_linears(
 
     `stored` maps each state to its name in the checkpoint.
     """
-    paths: dict[str, str] = {}
-    tied: set[str] = set()
-    others: dict[str, list[str]] = {}
-    for path, found in module.named_modules():
-        weight = f"{path}.weight"
-        if is_linear(found) and weight in module.all_tied_weights_keys:
-            paths[path] = path
-            tied.add(path)
-        elif is_linear(found) and weight in stored:
-            paths[stored[weight].removesuffix(".weight")] = path
-        elif is_linear(found):
-            others.setdefault(
-                "linear that transformers makes from other stored tensors,", []
-            ).append(path)
+    linears = [path for path, found in module.named_modules() if is_linear(found)]
+    tied = {path for path in linears if f"{path}.weight" in module.all_tied_weights_keys}
+    names = {
+        path: path if path in tied else stored.get(f"{path}.weight", "").removesuffix(".weight")
+        for path in linears
+    }
+    what = "linear that transformers makes from other stored tensors,"
+    others = grouped((what, path) for path, name in names.items() if not name)
+    paths = {name: path for path, name in names.items() if name}
     return paths, tied, _notices(others) + dense_matrices(module)
 
 
