@@ -53,9 +53,8 @@ def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]
     ):
         for name, stream in streams.items():
             model.weights.load_block(block)
-            for linear in model.targets(block):
-                if linear in packed.get(name, ()):
-                    run.put_back(linear, folders[name].unpadded(linear))
+            for linear in packed.get(name, set()).intersection(model.targets(block)):
+                run.put_back(linear, folders[name].unpadded(linear))
             stream.forward(block)
             model.weights.unload_block(block)
     model.weights.load_head()

@@ -251,9 +251,11 @@ def _tune_scales(
             for name, value in tuned.items():
                 stored, parts = packed.stored(name), packed.parts(name)
                 made = writer.pack(Item(f"{name}.weight", value))
-                for suffix, part in parts.items():
-                    if not torch.equal(stored[suffix], made[f"{name}.{suffix}"]):
-                        changed[part] = made[f"{name}.{suffix}"]
+                changed |= {
+                    part: made[f"{name}.{suffix}"]
+                    for suffix, part in parts.items()
+                    if not torch.equal(stored[suffix], made[f"{name}.{suffix}"])
+                }
                 digest, device = value.digest(), job.model.device
                 source, value = src.get(f"{name}.weight").to(device), value.to(device)
                 facts[name] = tuned_facts(layers[name], source, value) | {"digest": digest}

@@ -255,14 +255,14 @@ def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[s
     The default skip may match nothing, as not every model has such a linear: a remark for each such
     pattern is returned.
     """
-    lines, remarks = [], []
-    for pattern in recipe.skip:
-        if not any(matches(pattern, name) for name in (*linears, *dense)):
-            what = f"skip {pattern!r} matches no linear"
-            if pattern in Recipe.skip:
-                remarks.append(what)
-            else:
-                lines.append(f"{what}: {_meant(pattern, linears)}")
+    names = (*linears, *dense)
+    idle = [each for each in recipe.skip if not any(matches(each, name) for name in names)]
+    remarks = [f"skip {each!r} matches no linear" for each in idle if each in Recipe.skip]
+    lines = [
+        f"skip {each!r} matches no linear: {_meant(each, linears)}"
+        for each in idle
+        if each not in Recipe.skip
+    ]
     quantized = [
         name for name in linears if not any(matches(pattern, name) for pattern in recipe.skip)
     ]
