@@ -136,9 +136,11 @@ def quantize(
         if options.on_unsolvable == "stop":
             raise
         return _fallback(weight, scheme, h, options, str(error))
-    errors = None
-    if options.clip == "search":
-        errors = group_errors(h, factor.diagonal, groups, options.metric, working_dtype(weight))
+    errors = (
+        group_errors(h, factor.diagonal, groups, options.metric, working_dtype(weight))
+        if options.clip == "search"
+        else None
+    )
     pattern, covered, facts = None, weight, dict[str, Any]()
     if scheme.sparsity is not None:
         pattern, facts = sweep_pattern(weight, h, options, factor), {"prune": options.prune}

@@ -50,9 +50,7 @@ def row_slices(weight: Tensor, width: int, least: int = 1, most: int = 2**20) ->
     On a CPU those have `most` numbers, and fit in a cache. Of a large weight they take so long that
     threads seldom wait for Python's lock between two operations.
     """
-    entries = 2**26
-    if weight.device.type == "cpu":
-        entries = min(max(2**18, weight.numel() // 8), most)
+    entries = min(max(2**18, weight.numel() // 8), most) if weight.device.type == "cpu" else 2**26
     rows = max(least, entries // width)
     for a in range(0, len(weight), rows):
         yield slice(a, min(a + rows, len(weight)))

@@ -220,10 +220,9 @@ def files_of(architecture: str, stated: Mapping[str, Any]) -> tuple[dict[str, by
     from tokenizers import Tokenizer
 
     tokens, model = list_of(stated, "tokens"), stated[f"{PREFIX}model"]
-    if model == "gpt2":
-        backend = _byte_level(stated)
-    else:
-        backend = _by_transformers(architecture, tokens, stated)
+    backend = (
+        _byte_level(stated) if model == "gpt2" else _by_transformers(architecture, tokens, stated)
+    )
     state = json.loads(backend.to_str())
     if model == "gpt2":
         state["model"]["vocab"] = {token: index for index, token in enumerate(tokens)}

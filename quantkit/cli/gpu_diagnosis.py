@@ -31,9 +31,11 @@ def cuda_build() -> Check:
     works, for_cpu = torch.cuda.is_available(), torch.version.cuda is None
     if works or (not Path("/proc/driver/nvidia").exists() and shutil.which("nvidia-smi") is None):
         return Check("torch build", found, needs, True if works or for_cpu else None)
-    fix = "nvidia-smi   # the driver does not answer torch: it says why"
-    if for_cpu:
-        fix = "pip install --force-reinstall --no-cache-dir torch"
+    fix = (
+        "pip install --force-reinstall --no-cache-dir torch"
+        if for_cpu
+        else "nvidia-smi   # the driver does not answer torch: it says why"
+    )
     return Check("torch build", found, needs, False, fix)
 
 

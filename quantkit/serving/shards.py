@@ -172,9 +172,11 @@ class JoinedWeight:
         )
         start = 0
         for part in (self.parts[index] for index in which):
-            rows = part.own
-            if rows is None:
-                rows = share(part.total, part.rows, self.rank, self.ranks)
+            rows = (
+                share(part.total, part.rows, self.rank, self.ranks)
+                if part.own is None
+                else part.own
+            )
             own = cut(q, range(start + rows.start, start + rows.stop), columns)
             yield recast(own, self.scheme, (part.rows, len(columns)))
             start += part.total

@@ -341,10 +341,12 @@ def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]]
     name, config = (match[1], match[2]) if match else (source, None)
     try:
         wanted = split or "train"
-        if match is None and any((Path(source) / name).exists() for name in SAVED):
-            splits = datasets.load_from_disk(source)
-        else:
-            splits = datasets.load_dataset(name, config, streaming=True)
+        is_saved = match is None and any((Path(source) / name).exists() for name in SAVED)
+        splits = (
+            datasets.load_from_disk(source)
+            if is_saved
+            else datasets.load_dataset(name, config, streaming=True)
+        )
         if isinstance(splits, datasets.Dataset):  # saved without its splits
             splits = {wanted if split is None else str(splits.split): splits}
         rows = list(islice(splits[wanted], HUB_ROWS)) if wanted in splits else None
