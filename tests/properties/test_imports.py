@@ -19,6 +19,7 @@ IMPORTERS = {
         "checkpoint.gguf_config",
         "checkpoint.gguf_source",
         "checkpoint.gguf_tokenizer",
+        "engines.readers",
         "models",
         "inference",
         "io.json_files",
