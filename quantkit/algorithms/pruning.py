@@ -28,14 +28,14 @@ def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
     dead.
     """
     check_fixed(rule)
-    if rule == "wanda" and h is None:
+    if rule == "magnitude":
+        return weight_mask(weight)
+    if h is None:
         raise RecipeError(
             "wanda needs calibration data",
             "give a calibration set",
             Words("use", Setting("prune_method", "magnitude")),
         )
-    if rule == "magnitude" or h is None:
-        return weight_mask(weight)
     diagonal, dead = live_diagonal(h)
     if bool(dead.all()):
         raise NumericError(

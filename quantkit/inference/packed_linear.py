@@ -19,7 +19,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,7 @@ class DecodedWeight(Tensor):
         made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made._decode = decode
         made._is_hf_initialized = True  # transformers leaves it unchanged
-        found: DecodedWeight = made
-        return found
+        return cast(DecodedWeight, made)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -355,8 +354,7 @@ class PackedEmbedding(PackedLinear):
             return rows.view(*input.shape, self.in_features)
         # Its own code gets the rows found, as a weight of which it takes each row once.
         places = torch.arange(len(rows), device=rows.device).view(input.shape)
-        found: Tensor = functional_call(self.table, {"weight": rows}, (places,))
-        return found
+        return cast(Tensor, functional_call(self.table, {"weight": rows}, (places,)))
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Decode the rows with these numbers, int64 `[t]`: `[t, k]`."""
