@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import gcd, prod
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,8 +27,6 @@ from quantkit.errors import LayoutError
 #: Codes that a CPU packs or unpacks at a time, so that intermediate tensors stay in its cache, and
 #: a GPU, so that they are few bytes.
 BLOCK, GPU_BLOCK = 1 << 20, 1 << 26
-#: The most words that are copied as one unit.
-RUN = 8
 
 #: Packs or unpacks some rows of a matrix, given the number of the first one.
 OnRows = Callable[[int, Tensor], None]
@@ -96,7 +93,7 @@ class Arrangement:
                 for stride, reverse in split.strides(part.shape):
                     parts = _join(parts, stride, width, reverse)
                     width *= 2
-                _copy_words(out, split.in_memory_order(parts.view(torch.int32), part.shape))
+                out.copy_(split.in_memory_order(parts.view(torch.int32), part.shape))
 
         return pack_rows
 
@@ -109,11 +106,7 @@ class Arrangement:
 
         def unpack_rows(first: int, codes: Tensor) -> None:
             for part, some in split.blocks(first, codes, words):
-                parts, width = some.permute(_inverse(split.outer)), 32
-                if not parts.is_contiguous():
-                    parts = torch.empty_like(parts, memory_format=torch.contiguous_format)
-                    _copy_words(split.in_memory_order(parts, part.shape), some)
-                parts = parts.view(-1)
+                parts, width = some.permute(_inverse(split.outer)).contiguous().view(-1), 32
                 for stride, reverse in reversed(split.strides(part.shape)):
                     width //= 2
                     parts = _separate(parts, stride, width, reverse)
@@ -175,7 +168,6 @@ class _Split:
         start = first * count // len(codes)
         own = words.view([self.sizes[a] for a in self.outer]).narrow(axis, start, count)
         rows = max(1, _block(codes) * count // max(1, codes.numel()))
-        rows = rows // RUN * RUN or rows  # so that runs divide them
         return zip(split.split(rows), own.split(rows, axis), strict=True)
 
     def in_memory_order(self, words: Tensor, sizes: torch.Size) -> Tensor:
@@ -244,32 +236,6 @@ def _block(codes: Tensor) -> int:
 
 def _inverse(permutation: list[int]) -> list[int]:
     return sorted(range(len(permutation)), key=permutation.__getitem__)
-
-
-def _copy_words(target: Tensor, source: Tensor) -> None:
-    """Copy int32 words between views of one shape; at least one has a contiguous last axis.
-
-    On a CPU the other view's last axis is copied in runs of up to RUN words, through a buffer in
-    its order. Single words, in either order, would miss the cache, and numpy is quicker than torch
-    at copies with strides.
-    """
-    run, packing = gcd(target.shape[-1], RUN), target.stride(-1) == 1
-    long_rows = packing and target.dim() == 2  # which torch writes as quickly
-    if not target.is_cpu or target.stride(-1) == source.stride(-1) or run == 1 or long_rows:
-        target.copy_(source)
-        return
-    unit, words = np.dtype((np.void, 4 * run)), np.dtype((np.int32, (run,)))
-    to, of = (view.unflatten(-1, (view.shape[-1] // run, run)).numpy() for view in (target, source))
-    if packing:
-        runs = np.empty_like(of[..., 0], unit)  # the axes of `of`, in memory order
-        for i in range(run):
-            runs.view(words)[..., i] = of[..., i]
-        to.view(unit)[..., 0] = runs
-    else:
-        runs = np.empty_like(to[..., 0], unit)
-        runs[...] = of.view(unit)[..., 0]
-        for i in range(run):
-            to[..., i] = runs.view(words)[..., i]
 
 
 def _join(parts: Tensor, stride: int, width: int, reverse: bool) -> Tensor:

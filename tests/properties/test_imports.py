@@ -50,7 +50,7 @@ IMPORTERS = {
         "serving.vllm_plugin",
     },
     "sglang": {"serving.sglang_plugin", "serving.sglang_quantization"},
-    "numpy": {"evaluation", "core", "io", "layouts", "planning.fit", "text"},
+    "numpy": {"evaluation", "core", "io", "planning.fit", "text"},
     "scipy": {"planning.fit"},
     "click": {"cli"},
     "filelock": {"io.staging"},
