@@ -161,7 +161,7 @@ TRAITS = {
     ),
     "one of several": Trait(
         "several schemes, all of which its dequantizing decodes as the first",
-        Words("quantize all linears in one scheme, or with", Setting("asym", False)),
+        Words("quantize all linears in one scheme, or none with", Setting("asym", True)),
         lambda f: len(f.schemes) > 1,
     ),
     "mixed": Trait(

@@ -238,7 +238,8 @@ def plan(
         {**row, "harm": row["harm"] / best.space.weights}
         for row in search.curve(expected, mixes=False)
     ]
-    planned = _with_sensitivities(surveys.plan(model, best.job.recipe, out=out, **options), search)
+    made = surveys.plan(model, best.job.recipe, out=out, evaluated=_measured(recipe), **options)
+    planned = _with_sensitivities(made, search)
     if planned.needs.duration is not None:
         searching = _of_search(planned.needs.duration)
         planned = replace(planned, needs=replace(planned.needs, duration=searching))
@@ -285,7 +286,7 @@ def quantize(
     notice = run.progress.note
     notice(*search.notices)
     if not run.progress.quiet and not run.resume:
-        duration, why = surveys.estimate_duration(job, run, notice)
+        duration, why = surveys.estimate_duration(job, run, notice, _measured(recipe))
         found = [] if duration is None else [format_range(*_of_search(duration))]
         notice(*why, *(f"{each} for the whole search, by a probe of one block" for each in found))
     with staging(
@@ -299,6 +300,11 @@ def quantize(
             f"takes {size} bytes, more than the target: a bug, please report it", subject=out
         )
     return load_report(out)
+
+
+def _measured(recipe: Recipe) -> int:
+    """Return the most tokens that measure loss increases, and that judge."""
+    return HELD_OUT * min(LONGEST, recipe.calibration.max_length)
 
 
 def _of_search(duration: tuple[float, float]) -> tuple[float, float]:
@@ -539,8 +545,11 @@ def _expected_loss(search: _Search) -> list[str]:
         way = Option("target_size" if by_size else "target_bits", wider[key])
         less = DIVERGENCE * wider["harm"] / search.spaces[0].weights
         ways = [way, f"fits {wider['scheme']}, with about {less:.2f} nats"]
+    nats = f"{DIVERGENCE * loss:.2f} nats from the unquantized model"
+    if not search.job.recipe.calibrated:
+        nats += " by gptq, and several times that by rounding"
     rule = f"the target leaves {bits:.2f} bits a weight: expect a KL divergence of about"
-    return [Words(f"{rule} {DIVERGENCE * loss:.2f} nats from the unquantized model:", *ways)]
+    return [Words(f"{rule} {nats}:", *ways)]
 
 
 def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:

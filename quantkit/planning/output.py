@@ -64,12 +64,13 @@ def dense_totals(
         if name.rpartition(".")[0] not in packed:
             sizes[re.sub(r"\.\d+\.", ".N.", name).removesuffix(".weight")] += size
             widths[bits] += size
+    tied = any(f"{name}.weight" not in stored for name in dense)
     total, most = sizes.total(), sizes.most_common(MOST_KINDS)
     return {
         "dense_bytes": total,
         "dense_bits": widths.most_common(1)[0][0] if widths else None,
         "dense_largest": {name: size for name, size in most if size >= total / 10},
-        "tied_head": any(f"{name}.weight" not in stored for name in dense),
+        "tied_head": tied and not any(map(is_embedding, packed)),
     }
 
 

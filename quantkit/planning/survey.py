@@ -126,6 +126,7 @@ def plan(
     target: str | None = None,
     gpu: str | None = None,
     probe: bool = False,
+    evaluated: int = 0,
     announce: Announce = lambda text: None,
     **options: Unpack[RunKeywords],
 ) -> Plan:
@@ -135,7 +136,7 @@ def plan(
     can be made. Values of weights and hashes of files are not checked. `gpu_memory` are the bytes
     of a GPU that is not here. `target` and `gpu` name a program and a GPU; the plan then lists
     their kernels, or has the error that the program does not open the output. With `probe`, a part
-    of a long run is measured to estimate its duration.
+    of a long run is measured to estimate its duration; the run also measures on `evaluated` tokens.
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
@@ -155,7 +156,7 @@ def plan(
         return replace(made, verdict=replace(made.verdict, refusal=error))
     made, facts, remarks = job.plan, job.text.facts, list(job.text.notices)
     if probe and gpu_memory is None:
-        duration, why = estimate_duration(job, run, announce)
+        duration, why = estimate_duration(job, run, announce, evaluated)
         remarks += why
         if duration is not None:
             made = replace(made, needs=replace(made.needs, duration=duration))

@@ -43,8 +43,9 @@ from quantkit.recipes.recipe import Recipe, skip_pattern
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = Words(
-    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, "
-    "and recover by fine-tuning with the mask held; late layers are the sensitive ones:",
+    "2:4 without training costs quality: published 7B and 8B models about double their perplexity "
+    "by sparsegpt or wanda, lose far more by magnitude, and recover by fine-tuning with the mask "
+    "held; late layers are the sensitive ones:",
     Setting("skip"),
     "them first",
 )
@@ -391,7 +392,7 @@ def _idle(recipe: Recipe) -> list[str]:
         if key.default is not ... and reduce(getattr, key.path, recipe) != key.default
     ]
     named = [part for key in idle for part in (",", Setting(key.keyword))][1:]
-    return [Words("no text is read, and so nothing depends on", *named)] if idle else []
+    return [Words("rounding reads no text: no weight depends on", *named)] if idle else []
 
 
 def require_complete_source(src: Checkpoint) -> tuple[Outside, Outline | None]:

@@ -259,7 +259,7 @@ def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[s
     idle = [each for each in recipe.skip if not any(matches(each, name) for name in names)]
     remarks = [f"skip {each!r} matches no linear" for each in idle if each in Recipe.skip]
     lines = [
-        f"skip {each!r} matches no linear: {_meant(each, linears)}"
+        f"skip '{each}' matches no linear: {_meant(each, linears)}"
         for each in idle
         if each not in Recipe.skip
     ]
@@ -269,7 +269,8 @@ def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[s
     for pattern, scheme in recipe.overrides:
         if not any(matches(pattern, name) for name in quantized):
             key = recipe.keyed.get(pattern)
-            what = f"{key or f'override {pattern!r}'} to {scheme.label} matches"
+            named = key or f"override '{pattern}'"  # as it was typed, no backslash doubled
+            what = f"{named} to {scheme.label} matches"
             if any(matches(pattern, name) for name in linears):
                 lines.append(
                     f"{what} only linears that are skipped: drop {key or 'the override'}, or the "
@@ -295,6 +296,8 @@ def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _meant(pattern: str, linears: Iterable[str]) -> str:
+    if any(matches(f"{pattern}.*", name) for name in linears):
+        return f"it has to reach the end of a name: write '{pattern}.*'"
     return (
         f"the nearest names are {', '.join(nearest_names(pattern, linears))}: correct the pattern, "
         "or drop it"

@@ -120,7 +120,7 @@ def explained_size(report: JsonView) -> Iterator[str]:
         if low_bit:
             why = f"whose weights have few bits already ({low_bit})"
             way = "quantize the original model, or keep the source where only its size counts"
-        elif "same_values" in report:
+        elif same_values(report)[0] == "lossless":
             why, way = "which holds the same values", "convert only for a reader that needs it"
         ratio = f"{after / before:.2f} times as large as its source"
         yield f"the output is {ratio}, {why}: {way}"
@@ -141,10 +141,11 @@ def explained_size(report: JsonView) -> Iterator[str]:
         if packable:
             less = format_bytes(round((1 - 8 / bits) * sum(map(outside.__getitem__, packable))))
             for_whom = f"to save {less}, for readers that open them"
-            ways = ["use", *dict.fromkeys(packable.values()), for_whom]
+            ways = ["quantize with", *dict.fromkeys(packable.values()), for_whom]
         if bits > 16:
             ways = ["store them in half the space with", Setting("dense_dtype", "bfloat16")]
-        what = f"{' and '.join(outside)} take {100 * part / after:.0f} % of the output, in"
+        verb = "take" if len(outside) > 1 else "takes"
+        what = f"{' and '.join(outside)} {verb} {100 * part / after:.0f} % of the output, in"
         yield Words(f"{what} {bits:.0f} bits:", *ways)
 
 

@@ -136,6 +136,24 @@ def test_few_bits_are_announced_with_their_loss_before_work(bits: float, warns: 
     assert ("--target-bits 4.258 fits int4:g64, with about 0.06 nats" in " ".join(found.split())) is warns
 
 
+def test_rounding_to_a_size_expects_more_divergence_than_gptq(small: Path, calib: Path) -> None:
+    options = ("--target-bits", 3.3, "--allowed", "int2:g64,int3:g64,int4:g64", "--method", "rtn", "--calib", calib)
+    found = " ".join(call("plan", small, *options, *SHORT).stdout.split())
+    assert "expect a KL" in found and "by gptq, and several times that by rounding:" in found
+    assert "no weight depends on" in found and "no text is read" not in found
+
+
+def test_the_duration_of_a_search_counts_the_text_that_it_measures_on(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "quantkit.planning.survey.estimate_duration", lambda *given: (asked.append(given[-1]), (None, []))[1]
+    )
+    call("plan", small, "--target-bits", 4.5, "--method", "rtn", "--max-length", 64)
+    assert asked == [16 * 64]
+
+
 def test_the_recipe_of_a_folder_makes_the_same_bytes_without_a_search(
     small: Path, whole: Path, calib: Path, tmp_path: Path
 ) -> None:

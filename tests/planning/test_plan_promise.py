@@ -17,6 +17,7 @@ from quantkit.io import staging as folders
 from quantkit.io.staging import JOURNAL, append_journal
 from quantkit.models.weights import BlockWeights
 from quantkit.planning.needs import Memory
+from quantkit.planning.output import dense_totals
 from quantkit.recipes.recipe import from_mapping, nearest_names, require_effect
 from tests.command_line import RTN, call
 
@@ -132,6 +133,21 @@ def test_a_pattern_without_effect_names_the_nearest_linears() -> None:
     assert nearest_names(r"model\.layers\.3\.self_attn\.q_proj", names)[0].endswith("self_attn.q_proj")
     assert nearest_names(".*attn.q_prj$", names)[0] == "self_attn.q_proj"
     assert nearest_names("xyz", names) == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_a_pattern_of_the_middle_of_a_name_is_told_to_reach_its_end_as_it_was_typed() -> None:
+    recipe = from_mapping({"method": "rtn", "overrides": {r"layers\.0\.": "int8:channel"}})
+    with pytest.raises(RecipeError) as caught:
+        require_effect(recipe, ["model.layers.0.mlp.up_proj", "lm_head"], [])
+    assert r"override 'layers\.0\.' to int8:channel matches no linear" in str(caught.value)
+    assert str(caught.value).endswith(r"reach the end of a name: write 'layers\.0\..*'")
+
+
+def test_a_head_is_tied_to_dense_embeddings_alone_among_those_that_take_room() -> None:
+    stored = {"embed_tokens.weight": (1000, 16), "norm.weight": (10, 16)}
+    assert dense_totals(stored, ["q_proj"], ["lm_head"])["tied_head"]
+    packed = {"embed_tokens.weight_packed": (500, 32), "norm.weight": (10, 16)}
+    assert not dense_totals(packed, ["q_proj", "embed_tokens"], ["lm_head"])["tied_head"]
 
 
 def test_the_default_skip_may_match_nothing_and_a_skip_may_name_what_stays_dense() -> None:

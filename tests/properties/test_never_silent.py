@@ -122,7 +122,7 @@ def test_a_calibration_text_that_rounding_never_reads_is_reported(
 ) -> None:
     quantize(small_llama, tmp_path / "out", from_mapping({**RTN, "calibration": calib, "gptq": {"damp": 0.1}}))
     _, text = report_and_summary(tmp_path / "out")
-    assert "nothing depends on --set gptq.damp, --calib, --samples, --max-length" in text
+    assert "no weight depends on --set gptq.damp, --calib, --samples, --max-length" in text
 
 
 def test_pruning_by_magnitude_names_no_damping_that_nobody_stated(small_llama: Path, tmp_path: Path) -> None:

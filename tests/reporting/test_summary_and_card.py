@@ -106,11 +106,11 @@ def test_experts_with_few_tokens_name_the_samples_that_they_need(samples: int = 
             {"bytes": 5_000_000},
             "1.11 times as large as its source, whose weights have few bits already (Q4_K (GGUF), dequantized)",
         ),
-        ({}, {"dense_largest": {"norm": 900_000}}, "norm take 33 % of the output, in 16 bits: in a larger model"),
+        ({}, {"dense_largest": {"norm": 900_000}}, "norm takes 33 % of the output, in 16 bits: in a larger model"),
         (
             {},
             {"dense_largest": {"wte": 700_000, "lm_head": 600_000}},
-            "use --embeddings int8:channel --head int8:channel to save 650.0 kB, for readers that open them",
+            "quantize with --embeddings int8:channel --head int8:channel to save 650.0 kB, for readers that open them",
         ),
         ({}, {"dense_largest": {"wte": 900_000}, "dense_bits": 32}, "with --dense-dtype bfloat16"),
     ],
@@ -120,6 +120,8 @@ def test_a_size_that_disappoints_is_explained(source: dict[str, str], totals: di
     report["source"] |= source
     report |= {"layout": "compressed-tensors", "totals": {**report["totals"], "dense_bits": 16, **totals}}
     assert says in " ".join(summary(report).split())
+    report["same_values"] = 0
+    assert "which holds the same values" not in summary(report)
     report["totals"]["dense_largest"] = {"h.N.mlp.c_fc": 2_600_000, "wte": 600_000}
     report["totals"]["bytes"] = report["totals"]["source_bytes"]
     assert "in 16 bits" not in summary(report) and "as large as its source" not in summary(report)
