@@ -464,9 +464,7 @@ class _Reading:
 
         tensor = self.header.tensors[name]
         kind, wanted = gguf.GGMLQuantizationType(tensor.kind), range(tensor.shape[0])[rows]
-        shape = len(wanted), *tensor.shape[1:]
-        values = files.new_bytes(4 * prod(shape)).view(torch.float32)
-        found = values.view(shape).numpy()
+        found = torch.empty(len(wanted), *tensor.shape[1:]).numpy()
         each, size = max(1, PIECE // prod(tensor.shape[1:])), tensor.nbytes // tensor.shape[0]
         for start in range(0, len(wanted), each):
             part = wanted[start : start + each]

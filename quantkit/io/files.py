@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import mmap
 import os
 import re
 import shutil
@@ -38,8 +37,6 @@ FAULT: Callable[[str, Path], None] | None = None
 
 #: Bytes that a GPU hands over at a time.
 CHUNK = 64 * 2**20
-#: Bytes of memory from which on huge pages are worth asking for.
-HUGE = 8 * 2**20
 #: The beginning of the text that Git LFS leaves in the place of a large file.
 POINTER = b"version https://git-lfs"
 #: Error numbers of system calls that a file system, such as some network mounts, does not support.
@@ -195,7 +192,7 @@ def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
     """Return `size` bytes from offset `start` as a uint8 tensor `[size]`; CheckpointError if the
     file is shorter.
     """
-    view = (data := new_bytes(size)).numpy().data
+    view = (data := torch.empty([size], dtype=torch.uint8)).numpy().data
     with guarded(path):
         file.seek(start)
         while view:
@@ -206,18 +203,6 @@ def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
                 )
             view = view[got:]
     return data
-
-
-def new_bytes(size: int) -> Tensor:
-    """Return a tensor `[size]` of undefined bytes, where Linux permits in huge pages: reading into
-    new pages of 4 KiB was seen to take four times as long.
-    """
-    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty([size], dtype=torch.uint8)
-    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 @contextmanager
