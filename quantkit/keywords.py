@@ -71,9 +71,8 @@ def api_function(
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.keywords = types  # type: ignore[attr-defined]
         call.__annotations__ = {
-            **{name: parameter.annotation for name, parameter in signature.parameters.items()},
-            "return": signature.return_annotation,
-        }
+            name: parameter.annotation for name, parameter in signature.parameters.items()
+        } | {"return": signature.return_annotation}
         return call
 
     return decorate

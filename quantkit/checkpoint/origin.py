@@ -108,8 +108,12 @@ def _gguf_of(folder: Path) -> Path | None:
 
 #: Keys under which transformers writes the folder that a config or tokenizer was read from.
 PATHS = ("_name_or_path", "name_or_path")
-#: A path in a machine's folders, as trainers and merging tools write in files beside the weights.
-LOCAL = re.compile(r"""(?<![^\s"'=])(~|[A-Za-z]:|file://)?([\\/]+[\w.@+-][\w .@+-]*){2,}[\\/]?""")
+#: A path in a machine's folders, as trainers and merging tools write in files beside the weights. A
+#: lone backslash begins a pattern of a tokenizer, and no path.
+LOCAL = re.compile(
+    r"""(?<![^\s"'=])((~|[A-Za-z]:)[\\/]+|(file:/)?/+|\\{2,})"""
+    r"[\w.@+-][\w .@+-]*([\\/]+[\w.@+-][\w .@+-]*)+[\\/]?"
+)
 #: Files in which such paths are not taken out: with one, the file stays behind.
 SETTINGS = (".toml", ".yaml", ".yml")
 

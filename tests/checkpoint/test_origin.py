@@ -118,10 +118,11 @@ def test_local_paths_leave_a_config_at_any_depth(tmp_path: Path) -> None:
         "text_config": {"_name_or_path": "org/model", "l": [{"name_or_path": "./x"}]},
         "k": 1,
         "vocab_file": "~/models/vocab.json",
-        "template": "/no_think /a/b\n",
-        "eos_token": "</s>",
+        "merges_file": r"C:\models\merges.txt",
+        "cache": r"\\server\share",
     }
-    kept = {"k": 1, "template": "/no_think /a/b\n", "eos_token": "</s>"}
+    kept = {"k": 1, "template": "/no_think /a/b\n", "eos_token": "</s>", "pattern": r"\s+\S", "splits": r"\n\n"}
+    stated |= kept
     assert without_paths(stated, tmp_path) == {"text_config": {"_name_or_path": "org/model", "l": [{}]}, **kept}
 
 
