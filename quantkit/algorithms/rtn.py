@@ -95,17 +95,17 @@ def scale_facts(tensor: QuantizedTensor) -> Json:
 
     For a 2:4 weight, also count zero and nonzero codes.
     """
-    scales = tensor.scales.abs()
-    sparse: dict[str, int] = {}
+    scales, fmt = tensor.scales.abs(), tensor.scheme.format
+    which: dict[str, Tensor] = {}
     if tensor.scheme.sparsity is not None:
-        sparse["kept"] = int((tensor.codes != tensor.scheme.format.zero_code).sum())
-        sparse["zeros"] = tensor.codes.numel() - sparse["kept"]
-    return {
-        **sparse,
-        "floored_scales": int((scales == tensor.scheme.format.smallest_scale).sum()),
-        "subnormal_scales": int((scales < torch.finfo(torch.float16).smallest_normal).sum()),
-        "zero_scales": int((scales == 0).sum()),
+        which = {"kept": (kept := tensor.codes != fmt.zero_code), "zeros": ~kept}
+    which |= {
+        "floored_scales": scales == fmt.smallest_scale,
+        "subnormal_scales": scales < torch.finfo(torch.float16).smallest_normal,
+        "zero_scales": scales == 0,
     }
+    counts = torch.stack([each.sum() for each in which.values()]).tolist()  # a GPU waits once
+    return dict(zip(which, counts, strict=True))
 
 
 def _published(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
@@ -170,6 +170,8 @@ def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
         parts = widened(weight[rows], columns).unflatten(1, groups)
         least, largest = (x.to(working_dtype(weight)) for x in extent(parts))
         at = (least < largest * FAR_SMALLER).nonzero(as_tuple=True)  # few groups
+        if not len(at[0]):
+            continue
         some = parts[at]
         small = (some.abs() < largest[at].unsqueeze(-1) * FAR_SMALLER) & (some != 0)
         small &= 8 * small.sum(-1, keepdim=True) >= (some != 0).sum(-1, keepdim=True)

@@ -47,7 +47,7 @@ _DELTAS = 8  # arrays of candidates times columns that a search of whole rows wi
 _LEAST_WEIGHTS = 2**16  # of which bounds exclude candidates: fewer are tried one by one sooner
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 _SQUARED_ENTRIES = 2**24  # the same for plain squares, which need no large product
-_SEARCHED = 16  # parts of a usual slice of rows that a GPU searches at a time: its caches hold them
+_SEARCHED = 4  # parts of a usual slice of rows that a GPU searches at a time: its caches hold them
 _CPU_ENTRIES = 2**19  # the same, which its last cache holds
 _MATRICES = (
     7  # float32 matrices of blocks of H while they are factored: the blocks, and three in float64

@@ -42,11 +42,13 @@ SOLVED_WEIGHTS = 2**28
 #: The most weights whose rows are solved at a time, by device, and the bytes that each of the other
 #: weights takes meanwhile beside its source: a code, and its copy.
 AT_ONCE, SOLVED_BYTES = {"cpu": 2**25, "cuda": 2**28}, 2
-#: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and there are at
-#: most so many threads. The parts of a weight wait there until it is packed, with so many bytes.
-PART, PART_BYTES, ROUNDERS, ROUNDED_BYTES = 2**24, 96, 16, 4
-#: A CPU rounds about so many weights at a time: of eight cores or more, several share one.
-CPU_ROUNDERS = 4
+#: On a GPU a thread rounds so many weights at a time, with so many bytes for each, and so many
+#: threads do at most: more would wait for Python's lock. Others read and store meanwhile. The parts
+#: of a weight wait there until it is packed, with so many bytes.
+PART, PART_BYTES, LAUNCHERS, ROUNDED_BYTES = 2**24, 96, 2, 4
+#: Beside a GPU so many threads read and store, and a CPU rounds about so many weights at a time: of
+#: eight cores or more, several share one.
+ROUNDERS = {"cpu": 4, "cuda": 16}
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The most bytes of RAM for passes that wait in a block. On a GPU it is `PART_OF_GPU`.
@@ -83,16 +85,19 @@ def rounding_bytes(goals: Iterable[Goal | None], dtype: torch.dtype, device: str
     return ROUNDING_BYTES if sparse else 2 * dtype.itemsize + SOLVED_BYTES
 
 
-def rounders(device: torch.device, free: int | None = None) -> int:
-    """Count the threads that round: on a CPU few, because more would wait for Python's lock; on a
-    GPU as many as its `free` bytes allow, None asks it.
+def rounders(device: torch.device) -> int:
+    """Count the threads that read, round and store weights; on a CPU few, because more would wait
+    for Python's lock.
     """
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        return threads // max(1, threads // CPU_ROUNDERS)
+    threads, most = torch.get_num_threads(), ROUNDERS[device.type]
+    return min(threads, most) if device.type == "cuda" else threads // max(1, threads // most)
+
+
+def launchers(device: torch.device, free: int | None = None) -> int:
+    """Count the threads that round on a GPU at a time: as its `free` bytes allow, None asks it."""
     free = free_gpu_memory(device) if free is None else free
     waiting = ROUNDED_BYTES * MOST_BYTES // rounding_bytes([], torch.bfloat16, "cuda")
-    return max(1, min(threads, ROUNDERS, (free - waiting) // (PART * PART_BYTES)))
+    return max(1, min(LAUNCHERS, (free - waiting) // (PART * PART_BYTES)))
 
 
 def rows_at_once(k: int, device: str) -> int:

@@ -21,13 +21,21 @@ from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
+from threading import Semaphore
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.budget import SAVED_BLOCKS, rounders, rounding_bytes, split_documents
+from quantkit.calibration.budget import (
+    PART,
+    SAVED_BLOCKS,
+    launchers,
+    rounders,
+    rounding_bytes,
+    split_documents,
+)
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.scales import INSTEAD
 from quantkit.calibration.stages import stages_of
@@ -41,7 +49,7 @@ from quantkit.checkpoint.writer import Commit, Item, committed_files
 from quantkit.core.memory_limits import release_heap
 from quantkit.core.quantized_tensor import Goal, QuantizedTensor, Scheme
 from quantkit.core.ranks import ALONE, Ranks
-from quantkit.core.threads import MOST_BYTES, ahead, divide
+from quantkit.core.threads import MOST_BYTES, ahead, divide, grouped
 from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
 from quantkit.kernels import gptq
 from quantkit.models.block_runner import BlockRunner
@@ -53,8 +61,11 @@ from quantkit.text.tokenizer import check_tokens
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
-#: Weights of fewer bytes are rounded together: handing each over takes as long as packing it.
+#: On a CPU weights of fewer bytes are rounded together: handing each over takes as long as packing
+#: it.
 BATCH = 2**20
+#: A turn that needs no waiting.
+ALWAYS = nullcontext()
 #: Rounded tensors are committed to the journal in steps of this many source bytes, unless one has
 #: more.
 COMMIT_BYTES = 2**28
@@ -71,19 +82,22 @@ def streamed(
     hashes: Callable[[Iterable[str]], dict[str, str]],
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint that is not `done`, its linears rounded or pruned
-    on `device`, and packed by `pack`. Threads work on several weights, one thread on each. A commit
-    records the `hashes` of the source's files that its tensors are from.
+    on `device`, and packed by `pack`. Threads read and pack several weights at a time, and few of
+    them use a GPU at once. A commit records the `hashes` of the source's files that its tensors are
+    from.
     """
     names = [name for name in src.names() if name not in done]
     last = {unit[-1]: unit for unit in units_of(src, names)}
+    on_gpu = device.type == "cuda"
+    turn = Semaphore(launchers(device)) if on_gpu else ALWAYS
     each = rounding_bytes(goals.values(), src.dtype_of_model, device.type)
     made = ahead(
         progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)),
-        lambda name: pack(_uncalibrated(src, name, goals, recipe, device)),
+        lambda some: map(pack, _uncalibrated(src, some, goals, recipe, device, turn=turn)),
         lambda name: each * prod(src.shape(name)),
         workers=rounders(device),
         most=MOST_BYTES,
-        batch=BATCH,
+        batch=each * PART if on_gpu else BATCH,
         check=progress.check,
         device=device,
     )
@@ -102,18 +116,29 @@ def _used(hashes: Callable[[Iterable[str]], dict[str, str]], names: list[str]) -
 
 def _uncalibrated(
     src: Checkpoint,
-    name: str,
+    names: Sequence[str],
     goals: Mapping[str, Goal | None],
     recipe: Recipe,
     device: torch.device,
     reason: str | None = None,
-) -> Item:
-    """Read a tensor; round or prune it on `device` if it is the weight of a linear with a goal."""
-    linear = name.removesuffix(".weight")
-    goal = goals.get(linear) if linear != name else None
-    if goal is None:
-        return Item(name, src.get(name))
-    return solve_uncalibrated(linear, src.get(name), goal, recipe, reason, device)
+    turn: AbstractContextManager[object] = ALWAYS,
+) -> list[Item]:
+    """Read tensors; round or prune on `device` those that are weights of linears with a goal, in
+    a `turn`.
+    """
+    read = {name: src.get(name) for name in names}
+    found = {name: Item(name, tensor) for name, tensor in read.items()}
+    alike = grouped(
+        ((goal, read[name].dtype, read[name].shape[-1:]), name)
+        for name in names
+        if name.endswith(".weight") and (goal := goals.get(name.removesuffix(".weight")))
+    )
+    for (goal, *_), some in alike.items():
+        weights = {name.removesuffix(".weight"): read[name] for name in some}
+        with turn:
+            solved = solve_uncalibrated(weights, goal, recipe, reason, device)
+        found |= {item.name: item for item in solved}
+    return [found[name] for name in names]
 
 
 def units_of(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
@@ -348,10 +373,14 @@ def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
     for name in model.stored(None) if run.ranks.first else ():
         run.progress.check()
         with run.clock.phase("solve"):
-            item = solved.get(name) or _uncalibrated(
-                model.src, name, goals, run.recipe, model.device, "it is outside the blocks"
+            items = (
+                [solved[name]]
+                if name in solved
+                else _uncalibrated(
+                    model.src, [name], goals, run.recipe, model.device, "it is outside the blocks"
+                )
             )
-        yield item
+        yield from items
 
 
 def save(

@@ -27,7 +27,7 @@ from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
 from quantkit.calibration.stages.solve import solve_uncalibrated
 from quantkit.calibration.stages.tune import BATCH, CHECKS, HELD_OUT
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import Commit
+from quantkit.checkpoint.writer import Commit, Item
 from quantkit.core.quantized_tensor import Goal
 from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.models.block_runner import BlockRunner
@@ -115,11 +115,12 @@ def _rounding(
     sizes = {name: prod(src.shape(f"{name}.weight")) for name in chosen}
     threads = rounders(device)
 
-    def solve(name: str) -> None:
-        solve_uncalibrated(name, src.get(f"{name}.weight"), chosen[name], recipe, device=device)
+    def solve(names: list[str]) -> Iterable[list[Item]]:
+        weights = {name: src.get(f"{name}.weight") for name in names}
+        return [solve_uncalibrated(weights, chosen[names[0]], recipe, device=device)]
 
     some = sorted(sizes, key=sizes.__getitem__)[len(sizes) // 2 :][: 2 * threads]
-    solve(some[0])
+    solve(some[:1])
     begun = time.perf_counter()
     each = {"workers": threads, "most": MOST_BYTES, "batch": 0}
     for _ in ahead(some, solve, sizes.__getitem__, check=time.perf_counter, device=device, **each):

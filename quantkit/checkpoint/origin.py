@@ -351,8 +351,8 @@ def source_hashes(
 
 
 class SourceHashes:
-    """Hash a source's files in a thread beside the work that reads them, so that the disk reads
-    each once: a file when its tensors are due, and the next one ahead.
+    """Hash a source's files beside the work that reads them, so that the disk reads each once: a
+    file when its tensors are due, and the next ones ahead, as many as a quarter of torch's threads.
 
     `check` is called between pieces, and may raise. A weight file with another hash than recorded
     is refused as `require_unchanged` does.
@@ -360,22 +360,23 @@ class SourceHashes:
 
     def __init__(self, src: Checkpoint, check: Callable[[], None]) -> None:
         self._src, self._check, self._known = src, check, recorded_hashes(src)
-        self._pool = ThreadPoolExecutor(1, "quantkit-hash")
+        self._ahead = max(1, torch.get_num_threads() // 4)
+        self._pool = ThreadPoolExecutor(self._ahead, "quantkit-hash")
         self._found: dict[str, Future[str]] = {}
         self._is_over = False
 
     def close(self) -> None:
-        """End the thread, also before all files are hashed."""
+        """End the threads, also before all files are hashed."""
         self._is_over = True
         self._pool.shutdown(cancel_futures=True)
 
     def first(self, used: Collection[str]) -> tuple[dict[str, str], list[str]]:
         """Return the hashes of the weight files that a stopped run has `used`, and of all other
-        files; no lines yet. The next weight file is begun.
+        files; no lines yet. The next weight files are begun.
         """
         weights = [path.name for path in self._src.files() if path.name not in used]
         names = [name for name in self._src.sources() if name not in weights]
-        found = {name: self._started(name) for name in (*names, *weights[:1])}
+        found = {name: self._started(name) for name in (*names, *weights[: self._ahead])}
         return {name: found[name].result() for name in names}, []
 
     def start(self) -> None:
@@ -387,7 +388,7 @@ class SourceHashes:
         """Return the hashes of the files that tensors are read from, by file name."""
         due, order = self._src.files_of(names), [*self._src.sources()]
         started = {name: self._started(name) for name in due}
-        for name in order[order.index(due[-1]) + 1 :][:1] if due else ():
+        for name in order[order.index(due[-1]) + 1 :][: self._ahead] if due else ():
             self._started(name)
         return {name: found.result() for name, found in started.items()}
 

@@ -100,7 +100,7 @@ def side_by_side(device: torch.device, tasks: Sequence[Callable[[], T]]) -> list
 
 def ahead(
     items: Iterable[T],
-    work: Callable[[T], R],
+    work: Callable[[list[T]], Iterable[R]],
     size: Callable[[T], int],
     *,
     workers: int,
@@ -113,9 +113,9 @@ def ahead(
     GPU `device` each has a stream of its own, and its results must be on the CPU.
 
     Items that are made or wait have at most `most` bytes by `size`, unless one has more. A thread
-    takes small items together, up to `batch` bytes. `check` is called between items, and may raise.
-    An exception of an item is raised when its result is due. They share the caller's threads of
-    torch.
+    takes small items together, up to `batch` bytes, and `work` gives the results of all. `check` is
+    called between items, and may raise. An exception is raised when the results are due. They share
+    the caller's threads of torch.
     """
     threads = max(1, torch.get_num_threads() // workers)
     waiting: deque[tuple[int, Future[deque[R]]]] = deque()
@@ -139,7 +139,7 @@ def ahead(
                 held = sum(map(size, part))
                 while waiting and sum(each for each, _ in waiting) + held > most:
                     yield from oldest()
-                waiting.append((held, pool.submit(lambda part: deque(map(work, part)), part)))
+                waiting.append((held, pool.submit(lambda part: deque(work(part)), part)))
                 if len(waiting) > AHEAD * workers:
                     yield from oldest()
             while waiting:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -191,7 +192,7 @@ def repacked(
     repacker = Repacker(src, planned, recorded, requantize, requantize_scales)
     yield from ahead(
         names,
-        repacker.item,
+        partial(map, repacker.item),
         repacker.nbytes,
         workers=1 if requantize else workers(),  # rounding again uses all threads for each weight
         most=BUDGET,

@@ -321,7 +321,8 @@ def streamed_memory(
     )
     sizes = sorted((each * n * k for n, k in linears), reverse=True)
     largest = max([2 * copied, *sizes[:1]])
-    others = min(sum(sizes[: at_once - 1]), max(0, MOST_BYTES - largest))
+    beside = sizes if on_gpu else sizes[: at_once - 1]  # a GPU takes many small weights together
+    others = min(sum(beside), max(0, MOST_BYTES - largest))
     part = PART_BYTES * min(PART, max(sizes, default=0) // each)
     one = ROUNDED_BYTES * sum(sizes[:1]) // each
     whole = max(one, ROUNDED_BYTES * min(sum(sizes), MOST_BYTES) // each)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibration.budget import rounders, rounding_bytes
+from quantkit.calibration.budget import launchers, rounders, rounding_bytes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import AHEAD, grouped
@@ -387,9 +387,9 @@ def plan_quantize(
     else:
         rounded = [row.stored for row in output.quantized]
         each = rounding_bytes((row.goal for row in rows), src.dtype_of_model, device)
-        threads = rounders(torch.device(device), gpu_memory)
-        on_gpu = threads if device == "cuda" else 0
-        memory = streamed_memory(src, rounded, each, AHEAD * threads + 1, on_gpu)
+        there = torch.device(device)
+        on_gpu = launchers(there, gpu_memory) if device == "cuda" else 0
+        memory = streamed_memory(src, rounded, each, AHEAD * rounders(there) + 1, on_gpu)
     memory = replace(memory, gpu_memory=gpu_memory)
     found = verdicts.Verdict(
         tuple(misfits),

@@ -326,7 +326,7 @@ def test_each_option_reaches_the_solver() -> None:
     }.items():  # fmt: skip
         recipe = build_recipe(group_size=32, **options)
         if "rtn" in name:
-            item = solve_uncalibrated("proj", weight, recipe.scheme, recipe)
+            [item] = solve_uncalibrated({"proj": weight}, recipe.scheme, recipe)
         else:
             (item,) = solve({"proj": weight}, {"proj": recipe.scheme}, hessian, recipe, Progress(quiet=True))
         assert isinstance(item.value, QuantizedTensor) and item.facts is not None
@@ -375,7 +375,7 @@ def test_one_float_takes_no_signed_scales_from_the_integers_beside_it(method: An
     for name in ("up", "down"):
         scheme = recipe.scheme_of(name)
         assert isinstance(scheme, Scheme)
-        tensor = solve_uncalibrated(name, weight, scheme, recipe).value
+        tensor = solve_uncalibrated({name: weight}, scheme, recipe)[0].value
         assert isinstance(tensor, QuantizedTensor)
         negative[name] = bool((tensor.scales < 0).any())
     assert negative == {"up": True, "down": False}

@@ -40,7 +40,7 @@ def rounded(
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
     """Round a weight as a run does, some rows at a time on a GPU."""
     recipe = from_mapping({"method": "rtn", "clip": clip, "pad": pad})
-    item = solve_uncalibrated("x", w, Scheme.parse(label), recipe, device=device)
+    [item] = solve_uncalibrated({"x": w}, Scheme.parse(label), recipe, device=device)
     assert isinstance(item.value, QuantizedTensor) and item.facts is not None
     return item.value, item.facts
 
@@ -107,7 +107,44 @@ def test_padding_and_pruning_count_the_whole_weight() -> None:
         assert {**found, **dict.fromkeys(SUMMED)} == {**facts, **dict.fromkeys(SUMMED)}
     pruning = pruning_from_mapping({"method": "magnitude"})
     with simulated_gpu():
-        two, one = (solve_uncalibrated("x", w, "2:4", pruning, device=place) for place in (CUDA, CPU))
+        two, one = (solve_uncalibrated({"x": w}, "2:4", pruning, device=place)[0] for place in (CUDA, CPU))
         assert isinstance(two.value, Tensor) and isinstance(one.value, Tensor)
         assert torch.equal(two.value.to(CPU), one.value)
     assert {**(two.facts or {}), **dict.fromkeys(SUMMED)} == {**(one.facts or {}), **dict.fromkeys(SUMMED)}
+
+
+@pytest.mark.parametrize(
+    ("label", "pad"), [("int4:g128", False), ("int4:g32:asym", True), ("fp6:channel", False), ("nvfp4", False)]
+)
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_small_weights_together_are_those_of_each_alone(label: str, pad: bool, device: torch.device) -> None:
+    whole, clip = weight(torch.bfloat16)[:, : 500 if pad else 512], "search"
+    weights = {f"layers.{at}": whole[at : at + rows] for at, rows in ((0, 8), (30, 40), (80, 32))}
+    recipe = from_mapping({"method": "rtn", "clip": clip, "pad": pad})
+    with simulated_gpu():
+        items = solve_uncalibrated(weights, Scheme.parse(label), recipe, "why", device)
+    for (name, w), item in zip(weights.items(), items, strict=True):
+        alone, facts = rounded(w, label, clip, CPU, pad)
+        assert isinstance(item.value, QuantizedTensor) and item.value.equal(alone) and item.name == f"{name}.weight"
+        found = {**(item.facts or {}), **dict.fromkeys(SUMMED)}
+        assert found == {**facts, **dict.fromkeys(SUMMED), "reason": "why"}
+        assert (item.facts or {})["relative_error"] == pytest.approx(facts["relative_error"], rel=1e-4)
+
+
+def test_small_weights_together_are_pruned_as_each_alone() -> None:
+    weights = {"a": weight(torch.bfloat16)[:40], "b": weight(torch.bfloat16)[100:]}
+    pruning = pruning_from_mapping({"method": "magnitude"})
+    with simulated_gpu():
+        together = solve_uncalibrated(weights, "2:4", pruning, device=CUDA)
+    for item, (name, w) in zip(together, weights.items(), strict=True):
+        [alone] = solve_uncalibrated({name: w}, "2:4", pruning)
+        assert isinstance(item.value, Tensor) and isinstance(alone.value, Tensor)
+        assert torch.equal(item.value.to(CPU), alone.value) and item.name == alone.name
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_an_error_among_small_weights_names_its_own(device: torch.device) -> None:
+    weights = {"a": weight(torch.float32), "b": weight(torch.float32)}
+    weights["b"][7, 3] = torch.nan
+    with pytest.raises(NumericError, match=r"^b: 1 of 98304 .*\[7, 3\]"), simulated_gpu():
+        solve_uncalibrated(weights, Scheme.parse("int4:g128"), from_mapping({"method": "rtn"}), device=device)

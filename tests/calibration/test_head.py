@@ -120,7 +120,7 @@ def test_a_large_head_or_table_takes_no_float32_copy_of_all_its_weights(
 
     monkeypatch.setattr(QuantizedTensor, "dequantize", counted)
     weight = torch.randn(3 * 2**11, 512, dtype=torch.bfloat16)
-    item = solve_uncalibrated("x", weight, Scheme.parse("int8:g64"), from_mapping({"method": "rtn"}))
+    [item] = solve_uncalibrated({"x": weight}, Scheme.parse("int8:g64"), from_mapping({"method": "rtn"}))
     assert max(rows) <= len(weight) / 8 and sum(rows) >= len(weight)
     value, error = item.value, (item.facts or {})["relative_error"]
     assert isinstance(value, QuantizedTensor)

@@ -178,7 +178,7 @@ def test_work_ahead_keeps_order_and_budget_and_raises_when_an_item_is_due() -> N
         return item
 
     with pytest.raises(ValueError, match="30"):
-        for item in ahead(range(1, 40), work, int, workers=3, most=50, batch=6, check=lambda: None):
+        for item in ahead(range(1, 40), partial(map, work), int, workers=3, most=50, batch=6, check=lambda: None):
             found.append(item)
             with lock:
                 held -= item

@@ -164,7 +164,7 @@ def test_nan_is_counted_in_the_true_shape() -> None:
     weight = torch.ones(8, 100)
     weight[3, 4] = torch.nan
     with pytest.raises(NumericError, match=r"x: 1 of 800 .*\[3, 4\]"):
-        solve_uncalibrated("x", weight, recipe.scheme, recipe)
+        solve_uncalibrated({"x": weight}, recipe.scheme, recipe)
 
 
 def test_padding_is_offered_only_where_it_helps(odd: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import accumulate
 from math import isfinite, nan, prod
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -78,7 +79,8 @@ class Solve(Stage):
         for name, why in block.uncalled.items():
             with block.run.clock.phase("solve"):
                 weight = block.run.model.weights.source(name)
-                item = solve_uncalibrated(name, weight, block.goals[name], block.run.recipe, why)
+                goal = block.goals[name]
+                [item] = solve_uncalibrated({name: weight}, goal, block.run.recipe, why)
             block.put_back(item)
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
@@ -216,7 +218,11 @@ def _unreached(
             subject=names,
         )
     progress.warn(f"{names}: {reason}, rounded to nearest")
-    return [solve_uncalibrated(name, w, goals[name], recipe, reason) for name, w in weights.items()]
+    return [
+        item
+        for name, weight in weights.items()
+        for item in solve_uncalibrated({name: weight}, goals[name], recipe, reason)
+    ]
 
 
 def _channel_peak(h: Tensor) -> dict[str, float]:
@@ -378,68 +384,98 @@ def _as_one(
 
 
 def solve_uncalibrated(
-    linear: str,
-    weight: Tensor,
+    weights: ByLinear,
     goal: Goal,
     recipe: Recipe,
     reason: str | None = None,
     device: torch.device | None = None,
-) -> Item:
-    """Round to nearest, or prune by magnitude, one weight `[n, k]` without a Hessian.
+) -> list[Item]:
+    """Round to nearest, or prune by magnitude, weights `[n, k]` without a Hessian, by name. Several
+    have one k and one dtype, and are solved as one.
 
     `reason` tells the report why, if the recipe asked for calibration. Another `device` than the
-    weight's computes the same, some rows at a time, and has the result. NumericError if the weight
-    is not finite or overflows.
+    weights' computes the same, some rows at a time, and has the results. NumericError, naming the
+    linear, for a weight that is not finite or overflows.
     """
-    started = time.perf_counter()
-    with about(linear):
-        value, facts = _by_parts(weight, goal, recipe, device or weight.device)
-        facts["relative_error"] = rtn.ratio(facts["relative_error"])
-        item = _stored_item(linear, weight, value, facts, recipe)
-    why = "reason" if isinstance(goal, Scheme) else "by_magnitude"
-    reasons = {} if reason is None else {why: reason}
-    seconds = time.perf_counter() - started
-    return item._replace(facts={**(item.facts or {}), **reasons, "seconds": seconds})
-
-
-def _by_parts(
-    weight: Tensor, goal: Goal, recipe: Recipe, device: torch.device
-) -> tuple[QuantizedTensor | Tensor, dict[str, Any]]:
-    """Round or prune a weight on a device, where the result is. The facts of its parts are added
-    up, and of the `relative_error` the norms are listed.
-    """
-    size = budget.PART // max(1, weight.shape[-1]) if device != weight.device else len(weight)
-    values, facts = list[Any](), dict[str, Any]()
+    started, (first, weight) = time.perf_counter(), next(iter(weights.items()))
+    device = weight.device if device is None else device
     try:
-        for part in weight.split(max(1, size)):
-            value, found = _rounded(part.to(device), goal, recipe)
-            values.append(value)
-            for key, fact in found.items():
+        with about(first):
+            solved = _by_parts(weights, goal, recipe, device)
+    except NumericError:
+        if device == weight.device and len(weights) == 1:
+            raise
+        # So the line has the linear, the row in it, and the count.
+        alone = [({name: weight}, goal, recipe, reason) for name, weight in weights.items()]
+        return [item for each in alone for item in solve_uncalibrated(*each)]
+    why = "reason" if isinstance(goal, Scheme) else "by_magnitude"
+    seconds = (time.perf_counter() - started) / sum(map(len, weights.values()))
+    items = list[Item]()
+    for (name, weight), (value, facts) in zip(weights.items(), solved, strict=True):
+        facts |= {} if reason is None else {why: reason}
+        facts["relative_error"] = rtn.ratio(facts["relative_error"])
+        item = _stored_item(name, weight, value, facts, recipe)
+        items.append(item._replace(facts={**(item.facts or {}), "seconds": seconds * len(weight)}))
+    return items
+
+
+def _by_parts(weights: ByLinear, goal: Goal, recipe: Recipe, device: torch.device) -> Solved:
+    """Round or prune weights on a device, several as one, and one by parts. The facts of parts are
+    added up, and of the `relative_error` the norms are listed.
+    """
+    parts, (name, weight) = [weights], next(iter(weights.items()))
+    if len(weights) == 1 and device != weight.device:
+        rows = max(1, budget.PART // max(1, weight.shape[-1]))
+        parts = [{name: part} for part in weight.split(rows)]
+    found: dict[str, tuple[list[Any], dict[str, Any]]] = {name: ([], {}) for name in weights}
+    for part in parts:
+        there = [weight.to(device) for weight in part.values()]
+        tall, shared = _rounded(torch.cat(there) if len(there) > 1 else there[0], goal, recipe)
+        values = _split(tall, [len(weight) for weight in there])
+        for name, weight, value in zip(part, there, values, strict=True):
+            all_values, facts = found[name]
+            all_values.append(value)
+            for key, fact in {**shared, **_facts(weight, value)}.items():
                 known = key in facts and not isinstance(fact, str)
                 facts[key] = facts[key] + fact if known else fact
-    except NumericError:
-        if device == weight.device:
-            raise
-        return _by_parts(weight, goal, recipe, weight.device)  # its line has the row and the count
-    if isinstance(values[0], QuantizedTensor):
-        return concatenated(values), facts
-    return torch.cat(values) if len(values) > 1 else values[0], facts
+    return [(_joined(values), facts) for values, facts in found.values()]
 
 
 def _rounded(
     weight: Tensor, goal: Goal, recipe: Recipe
 ) -> tuple[QuantizedTensor | Tensor, dict[str, Any]]:
-    """Round or prune rows of a weight where they are; the facts have the norms of their error."""
-    if isinstance(goal, Scheme):
-        wide = rtn.widened(weight, _solved_width(goal, weight.shape[1], recipe))
-        signed = recipe.solving(goal).signed
-        tensor, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
-        facts |= {"method": "rtn", "tokens": 0, "relative_error": [rtn.error_norms(weight, tensor)]}
-        return tensor, {**facts, **rtn.zeroed(weight, tensor)}
-    check_weight(weight)
-    value = weight.masked_fill(~pruning.fixed_mask(weight, "magnitude", None), 0)
-    facts = {"method": "magnitude", **_counts_of_pruned(value)}
-    return value, {**facts, "relative_error": [rtn.error_norms(weight, value)], "tokens": 0}
+    """Round or prune rows where they are; the facts are the same for all of them."""
+    if not isinstance(goal, Scheme):
+        check_weight(weight)
+        pruned = weight.masked_fill(~pruning.fixed_mask(weight, "magnitude", None), 0)
+        return pruned, {"method": "magnitude"}
+    wide = rtn.widened(weight, _solved_width(goal, weight.shape[1], recipe))
+    signed = recipe.solving(goal).signed
+    tensor, facts = rtn.quantize(wide, goal, clip=recipe.clip, signed=signed)
+    return tensor, {**facts, "method": "rtn"}
+
+
+def _facts(weight: Tensor, value: QuantizedTensor | Tensor) -> dict[str, Any]:
+    """Collect the facts of some rows; of their error, the norms."""
+    norms = {"relative_error": [rtn.error_norms(weight, value)]}
+    if isinstance(value, QuantizedTensor):
+        return {**rtn.scale_facts(value), "tokens": 0, **norms, **rtn.zeroed(weight, value)}
+    return {**_counts_of_pruned(value), **norms, "tokens": 0}
+
+
+def _split(tall: QuantizedTensor | Tensor, counts: list[int]) -> list[QuantizedTensor | Tensor]:
+    """Divide solved rows among weights that have so many."""
+    if isinstance(tall, Tensor):
+        return [*tall.split(counts)]
+    rows = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+    return [tall.rows(some) for some in rows] if len(rows) > 1 else [tall]
+
+
+def _joined(parts: list[Any]) -> QuantizedTensor | Tensor:
+    """Join the solved parts of one weight."""
+    if isinstance(parts[0], QuantizedTensor):
+        return concatenated(parts)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _solved_width(goal: Goal, k: int, recipe: Recipe) -> int:

@@ -74,12 +74,13 @@ def test_few_tokens_and_dead_inputs_are_reported(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_relative_error_of_every_source_dtype(dtype: torch.dtype) -> None:
     weight = gauss(8, 128).to(dtype)
-    item = solve_uncalibrated("x", weight, Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    scheme, recipe = Scheme.parse("int4:g64"), from_mapping({"method": "rtn"})
+    [item] = solve_uncalibrated({"x": weight}, scheme, recipe)
     assert isinstance(item.value, QuantizedTensor) and item.facts is not None
     w = weight.double()
     expected = float((w - item.value.dequantize().double()).norm() / w.norm())
     assert item.facts["relative_error"] == pytest.approx(expected, rel=1e-4) and "reason" not in item.facts
-    zeros = solve_uncalibrated("x", torch.zeros_like(weight), Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    [zeros] = solve_uncalibrated({"x": torch.zeros_like(weight)}, scheme, recipe)
     assert zeros.facts is not None and zeros.facts["relative_error"] == 0
 
 
