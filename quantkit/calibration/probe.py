@@ -22,16 +22,14 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.budget import RATE, gradient_documents, rounders, solving_work
-from quantkit.calibration.loop import calibrated, new_run
+from quantkit.calibration.loop import calibrated, new_run, streamed
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
-from quantkit.calibration.stages.solve import solve_uncalibrated
 from quantkit.calibration.stages.tune import BATCH, CHECKS, HELD_OUT
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import Commit, Item
+from quantkit.checkpoint.writer import Commit
 from quantkit.core.quantized_tensor import Goal
-from quantkit.core.threads import MOST_BYTES, ahead
 from quantkit.models.block_runner import BlockRunner
-from quantkit.progress import Progress, Recorder
+from quantkit.progress import QUIET, Progress, Recorder
 from quantkit.recipes.recipe import Recipe
 
 #: Blocks of a probe. The second is measured: it is neither slow like the first, nor without a
@@ -46,8 +44,9 @@ MOST_SECONDS = 30.0
 BEGINS = f"the speed of this machine is measured on a few blocks, in about {MOST_SECONDS:.0f} s"
 #: The range that is stated, relative to the estimate; and if the probe was stopped.
 SPREAD, WIDE = (0.7, 1.5), (0.5, 2.0)
-#: Seconds of each run, and bytes of the source a second, for reading, writing and opening.
-FIXED, BYTES_A_SECOND = 4.0, 6e8
+#: Seconds of each run, and bytes of the source a second, for reading, writing and opening: of two
+#: cores, and beside a GPU.
+FIXED, BYTES_A_SECOND = {"cpu": 4.0, "cuda": 8.0}, {"cpu": 6e8, "cuda": 1.2e9}
 #: Products of weights and tokens below which a run takes less time than it is worth to be probed.
 SMALL = {device: 3 * rate for device, rate in RATE.items()}
 #: The same for runs without text, in weights.
@@ -82,8 +81,9 @@ def probe(
     src, watch = model.src, _Watch(progress)
     shapes = [shape for name, shape in model.linears.items() if goals.get(name) is not None]
     weights, (low, high) = sum(n * k for n, k in shapes), SPREAD
-    seconds = FIXED + src.source_bytes / BYTES_A_SECOND
-    each = 1 / RATE[model.device.type]
+    kind = model.device.type
+    seconds = FIXED[kind] + src.source_bytes / BYTES_A_SECOND[kind]
+    each = 1 / RATE[kind]
     if not recipe.calibrated:
         seconds += _rounding(src, recipe, goals, model.device)
     else:
@@ -111,20 +111,19 @@ def _rounding(
     """Estimate the seconds of a run without text from some linears of middle size, which all
     threads solve as the run does; the first one warms up.
     """
-    chosen = {name: goal for name, goal in goals.items() if goal is not None}
-    sizes = {name: prod(src.shape(f"{name}.weight")) for name in chosen}
-    threads = rounders(device)
+    names = [f"{name}.weight" for name, goal in goals.items() if goal is not None]
+    sizes = {name: prod(src.shape(name)) for name in names}
+    some = sorted(sizes, key=sizes.__getitem__)[len(sizes) // 2 :][: 2 * rounders(device)]
 
-    def solve(names: list[str]) -> Iterable[list[Item]]:
-        weights = {name: src.get(f"{name}.weight") for name in names}
-        return [solve_uncalibrated(weights, chosen[names[0]], recipe, device=device)]
+    def solve(names: Sequence[str]) -> None:
+        others = {*src.names()}.difference(names)
+        each: Any = (src, recipe, goals, others, lambda item: item, QUIET, device, lambda names: {})
+        for _ in streamed(*each):
+            pass
 
-    some = sorted(sizes, key=sizes.__getitem__)[len(sizes) // 2 :][: 2 * threads]
     solve(some[:1])
     begun = time.perf_counter()
-    each = {"workers": threads, "most": MOST_BYTES, "batch": 0}
-    for _ in ahead(some, solve, sizes.__getitem__, check=time.perf_counter, device=device, **each):
-        pass
+    solve(some)
     return (time.perf_counter() - begun) * sum(sizes.values()) / sum(sizes[name] for name in some)
 
 

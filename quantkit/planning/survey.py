@@ -174,7 +174,8 @@ def estimate_duration(
     sequences, device = job.text.sequences, job.model.device.type
     if not is_worth_a_probe(job.recipe, job.plan.output.weights, sequences, device):
         return None, []
-    announce(BEGINS)
+    if job.recipe.calibrated:
+        announce(BEGINS)
     try:
         found = probe_run(
             job.model,
