@@ -69,7 +69,11 @@ from quantkit.recipes.recipe import (
     without_paths,
 )
 from quantkit.text.sequences import Calibration, draw_calibration
-from quantkit.text.tokenizer import load_tokenizer, require_readable_tokenizer
+from quantkit.text.tokenizer import (
+    has_corrected_pattern,
+    load_tokenizer,
+    require_readable_tokenizer,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -522,13 +526,20 @@ def require_runnable(
 
 
 def _unknown_tokens(job: Job) -> Iterator[str]:
-    """Note a source whose tokenizer is missing or cannot be read here, and tokens for which the
-    model has no embedding: files beside tokenizer.json add tokens too.
+    """Note a source whose tokenizer is missing, cannot be read here or splits text by a pattern
+    that was corrected, and tokens for which the model has no embedding: files beside tokenizer.json
+    add tokens too.
     """
     require_readable_tokenizer(job.src.path)
     tokens: dict[str, int] = {}
     try:
-        tokens = load_tokenizer(job.src.path, job.src.trusted).get_vocab()
+        tokenizer = load_tokenizer(job.src.path, job.src.trusted)
+        tokens = tokenizer.get_vocab()
+        if has_corrected_pattern(tokenizer, job.src.path):
+            yield (
+                "the tokenizer splits text by a pattern that Mistral has corrected: put "
+                '"fix_mistral_regex": true into its tokenizer_config.json'
+            )
     except CheckpointError as error:
         if job.recipe.calibrated:
             raise

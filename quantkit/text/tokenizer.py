@@ -93,6 +93,18 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
+def has_corrected_pattern(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
+    """Return True if transformers knows another pattern for splitting a text than the tokenizer of
+    a folder has: of some Mistral models a wrong one was published.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if getattr(backend, "fix_mistral_regex", None) is not False:  # asked of the models' families
+        return False
+    corrected: Any = type(tokenizer).from_pretrained(folder, fix_mistral_regex=True)
+    stated = [json.loads(each.to_str()) for each in (backend, corrected.backend_tokenizer)]
+    return stated[0]["pre_tokenizer"] != stated[1]["pre_tokenizer"]
+
+
 def require_readable_tokenizer(folder: Path) -> None:
     """Raise CheckpointError for a file of a tokenizer or processor, or a chat template, that no
     program can parse.

@@ -12,8 +12,10 @@ import pytest
 
 import quantkit
 from quantkit.errors import CheckpointError
+from quantkit.planning.survey import plan
+from quantkit.recipes.recipe import from_mapping
 from quantkit.text import tokenizer
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import has_corrected_pattern, load_tokenizer
 from tests.tiny_models import write_model
 
 
@@ -52,6 +54,26 @@ def test_a_text_has_the_same_tokens_each_time_also_where_training_left_out_merge
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
     found = load_tokenizer(tmp_path)
     assert all(found("a" * 16).input_ids == [4] for _ in range(20))
+
+
+def test_a_pattern_that_was_published_wrong_and_corrected_since_is_noted(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_model("mistral", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.50.0"}))
+    made = Tokenizer(models.WordLevel({f"w{n}": n for n in range(100_001)}, unk_token="w0"))
+    for is_split, splits in ((True, pre_tokenizers.Whitespace()), (False, None)):
+        made.pre_tokenizer = splits
+        PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+        found = plan(folder, from_mapping({"method": "rtn"})).verdict.remarks
+        assert any("fix_mistral_regex" in str(line) for line in found) == is_split
+    stated = json.loads((path := folder / "tokenizer_config.json").read_text())
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+    path.write_text(json.dumps({**stated, "fix_mistral_regex": True}))
+    assert not has_corrected_pattern(load_tokenizer(folder), folder)
 
 
 OPEN = "{% for m in messages %}{{ m.content }}"
