@@ -97,12 +97,12 @@ def has_corrected_pattern(tokenizer: PreTrainedTokenizerBase, folder: Path) -> b
     """Return True if transformers knows another pattern for splitting a text than the tokenizer of
     a folder has: of some Mistral models a wrong one was published.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if getattr(backend, "fix_mistral_regex", None) is not False:  # asked of the models' families
         return False
     corrected: Any = type(tokenizer).from_pretrained(folder, fix_mistral_regex=True)
-    stated = [json.loads(each.to_str()) for each in (backend, corrected.backend_tokenizer)]
-    return stated[0]["pre_tokenizer"] != stated[1]["pre_tokenizer"]
+    found, other = (json.loads(each.to_str()) for each in (backend, corrected.backend_tokenizer))
+    return bool(found["pre_tokenizer"] != other["pre_tokenizer"])
 
 
 def require_readable_tokenizer(folder: Path) -> None:
