@@ -114,6 +114,15 @@ LOCAL = re.compile(
     r"""(?<![^\s"'=])((~|[A-Za-z]:)[\\/]+|(file:/)?/+|\\{2,})"""
     r"[\w.@+-][\w .@+-]*([\\/]+[\w.@+-][\w .@+-]*)+[\\/]?"
 )
+#: Keys that name files, folders, models or data: no other key loses a path, since a token, a label
+#: or a chat template may look like one.
+_NAMES_FILES = re.compile(
+    "(path|file|filename|dir|directory|folder|root|cache|checkpoint|ckpt|config|model|tokenizer"
+    "|adapter|data|dataset|source|output|repo|home|url|uri|location|from)s?$",
+    re.IGNORECASE,
+)
+#: Keys of tokens, below which nothing is a path, whatever its key.
+_TOKENS = re.compile("token(?!iz)", re.IGNORECASE)
 #: Files in which such paths are not taken out: with one, the file stays behind.
 SETTINGS = (".toml", ".yaml", ".yml")
 
@@ -166,17 +175,26 @@ def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[Js
     return known, [notice] if notice else []
 
 
-def without_paths(value: Any, folder: Path) -> Any:
-    """Copy a config without the local paths that transformers left in it; hub ids stay."""
+def without_paths(value: Any, folder: Path, key: str = "") -> Any:
+    """Copy a config without the local paths that transformers left in it; hub ids stay.
+
+    `key` is that of `value`, or of the list that holds it.
+    """
+
+    def is_path(name: str, child: Any) -> bool:
+        return isinstance(child, str) and bool(
+            (_NAMES_FILES.search(name) and LOCAL.fullmatch(child))
+            or (name in PATHS and model_folder.is_local(child, folder))
+        )
+
     if isinstance(value, list):
-        return [without_paths(child, folder) for child in value]
-    if not isinstance(value, Mapping):
+        return [without_paths(each, folder, key) for each in value if not is_path(key, each)]
+    if not isinstance(value, Mapping) or _TOKENS.search(key):
         return value
     return {
-        key: without_paths(child, folder)
-        for key, child in value.items()
-        if not isinstance(child, str)
-        or not (LOCAL.fullmatch(child) or (key in PATHS and model_folder.is_local(child, folder)))
+        name: without_paths(child, folder, name)
+        for name, child in value.items()
+        if not is_path(name, child)
     }
 
 

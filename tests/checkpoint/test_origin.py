@@ -126,6 +126,26 @@ def test_local_paths_leave_a_config_at_any_depth(tmp_path: Path) -> None:
     assert without_paths(stated, tmp_path) == {"text_config": {"_name_or_path": "org/model", "l": [{}]}, **kept}
 
 
+@pytest.mark.parametrize("text", ["/a/b", "~/x/y", "C:\\x\\y", "//a/b", "file:///a/b"])
+def test_no_token_label_or_template_is_taken_for_a_local_path(text: str, tmp_path: Path) -> None:
+    stated = {
+        "added_tokens_decoder": {"7": {"content": text, "special": True}, "file": {"content": text, "path": text}},
+        "bos_token": text,
+        "eos_token": {"content": text, "lstrip": False},
+        "additional_special_tokens": [text, {"content": text}],
+        "extra_special_tokens": {"path": text, "image_file": text},
+        "chat_template": text,
+        "chat_templates": [{"name": "default", "template": text}],
+        "stop_strings": [text],
+        "id2label": {"0": text},
+        "id_to_token": {"0": text, "model": text},
+        "unk": text,
+    }
+    assert without_paths(stated, tmp_path) == stated
+    places = {"special_tokens_map_file": text, "train_files": [text], "base_model": text, "modelPath": text}
+    assert without_paths({**places, "tokenizer": {"path": text}}, tmp_path) == {"train_files": [], "tokenizer": {}}
+
+
 def test_every_step_hands_on_what_the_source_says(small_llama: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(small_llama, tmp_path / "models--org--m" / "snapshots" / "12ab"))
     write_card(model, **CARD)
