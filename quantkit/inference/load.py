@@ -209,7 +209,7 @@ def _from_pretrained(
             )
     except (QuantkitError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a config is free to be wrong in any way
+    except (Exception, SystemExit) as error:  # a config is free to be wrong in any way
         raise unbuildable(src, error) from error
     model.generation_config = texts
     if hasattr(model.config, "transformers_weights"):

@@ -102,7 +102,7 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
                 if key not in ("quantization_config", "auto_map")
             }
             config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
-    except Exception as error:  # a wrong config can raise anything
+    except (Exception, SystemExit) as error:  # a wrong config, or trusted code, can raise anything
         raise unbuildable(src, error) from error
     _require_one_value(src.config, config, src.path / CONFIG)
     text = config.get_text_config(decoder=True)
@@ -314,7 +314,7 @@ def skeleton(src: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             module: PreTrainedModel = auto.from_config(
                 config, dtype=dtype, trust_remote_code=runs_code(src)
             )
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         raise unbuildable(src, error) from error
     finally:
         _THREAD.builds = False
@@ -397,7 +397,7 @@ def float32_states(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[st
     return build_glob_alternation(names)[0] if names else re.compile("(?!)")
 
 
-def unbuildable(src: Checkpoint, error: Exception) -> CheckpointError:
+def unbuildable(src: Checkpoint, error: BaseException) -> CheckpointError:
     """Return the error for a model that transformers cannot build; an error about memory is raised
     unchanged.
     """

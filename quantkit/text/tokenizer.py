@@ -65,7 +65,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         merges: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         if getattr(merges, "dropout", None) is not None:  # of its training: each run would differ
             merges.dropout = None
-    except Exception as error:  # each class fails in its own way on missing and damaged files
+    except (Exception, SystemExit) as error:  # each class fails in its own way on damaged files
         if not trust_remote_code and model_folder.names_code(folder):
             rule = "its tokenizer asks to run code that comes with the model"
             way = Words("add", Option("trust_remote_code", True), "if you trust it")

@@ -171,6 +171,42 @@ def test_code_that_does_not_run_is_named_with_the_way_out(
     assert all(words in error for words in says), error
 
 
+IN_CLASS = "class OwnModel(LlamaForCausalLM):\n"
+#: File of the code, where it ends the program, and what stands there instead.
+ENDS = [
+    ("own_model.py", "\n\nclass OwnConfig", "\n{}\n\nclass OwnConfig"),
+    ("own_model.py", IN_CLASS, IN_CLASS + "    def __init__(self, config):\n        {}\n"),
+    ("own_tokenizer.py", "        return pieces(text)", "        {}"),
+    ("own_model.py", "\n\nclass OwnConfig", "\ndef act(x):\n    {}\n\nclass OwnConfig"),  # in a run
+]
+
+
+@pytest.mark.parametrize("ends", ["raise SystemExit(0)", "import sys; sys.exit('no')", "exit(3)"])
+@pytest.mark.parametrize(("file", "where", "instead"), ENDS)
+def test_code_that_ends_the_program_is_an_error_of_one_line(
+    file: str, where: str, instead: str, ends: str, own: Path, tmp_path: Path
+) -> None:
+    """With its exit code of 0, a command that wrote nothing would count as done."""
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    assert where in CODE[file]
+    calls = "\n    def __init__(self, config):\n        super().__init__(config)\n"
+    calls += "        self.model.layers[0].mlp.act_fn.forward = act\n"
+    runs = "def act" in instead
+    (model / file).write_text(CODE[file].replace(where, instead.format(ends)) + (calls if runs else ""))
+    (tmp_path / "text.txt").write_text(TEXT.encode("ascii", "replace").decode())
+    few = ("--calib", tmp_path / "text.txt", "--samples", 2, "--max-length", 32, "--group-size", 32)
+    error = refused("quantize", model, *few, TRUST, out=tmp_path / "out")
+    assert ("own_model.py, line " in error and "mend this code" in error) if runs else ANEW in error, error
+
+
+def test_code_that_interrupts_the_program_leaves_nothing(own: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(own, tmp_path / "model"))
+    (model / "own_model.py").write_text("raise KeyboardInterrupt")
+    command = ("quantize", model, "-o", tmp_path / "out", "--method", "rtn", TRUST, "-q")
+    assert call(*command, code=130).stderr == "Interrupted: nothing was written, run the same command again\n"
+    assert not list(tmp_path.glob("out*"))
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_in_another_repository_that_is_not_reached_is_named(
     file: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
