@@ -109,6 +109,17 @@ def test_embeddings_in_any_format_are_read_back(
         assert torch.equal(logits(quantkit.load(foreign, device="cpu", check=False)), expected)
 
 
+@pytest.mark.parametrize(("family", "dense"), [("qwen2", []), ("llama", ["lm_head"])])
+def test_a_head_that_is_the_packed_embeddings_is_not_said_to_be_dense(
+    family: str, dense: list[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    report = made(folders[family], tmp_path / "out", "compressed-tensors", "int4:g32", embeddings="int8")
+    packed = quantkit.pack(tmp_path / "out", tmp_path / "humming", layout="humming").report
+    for found in (report, packed):
+        assert found["dense"] == dense
+    assert Checkpoint(tmp_path / "out").is_tied == (not dense)
+
+
 def test_conversions_keep_packed_heads_and_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
     a, b, c, d, e = (tmp_path / name for name in "abcde")
     e.mkdir()
