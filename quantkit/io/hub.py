@@ -148,6 +148,12 @@ def reasons(
     check = (f"check {' and '.join(known)}",) if known else ()
     part = part or is_named({"IncompleteSnapshotError"})
     held = "only a part of it is cached" if part else "nothing is cached"
+    cache = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    found = [] if is_a(errors.HFValidationError) else cache.glob("snapshots/*/*")
+    cached = sorted({path.parent.name for path in found})
+    if kind == "model" and cached and not part:
+        held = "this revision of it is not cached"
+        elsewhere = (Words("use one that is, by", Option("revision", *cached)), *elsewhere)
     rows: tuple[tuple[object, tuple[str, ...]], ...] = (
         (
             is_a(errors.GatedRepoError),

@@ -227,6 +227,17 @@ def test_a_part_of_a_snapshot_is_not_taken_offline(lost: str, serve: Serve, monk
     assert "TRANSFORMERS_OFFLINE is set and only a part of it is cached: unset it" in refusal("org/x")
 
 
+def test_a_revision_that_is_not_cached_names_those_that_are(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve({"x": FOLDER})
+    resolve("org/x", revision="v1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    says = f"is set and this revision of it is not cached: unset it, or use one that is, by --revision {COMMIT}, or"
+    for revision in (None, "v2", "b" * 40):
+        assert says in refusal("org/x", revision=revision)
+    assert "nothing is cached: unset it, or download" in refusal("org/y", revision="v1")
+    assert resolve("org/x", revision=COMMIT) == resolve("org/x", revision="v1")
+
+
 def test_a_handled_error_that_was_suppressed_is_no_reason() -> None:
     with pytest.raises(ValueError, match="not a data set") as caught:
         try:
