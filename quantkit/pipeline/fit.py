@@ -525,14 +525,18 @@ def _search(
 
 
 def _expected_loss(search: _Search) -> list[str]:
-    """Warn of a target that leaves fewer than four bits a weight, with the expected divergence."""
+    """Warn of a target that leaves fewer than four bits a weight that no pin fixes, with the
+    expected divergence.
+    """
     expected = partial(expected_increase, search.job.recipe)
     found = []
     for space in search.spaces:
         choice = space.choose(expected, search.budget(space, space.overhead))
-        if choice is not None:
+        free = [group for group in space.groups if not group.is_fixed]
+        if choice is not None and free:
             loss = space.increase(choice, expected) / space.weights
-            found.append((loss, space.bits(space.size(choice))))
+            size = sum(group.bytes[choice[group.name]] for group in free)
+            found.append((loss, 8 * size / sum(group.weights for group in free)))
     loss, bits = min(found, default=(0.0, 4.0))
     if bits >= 4:
         return []
@@ -553,16 +557,19 @@ def _expected_loss(search: _Search) -> list[str]:
 
 
 def _with_rest(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Leave documents of the packaged text to judge by, if it calibrates, with a notice: no other
-    text is here.
+    """Leave documents of the packaged text to judge by, with a notice if the others calibrate: no
+    other text is here.
     """
     calib, most = recipe.calibration, len(load_documents(PACKAGED).texts) - 2 * HELD_OUT
     if calib.data != PACKAGED or calib.lengths != "own" or calib.samples <= most:
         return recipe, []
-    return replace(recipe, calibration=replace(calib, samples=most)), [
+    found = (
         f"{most} of {calib.samples} sequences calibrate, and the rest of the text that comes with "
         "quantkit judges"
-    ]
+    )
+    return replace(recipe, calibration=replace(calib, samples=most)), [
+        found
+    ] if recipe.calibrated else []
 
 
 def _with_sensitivities(plan: Plan, search: _Search) -> Plan:

@@ -139,7 +139,7 @@ def draw_calibration(
     if plain == [PACKAGED] and len(each) == 1:
         notices.append(
             Words(
-                "the text that comes with quantkit calibrates: give text like the model's use with",
+                "the text that comes with quantkit is used: give text like the model's use with",
                 Setting("calib", FILE),
             )
         )

@@ -71,7 +71,7 @@ def test_report_and_card_state_each_source_of_a_mixture(
 def test_without_calibration_data_the_packaged_text_is_used_loudly(small_llama: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     result = call("quantize", small_llama, "-o", out, "--recipe", "int4-gptq", *FEW, *QUICK)
-    says = "the text that comes with quantkit calibrates: give text like the model's use with --calib FILE"
+    says = "the text that comes with quantkit is used: give text like the model's use with --calib FILE"
     found = report.load(out)
     assert says in result.stderr and says in found["notices"] and says in (out / "README.md").read_text()
     assert (found["calibration"]["source"], found["recipe"]["calibration"]["data"]) == ("packaged", "packaged")

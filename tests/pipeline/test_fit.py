@@ -136,6 +136,12 @@ def test_few_bits_are_announced_with_their_loss_before_work(bits: float, warns: 
     assert ("--target-bits 4.258 fits int4:g64, with about 0.06 nats" in " ".join(found.split())) is warns
 
 
+def test_pins_of_many_bits_do_not_hide_the_loss_of_the_few_that_they_leave(small: Path, calib: Path) -> None:
+    pinned = ("--override", ".*mlp.*=int8:g64", "--allowed", "int2:g64,int3:g64,int8:g64", "--calib", calib, *SHORT)
+    found = " ".join(call("plan", small, "--target-bits", 6, *pinned).stdout.split())
+    assert re.search(r"the target leaves [23]\.\d\d bits a weight: expect a KL divergence of about", found), found
+
+
 def test_rounding_to_a_size_expects_more_divergence_than_gptq(small: Path, calib: Path) -> None:
     options = ("--target-bits", 3.3, "--allowed", "int2:g64,int3:g64,int4:g64", "--method", "rtn", "--calib", calib)
     found = " ".join(call("plan", small, *options, *SHORT).stdout.split())
@@ -180,10 +186,12 @@ def test_a_text_is_drawn_once_and_its_other_documents_judge_unless_they_are_few(
     assert (found["source"], found["sequences"]) == (source, sequences)
 
 
-def test_the_defaults_leave_documents_of_the_packaged_text_to_judge_by(small: Path) -> None:
-    options = ("--target-bits", 4.4, "--allowed", ALLOWED, "--method", "rtn", "--max-length", 16)
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_the_defaults_leave_documents_of_the_packaged_text_to_judge_by(method: str, small: Path) -> None:
+    """Where nothing calibrates, nothing is said to."""
+    options = ("--target-bits", 4.4, "--allowed", ALLOWED, "--method", method, "--max-length", 16)
     rest = "228 of 256 sequences calibrate, and the rest of the text that comes with quantkit judges"
-    assert rest in call("plan", small, *options).stdout
+    assert (rest in call("plan", small, *options).stdout) is (method == "gptq")
 
 
 def test_the_predicted_loss_increase_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:

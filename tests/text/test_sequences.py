@@ -262,7 +262,7 @@ def test_the_packaged_text_says_that_it_calibrates_and_what_may_do_better(tokeni
     found = draw("packaged", tokenizer, samples=3)
     assert found.facts["source"] == "packaged"
     assert [str(line) for line in found.notices] == [
-        "the text that comes with quantkit calibrates: give text like the model's use with --calib FILE"
+        "the text that comes with quantkit is used: give text like the model's use with --calib FILE"
     ]
     with pytest.raises(CheckpointError, match=r"packaged: holds .* usable documents, 9999 were asked for"):
         draw_calibration("packaged", tokenizer, samples=9999, max_length=64, seed=0)
