@@ -81,10 +81,12 @@ def staging(
         try:
             yield partial
         except BaseException:
-            if resume is None and _same_file(lock, partial / LOCK):
+            free = not os.path.lexists(partial / LOCK)  # publish takes it away before it renames
+            if resume is None and (free or _same_file(lock, partial / LOCK)):
                 with suppress(CheckpointError):
                     files.remove(partial / "config.json")
                     files.remove(partial / JOURNAL)  # now nothing there is worth keeping
+                    files.remove(partial)
             raise
 
 
@@ -316,7 +318,7 @@ def _require_leave(partial: Path, kept: bool, resume: bool | None, overwrite: bo
     if kept and not (resume or overwrite):
         raise CheckpointError(
             f"{partial} holds an interrupted run's work",
-            Words("continue it with the command that began it and", Option("resume", True)),
+            Words("if quantize or prune began it, continue that with", Option("resume", True)),
             Words("discard it with", Option("overwrite", True)),
         )
 

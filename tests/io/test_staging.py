@@ -295,9 +295,31 @@ def test_of_work_that_no_command_continues_nothing_stays(tmp_path: Path, complet
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("error", [errno.EACCES, errno.ENOTEMPTY])
+def test_a_last_rename_that_fails_leaves_nothing_that_no_command_publishes(tmp_path: Path, error: int) -> None:
+    out = tmp_path / "out"
+
+    def hook(operation: str, path: Path) -> None:
+        if operation == "rename" and path == out:
+            raise OSError(error, os.strerror(error), str(path))
+
+    for resume in (None, False):
+        with (
+            pytest.raises(CheckpointError, match=f"out: {os.strerror(error).lower()}"),
+            faults(hook),
+            staging(out, resume=resume) as partial,
+        ):
+            append_journal(partial / JOURNAL, {"identity": 1})
+            write_atomic(partial / "config.json", b"{}")
+            publish(partial, out)
+        assert [path.name for path in tmp_path.iterdir()] == ([] if resume is None else [partial.name])
+    small_run(out, resume=True)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
 def test_who_cannot_continue_another_run_does_not_throw_it_away(tmp_path: Path) -> None:
     partial = interrupted(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="the command that began it"), staging(tmp_path / "out", resume=None):
+    with pytest.raises(CheckpointError, match="if quantize or prune began it"), staging(tmp_path / "out", resume=None):
         pass
     assert len(read_journal(partial / JOURNAL)) == 2
 
