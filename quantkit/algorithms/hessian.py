@@ -340,7 +340,7 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     diagonal, dead = live_diagonal(h.to(dtype))  # a copy that is free again
     if bool(dead.all()):
         raise NumericError(
-            "no input channel ever moved in calibration",
+            "no input channel ever moved in calibration, as after a weight of zeros",
             Words("use other text,", Setting("skip"), ", or on_unsolvable: rtn"),
         )
     order = _processing_order(diagonal, options, sparse)

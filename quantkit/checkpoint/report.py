@@ -62,6 +62,7 @@ NUMBERS = (
     "dead_columns",
     "guard_rows",
     "zeroed",
+    "all_zero",
     "floored_scales",
     "subnormal_scales",
     "zero_scales",

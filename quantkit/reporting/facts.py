@@ -42,6 +42,7 @@ EVENTS = {
     "subnormal_scales": "have scales below the normal float16 range",
     "zeroed": "have weights that became 0, below 2^-20 of the largest of their group",
     "zero_scales": "have rows whose stored scale is 0",
+    "all_zero": "are 0 throughout in the source, as a broken merge leaves them",
 }
 #: The totals that explain a size.
 SIZES = ("source_bytes", "bytes", "dense_bits")

@@ -117,6 +117,20 @@ def test_options_without_effect_and_rounding_instead_of_gptq_are_reported(
     assert "end at the model's 512 positions, --max-length is 4096" in text
 
 
+@pytest.mark.parametrize("recipe", [RTN, {"gptq": {"on_unsolvable": "rtn"}}])
+def test_linears_of_zeros_are_reported_in_one_line(
+    recipe: dict[str, Any], tmp_path: Path, calib: dict[str, Any]
+) -> None:
+    """A broken merge leaves them, and they round without any error."""
+    model = edited(tmp_path / "model", "up_proj", torch.zeros_like)
+    quantize(model, tmp_path / "out", from_mapping({**recipe, "calibration": calib}))
+    found, text = report_and_summary(tmp_path / "out")
+    assert f"2 of 14 linears {EVENTS['all_zero']}: " in text
+    assert [layer["name"][-7:] for layer in found["layers"] if layer.get("all_zero")] == ["up_proj"] * 2
+    quantize(edited(tmp_path / "b", "up_proj", torch.ones_like), tmp_path / "out-b", from_mapping(RTN))
+    assert EVENTS["all_zero"] not in report_and_summary(tmp_path / "out-b")[1], "exact weights are not suspicious"
+
+
 def test_a_calibration_text_that_rounding_never_reads_is_reported(
     small_llama: Path, tmp_path: Path, calib: dict[str, Any]
 ) -> None:

@@ -495,6 +495,8 @@ def _stored_item(
     """Give a solved linear its stored shape, padded if the recipe asks for it, and the facts that
     depend on it.
     """
+    if facts["relative_error"] == 0 and not weight.any():
+        facts["all_zero"] = weight.numel()
     if isinstance(value, QuantizedTensor):
         stored = stored_shape(recipe, value.scheme, *weight.shape)
         if stored != weight.shape:
