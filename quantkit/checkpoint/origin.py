@@ -124,7 +124,7 @@ _NAMES_FILES = re.compile(
 #: Keys of tokens, below which nothing is a path, whatever its key.
 _TOKENS = re.compile("token(?!iz)", re.IGNORECASE)
 #: Files in which such paths are not taken out: with one, the file stays behind.
-SETTINGS = (".toml", ".yaml", ".yml")
+SETTINGS = (".jsonl", ".toml", ".yaml", ".yml")
 
 
 def name_of(model: str | Path) -> str:

@@ -34,6 +34,7 @@ def root(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {"best_model_checkpoint": str(folder / "checkpoint-5"), "log_history": [{"loss": float("nan")}], "epoch": 1}
     (folder / "model" / "trainer_state.json").write_text(json.dumps(state))
     (folder / "model" / "mergekit_config.yml").write_text(f"models:\n  - model: {folder}/one\n")
+    (folder / "model" / "logging.jsonl").write_text(json.dumps({"last_model_checkpoint": str(folder / "b-5")}))
     (folder / "model" / "merge.yaml").write_text("models:\n  - model: org/one  # 1 / 2 / 3\n")
     return folder
 
@@ -72,7 +73,7 @@ def test_no_file_of_any_output_names_a_local_folder(root: Path, monkeypatch: pyt
     assert found["source"]["name"] == found["base"]["name"] == "model"
     assert json.loads((root / "int4" / "tokenizer_config.json").read_text())["nested"] == {"x": 1}
     assert json.loads((root / "int4" / "trainer_state.json").read_text())["epoch"] == 1
-    assert (root / "int4" / "merge.yaml").exists() and found["left_out"] == ["mergekit_config.yml"]
+    assert (root / "int4" / "merge.yaml").exists() and found["left_out"] == ["logging.jsonl", "mergekit_config.yml"]
     assert json.loads((root / "marlin" / "verify.json").read_text())["against"] == "int4"
 
 
