@@ -113,7 +113,6 @@ class Checkpoint(StoredTensors):
         else:
             self.notices += map(model_folder.untrusted, model_folder.names_code(path))
         json_files.check_config(self.config, path / CONFIG, trust_remote_code)
-        _require_dtypes(self.config, path / CONFIG)
         source = gguf_source.source_of(path)
         shards, weight_map = (
             ([], None) if source else model_folder.shards(path, listing, self.notices)
@@ -455,22 +454,6 @@ class Checkpoint(StoredTensors):
                 subject=self.path,
             )
         return self.layout, self.schemes.of(module), self._modules[module]
-
-
-def _require_dtypes(config: Json, path: Path) -> None:
-    """Raise CheckpointError if a config, or that of a part of the model, states a dtype that
-    transformers cannot read, such as "auto", which it knows as an argument only.
-    """
-    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
-    for key, value in (entry for part in parts if "model_type" in part for entry in part.items()):
-        known = value is None or isinstance(getattr(torch, str(value), None), torch.dtype)
-        if key in ("dtype", "torch_dtype") and not known:
-            raise CheckpointError(
-                f"{key} is {json_files.shown(value)}, which is no dtype of torch",
-                "name that of the weights, such as bfloat16",
-                "remove the entry",
-                subject=path,
-            )
 
 
 def _decode(

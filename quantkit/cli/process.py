@@ -74,10 +74,6 @@ class Stopped(KeyboardInterrupt):
     """SIGTERM or SIGHUP: everything that cleans up after Ctrl-C cleans up after these."""
 
 
-class Left(SystemExit):
-    """The end of a command by quantkit itself. Within a command, foreign code raised any other."""
-
-
 def catch_signals() -> None:
     """Let the first SIGINT, SIGTERM or SIGHUP end the command in order; a second one ends the
     process at once.
@@ -168,12 +164,15 @@ def exits() -> Iterator[None]:
     except BrokenPipeError:
         leave(STOPPED)
     except SystemExit as error:
-        if isinstance(error, Left) or not click.get_current_context(silent=True):
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        at = [frame for frame in frames if frame.filename[0] != "<"][-1]  # exit() itself is frozen
-        why = f"{at.filename}, line {at.lineno}, ended the program ({reason(error)})"
-        leave(FAILED, f"Error: {why}: mend this code, of the model or of a package")
+        # exit() itself is frozen, and in no file
+        at = [f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<"][-1]
+        if at.filename == __file__ or not click.get_current_context(silent=True):
+            raise  # the end of a command, by quantkit
+        leave(
+            FAILED,
+            f"Error: {at.filename}, line {at.lineno}, ended the program ({reason(error)}): mend "
+            "this code, of the model or of a package",
+        )
     except Exception as error:  # memory may end anywhere, and libraries may then raise anything
         if is_out_of_memory(error):
             why = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -197,7 +196,7 @@ def leave(code: int, message: str | None = None) -> NoReturn:
             click.echo(message, err=True)
     except BrokenPipeError:
         _discard(sys.stderr.fileno())
-    raise Left(code)
+    sys.exit(code)
 
 
 class _Apart:
@@ -234,7 +233,7 @@ def stream(piece: str) -> None:
         click.echo(piece, getattr(sys.stdout, "results", None), nl=False)
     except BrokenPipeError:
         _discard(sys.stdout.fileno())
-        raise Left(0) from None
+        sys.exit(0)
 
 
 def _discard(descriptor: int) -> None:

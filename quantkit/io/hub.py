@@ -149,11 +149,12 @@ def reasons(
     part = part or is_named({"IncompleteSnapshotError"})
     held = "only a part of it is cached" if part else "nothing is cached"
     cache = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
-    found = [] if is_a(errors.HFValidationError) else cache.glob("snapshots/*/*")
-    cached = sorted({path.parent.name for path in found})
-    if kind == "model" and cached and not part:
+    if kind == "model" and silent and not part and (there := [*cache.glob("snapshots/*")]):
         held = "this revision of it is not cached"
-        elsewhere = (Words("use one that is, by", Option("revision", *cached)), *elsewhere)
+        elsewhere = (
+            Words("use one that is, by", Option("revision", *sorted(path.name for path in there))),
+            *elsewhere,
+        )
     rows: tuple[tuple[object, tuple[str, ...]], ...] = (
         (
             is_a(errors.GatedRepoError),

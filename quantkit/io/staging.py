@@ -81,8 +81,10 @@ def staging(
         try:
             yield partial
         except BaseException:
-            free = not os.path.lexists(partial / LOCK)  # publish takes it away before it renames
-            if resume is None and (free or _same_file(lock, partial / LOCK)):
+            # publish takes the lock away before it renames
+            if resume is None and (
+                not (partial / LOCK).exists() or _same_file(lock, partial / LOCK)
+            ):
                 with suppress(CheckpointError):
                     files.remove(partial / "config.json")
                     files.remove(partial / JOURNAL)  # now nothing there is worth keeping

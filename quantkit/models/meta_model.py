@@ -22,7 +22,7 @@ from quantkit.core.memory_limits import uncollected
 from quantkit.core.threads import building
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io import hub
-from quantkit.io.json_files import decode_floats, load_json, shown
+from quantkit.io.json_files import decode_floats, entries, load_json, shown
 from quantkit.models.families import AUTO_CLASSES, family_of
 
 if TYPE_CHECKING:
@@ -91,6 +91,17 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
         if src.config.get("model_type") is None:
             what = (f"{CONFIG} states no model_type",)
         raise CheckpointError(*what, "check config.json", subject=src.path)
+    for key, value in entries({} if remote else src.dense_config(), src.path / CONFIG):
+        # "auto" is an argument's value only.
+        if key in ("dtype", "torch_dtype") and not (
+            value is None or isinstance(getattr(torch, str(value), None), torch.dtype)
+        ):
+            raise CheckpointError(
+                f"{key} is {shown(value)}, which is no dtype of torch",
+                "name that of the weights, such as bfloat16",
+                "remove the entry",
+                subject=src.path / CONFIG,
+            )
     config: PretrainedConfig
     try:
         if remote:
@@ -104,6 +115,15 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
             config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
     except (Exception, SystemExit) as error:  # a wrong config, or trusted code, can raise anything
         raise unbuildable(src, error) from error
+    # Where transformers looks for the config of a model's texts, whatever the model type.
+    for name in ("text_config", "decoder", "generator", "text_encoder"):
+        if (found := getattr(config, name, None)) is not None and not hasattr(found, "to_dict"):
+            raise CheckpointError(
+                f"{CONFIG} describes a {name}, and a {family} has none",
+                "remove it",
+                "mend model_type",
+                subject=src.path,
+            )
     _require_one_value(src.config, config, src.path / CONFIG)
     text = config.get_text_config(decoder=True)
     _require_possible(text, src.path / CONFIG)

@@ -84,17 +84,6 @@ def test_the_dtype_of_the_model(tmp_path: Path, config: dict[str, Any], expected
     assert Checkpoint(dense_folder(tmp_path / "m", config)).dtype_of_model == expected
 
 
-@pytest.mark.parametrize("stated", ["auto", "fp16", "torch.float16", "", 5, False, ["float16"], {"x": 1}])
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_dtype_that_no_reader_knows_is_refused_by_its_key(key: str, stated: Any, tmp_path: Path) -> None:
-    """transformers takes "auto" as an argument, and refuses it in a config in torch's words."""
-    for config in ({"model_type": "llama", key: stated}, {"text_config": {"model_type": "llama", key: stated}}):
-        folder = dense_folder(tmp_path / str(len(config)), config)
-        with pytest.raises(CheckpointError, match=f"config.json: {key} is .*: name that of .*, or remove the entry"):
-            Checkpoint(folder)
-    assert Checkpoint(dense_folder(tmp_path / "m", {"model_type": "llama", key: None})).dtype_of_model == torch.float32
-
-
 def second(folder: Path) -> Path:
     return folder / "x-00002-of-00002.safetensors"
 

@@ -68,6 +68,11 @@ BAD = {
         lambda path: restate(path, lambda config: config.update(hidden_act="no such")),
         "transformers cannot build the model",
     ),
+    "a part that its class lacks": (
+        lambda path: restate(path, lambda config: config.update(text_config={"model_type": "llama"})),
+        "config.json describes a text_config, and a llama has none: remove it, or mend model_type",
+    ),
+    "an empty part": (lambda path: restate(path, lambda config: config.update(decoder={})), "describes a decoder"),
 }  # fmt: skip
 
 

@@ -109,6 +109,16 @@ def test_an_entry_with_two_values_under_two_names_is_refused(says: str, tmp_path
         config_of(Checkpoint(folder))
 
 
+@pytest.mark.parametrize("stated", ["auto", "fp16", "torch.float16", "", 5, False, ["float16"], {"x": 1}])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_that_no_reader_knows_is_refused_by_its_key(key: str, stated: Any, tmp_path: Path) -> None:
+    """transformers takes "auto" as an argument, and refuses it in a config in torch's words."""
+    for family, change in (("llama", {key: stated}), ("gemma3", {"text_config": {key: stated}})):
+        folder = stating(family, {**change, "quantization_config": None}, tmp_path / family)
+        with pytest.raises(quantkit.QuantkitError, match=f"config.json: {key} is .*: name that of .*, or remove the"):
+            config_of(Checkpoint(folder))
+
+
 def test_an_entry_that_two_names_state_alike_is_taken(tmp_path: Path) -> None:
     folder = families.write("mixtral", tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
