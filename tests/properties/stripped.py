@@ -30,6 +30,7 @@ def strip() -> None:
     # Where these are missing, the standard library has other ways than here.
     machine, space = platform.uname(), shutil.disk_usage(".")
     vars(platform)["uname"], vars(shutil)["disk_usage"] = lambda: machine, lambda path: space
+    vars(os)["process_cpu_count"] = os.cpu_count
     opened, opened_by_number = builtins.open, os.open
     for name in MODULES:
         sys.modules[name] = None  # type: ignore[assignment]
