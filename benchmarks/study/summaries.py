@@ -42,6 +42,8 @@ def main() -> None:
     rows, words = records(args.data, args.limit), AutoTokenizer.from_pretrained(args.model)
     model: Any = quantkit.load(args.model, device=args.device)
     reads = bool(model.config.is_encoder_decoder)
+    if args.against and not reads:
+        parser.error("--against is for an encoder-decoder: compare a decoder by quantkit eval kld")
     form = args.prompt or ("{document}" if reads else PROMPT)
     prompts = [form.replace("{document}", row["document"]) for row in rows]
     texts = write(model, words, prompts, new=args.max_new_tokens, batch=args.batch_size, stops=() if reads else (END,))

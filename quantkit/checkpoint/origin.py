@@ -285,10 +285,12 @@ def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
         name: Recorded(digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant")
         for name, digest in _sums(src.path).items()
     }
-    meant = "restore it, or remove the report if that was meant"
-    found |= {
-        name: Recorded(listed, f"{REPORT} lists", meant)
+    found |= {  # weight files state their tensors' digests too, which stay when the report goes
+        name: Recorded(listed, f"{REPORT} lists", f"restore it{meant}")
         for name, listed in load_report(src.path).get("files", {}).items()
+        for meant in [
+            "" if name.endswith(".safetensors") else ", or remove the report if that was meant"
+        ]
     }
     there = {*src.sources(), *model_folder.opened(src.path)}
     return {name: entry for name, entry in found.items() if name in there}

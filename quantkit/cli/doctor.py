@@ -19,7 +19,7 @@ from typing import Any
 from quantkit.cli import show
 from quantkit.cli.options import command
 from quantkit.cli.process import FAILED, emit, leave
-from quantkit.core.units import format_bytes
+from quantkit.core.units import counted, format_bytes
 from quantkit.errors import reason
 from quantkit.names import OPTIONAL, Json
 from quantkit.progress import Progress
@@ -64,7 +64,7 @@ def format_diagnosis(found: Mapping[str, Any]) -> str:
         + (f" ({gpu['problem']})" if gpu["problem"] else "")
         for gpu in found["gpus"]
     ]
-    threads = f" ({machine['threads']} threads used)" if machine["threads"] else ""
+    threads = f" ({counted(machine['threads'], 'thread')} used)" if machine["threads"] else ""
     lines = [
         show.table(("", "what", "found", "needed"), rows),
         "",

@@ -13,6 +13,7 @@ from quantkit.cli import options, show
 from quantkit.cli.options import command, declared, text
 from quantkit.cli.parsing import Range, section
 from quantkit.cli.process import FAILED, MISSED, emit, leave, stream
+from quantkit.core.units import counted
 from quantkit.evaluation.options import CompareOptions, TaskOptions, TextOptions
 from quantkit.keys import keys_of
 from quantkit.progress import Progress
@@ -210,10 +211,10 @@ def format_divergence(found: Divergence, progress: Progress) -> str:
 
 def _protocol(found: Perplexity | Divergence) -> str:
     return (
-        f"on {found.data}: {found.windows} windows of {found.window} tokens, stride "
+        f"on {found.data}: {counted(found.windows, 'window')} of {found.window} tokens, stride "
         f"{found.stride}, {'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), "
-        f"{found.tokens} predictions, text of {found.text_tokens} tokens (a last short window is "
-        f"dropped); {found.weights}"
+        f"{counted(found.tokens, 'prediction')}, text of {found.text_tokens} tokens (a last short "
+        f"window is dropped); {found.weights}"
     )
 
 
@@ -299,7 +300,8 @@ def generate(
     emit(show.as_json(asdict(found)) if as_json else "")
     rate = found.tokens / found.seconds
     progress.note(
-        f"{found.tokens} tokens in {found.seconds:.1f} s, {rate:.1f} a second; {found.weights}"
+        f"{counted(found.tokens, 'token')} in {found.seconds:.1f} s, {rate:.1f} a second; "
+        f"{found.weights}"
     )
 
 

@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli import options, show
 from quantkit.cli.process import UNVERIFIED, emit, leave
-from quantkit.core.units import format_bytes
+from quantkit.core.units import counted, format_bytes
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.options import VerifyOptions
 from quantkit.names import VERIFICATION, JsonView
@@ -96,7 +96,7 @@ def inspect(
 
 
 def _failed(folder: Path, failures: Sequence[str]) -> str:
-    count = f"{len(failures)} failure{'s' if len(failures) > 1 else ''}"
+    count = counted(len(failures), "failure")
     return f"Error: {folder} is not what it should be: {count}, see above"
 
 

@@ -210,9 +210,10 @@ def format_plan(found: Plan, progress: Progress) -> str:
     """Format a plan that nothing refuses: the output, the memory. -v lists every linear."""
     output = found.output
     bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
+    weights = sum(size for name, size in found.files.items() if name.endswith(".safetensors"))
     line = (
         f"plan: {_linears(output)}, {_schemes(output)}, {found.layout}; "
-        f"{format_bytes(output.source_bytes)} before, {format_bytes(found.total)} after{bits}"
+        f"{format_bytes(output.source_bytes)} before, {format_bytes(weights)} after{bits}"
     )
     rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in output.rows]
     return show.of_level(

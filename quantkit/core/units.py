@@ -14,6 +14,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def counted(count: object, noun: str) -> str:
+    """Format a count of things, such as "1 window" or "2 windows"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration as short text: seconds, minutes and seconds, or hours and minutes."""
     if seconds < 60:

@@ -28,12 +28,14 @@ from quantkit.evaluation.perplexity import (
     cut,
     exponential,
     mean_loss,
+    require_one_vocabulary,
     token_losses,
 )
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.weights import device_of
 from quantkit.names import MOST_TOKENS, Json
+from quantkit.pipeline.publish import Measure
 from quantkit.progress import QUIET, Progress
 from quantkit.recipes.options import LoadOptions, RunOptions
 from quantkit.text.tokenizer import token_ids
@@ -136,20 +138,20 @@ def evaluate(
     return replace(found, weights=describe_weights(model))
 
 
-def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Checkpoint], Json]:
-    """Prepare the comparison of a model with an output of a run: returns a function of the output.
+def measurement(data: str, model: str | Path, run: RunOptions) -> Measure:
+    """Prepare the comparison of a model with an output of a run.
 
-    It takes the first windows of the text, at most `MOST_TOKENS` tokens together. The function
-    returns the perplexities `before` and `after`, the fields of `Figures`, and their protocol.
-    CheckpointError, before any work, if the text cannot be read or is too short, or the memory does
-    not hold both models.
+    It takes the first windows of the text, at most `MOST_TOKENS` tokens together. Its function `of`
+    the output returns the perplexities `before` and `after`, the fields of `Figures`, and their
+    protocol. CheckpointError, before any work, if the text cannot be read or is too short, or the
+    memory does not hold both models.
     """
     load = LoadOptions(
         device=run.device, revision=run.revision, trust_remote_code=run.trust_remote_code
     )
     opened = open_checkpoint(model, load, dequantize=True)
     text, what = opened.text(data, "eval")
-    length = len(token_ids(opened.tokenizer, text, special=False, at_most=2))
+    length = len(token_ids(opened.tokenizer, text, special=False, at_most=MOST_TOKENS))
     if length < 2:
         raise CheckpointError(
             Words(f"has {length} tokens, too few for", Option("eval")),
@@ -182,7 +184,7 @@ def measurement(data: str, model: str | Path, run: RunOptions) -> Callable[[Chec
                 subject=Option("eval"),
             ) from error
 
-    return measure
+    return Measure(measure, length)
 
 
 def _require_memory(src: Checkpoint, device: str) -> None:
@@ -251,11 +253,7 @@ def _divergences(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
     """Return KL(theirs || ours) and whether both prefer the same token, for each row of two logits
     `[t, v]`.
     """
-    if ours.shape != theirs.shape:
-        raise CheckpointError(
-            f"the models have vocabularies of {ours.shape[-1]} and {theirs.shape[-1]} tokens",
-            "compare a model with the one that it was made from",
-        )
+    require_one_vocabulary(ours.shape[-1], theirs.shape[-1])
     kl, same = [], []
     for rows in chunks(theirs):
         p, q = theirs[rows].to(ours.device).float(), ours[rows].float()

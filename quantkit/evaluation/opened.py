@@ -108,7 +108,7 @@ class Finished:
                 if not isinstance(before, dict) or before.get(key) != self._run[key]
             ]
             raise RecipeError(
-                f"belongs to another run ({', '.join(keys) or 'of another version'} differ)",
+                f"belongs to another run ({', '.join(keys) or 'version'} changed)",
                 Words("name another file with", Option("journal", FILE)),
                 subject=path,
             )

@@ -234,12 +234,21 @@ def cut(
             f"the text has {len(read)} tokens, less than one window of {window}",
             Words(smaller, "a longer text"),
         )
-    for model in models:
-        table: Any = model.get_input_embeddings()
-        rows = table.weight.shape[0]
-        check_tokens(max(int(read.max()), *front, 0), rows)
+    tables: list[Any] = [model.get_input_embeddings() for model in models]
+    rows = [table.weight.shape[0] for table in tables]
+    require_one_vocabulary(rows[-1], rows[0])
+    check_tokens(max(int(read.max()), *front, 0), rows[0])
     prefix = torch.tensor(front, dtype=torch.int64)
     return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(read))
+
+
+def require_one_vocabulary(ours: int, theirs: int) -> None:
+    """Raise CheckpointError if a model and its reference know different numbers of tokens."""
+    if ours != theirs:
+        raise CheckpointError(
+            f"the models have vocabularies of {ours} and {theirs} tokens",
+            "compare a model with the one that it was made from",
+        )
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:

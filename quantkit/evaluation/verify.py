@@ -44,6 +44,7 @@ from quantkit.io import files, json_files, model_folder
 from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.kernels import proof
 from quantkit.keys import built
+from quantkit.models.outside import unexplained
 from quantkit.models.weights import device_of
 from quantkit.names import VERIFICATION, Json
 from quantkit.progress import QUIET, Clock, Progress
@@ -288,7 +289,8 @@ def _quantized(folder: Path, trust_remote_code: bool) -> Checkpoint:
     src = Checkpoint(folder, trust_remote_code)
     if src.layout is None:
         raise CheckpointError(
-            f"is {src.low_bit or 'dense'}, and packed weights are compared with packed ones",
+            unexplained(src)
+            or f"is {src.low_bit or 'dense'}, and packed weights are compared with packed ones",
             "give the quantized checkpoint",
             Words("compare with a dense model by", Command("eval kld")),
             subject=folder,

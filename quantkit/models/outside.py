@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import FLOATS
 from quantkit.errors import CheckpointError
@@ -40,6 +42,7 @@ DEFAULT_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
 _ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save|lora_\w+|ia3_l)(\.|$)")
 #: The most further names in an error.
 SHOWN = 3
+UNEXPLAINED = "no quantization_config explains it"
 _MERGED = "save what model.merge_and_unload() returns"
 _DECLARED = 'declare it in config.json, as "attention_bias": true does for biases of attention'
 _WITHOUT = "save the model without them, by transformers' from_pretrained and save_pretrained"
@@ -172,7 +175,7 @@ def require_complete(
         if code := next(
             (n for n in outside if states.state_of(n).rpartition(".")[0] in lost), None
         ):
-            rule = f"{code} is stored in place of a weight, and no quantization_config explains it"
+            rule = f"{code} is stored in place of a weight, and {UNEXPLAINED}"
             ways = ["restore it in config.json", ORIGINAL]
         if adapter := next(filter(_ADAPTER.search, outside), None):
             rule = f"{adapter} belongs to an adapter of PEFT that is not merged into the weights"
@@ -184,6 +187,18 @@ def require_complete(
             "it"
         )
         raise CheckpointError(rule, *_for_stray(states, stray), subject=src.path)
+
+
+def unexplained(src: Checkpoint) -> str | None:
+    """Name a matrix of codes in a folder whose config.json states no way to decode them; None if
+    there is none. Only headers are read.
+    """
+    if src.layout is not None or src.low_bit:
+        return None
+    codes = (torch.int8, torch.uint8, torch.int32)
+    stored = (name for name in src.names() if src.dtype(name) in codes)
+    code = next((name for name in stored if len(src.shape(name)) == 2), None)
+    return code and f"{code} is stored in place of a weight, and {UNEXPLAINED}"
 
 
 def _is_computed(src: Checkpoint, name: str) -> bool:

@@ -451,7 +451,7 @@ def _decide(
             f"{unknown[0]} has the usual scheme: no text reaches it ({len(unknown)} such groups)"
         )
     if measure is not None:
-        report["evaluation"] = measure(folders[best.name])
+        report["evaluation"] = measure.of(folders[best.name])
     rewrite_report(work / best.folder, report)
     return best.folder
 

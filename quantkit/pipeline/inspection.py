@@ -25,6 +25,7 @@ from quantkit.inference.swap_linears import swap
 from quantkit.layouts.schemes import key_of
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline, decoder_weights, share_of
+from quantkit.models.outside import unexplained
 from quantkit.names import Json
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def describe(src: Checkpoint) -> Json:
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
     kind = f"Hugging Face folders{f' of {src.low_bit}' if src.low_bit else ''}"
     kind = kind if src.home == src.path else "GGUF"
+    strange = unexplained(src)
+    plain = f"nothing that is known: {strange}" if strange else f"anything that reads {kind}"
     return {
         "path": str(src.home),
         "model_type": src.config.get("model_type"),
@@ -79,7 +82,7 @@ def describe(src: Checkpoint) -> Json:
         },
         "shapes": dict(shapes),
         "files": src.sizes(),
-        "readers": ", ".join(_readers(src)) if src.layout else f"anything that reads {kind}",
+        "readers": ", ".join(_readers(src)) if src.layout else plain,
         "notices": list(src.notices),
     }
 

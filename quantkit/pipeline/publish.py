@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -54,8 +54,14 @@ from quantkit.recipes.recipe import Recipe
 from quantkit.reporting.model_card import model_card
 from quantkit.reporting.summary import short_repr, summary
 
-#: Measures a finished folder that is not published yet: perplexity and KL divergence.
-Measure: TypeAlias = Callable[[Checkpoint], Json]
+
+class Measure(NamedTuple):
+    """Hold the evaluation of a finished folder that is not published yet, and the tokens that it
+    reads.
+    """
+
+    of: Callable[[Checkpoint], Json]
+    tokens: int
 
 
 def begin_report(job: Job, model: str | Path, revision: str | None) -> tuple[Json, list[str]]:
@@ -230,7 +236,7 @@ def finish(
     """Open the folder as its readers do, write config, report, recipe and model card, then publish
     it.
 
-    `measure` is given the folder as a checkpoint, and returns the report's `evaluation`. A dense
+    `measure.of` is given the folder as a checkpoint, and returns the report's `evaluation`. A dense
     model has no `schemes`, and the config of its source. The layers state the true shapes of padded
     weights. `share` is the part of the decoder's weights that changed. A folder that a reader would
     open wrongly is not published; see `open_folder` for its CheckpointError. `clock` has run since
@@ -288,7 +294,7 @@ def finish(
             if measure is not None:
                 with clock.phase("evaluate"):
                     made = Checkpoint(partial, src.trusted, config=copy.deepcopy(config))
-                    report["evaluation"] = measure(made)
+                    report["evaluation"] = measure.of(made)
             report["phases"], seconds = _times(writer, clock)
             report["totals"] |= {"peak_memory": peak_memory(), "seconds": seconds}
             return {} if recipe is None else {RECIPE: recipe.to_yaml().encode()}

@@ -37,7 +37,6 @@ from quantkit.core.units import format_range
 from quantkit.errors import CheckpointError, NumericError, reason
 from quantkit.io.staging import is_complete, staging
 from quantkit.models.block_runner import BlockRunner
-from quantkit.names import MOST_TOKENS
 from quantkit.pipeline.publish import (
     Measure,
     begin_report,
@@ -143,7 +142,7 @@ def _lead(
     estimated = estimated and not progress.quiet and not run.resume and here.count == 1
     if estimated and job.model.device.type == "cpu":
         with clock.phase("probe"):
-            evaluated = 0 if measure is None else MOST_TOKENS
+            evaluated = 0 if measure is None else measure.tokens
             duration, why = estimate_duration(job, run, progress.note, evaluated)
         found = f"{format_range(*duration)}, by a probe of one block" if duration else None
         progress.note(*(why if found is None else [found]))

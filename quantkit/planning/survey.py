@@ -32,7 +32,7 @@ from quantkit.core.formats import dtype_name
 from quantkit.core.memory_limits import uncollected
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.ranks import ranks
-from quantkit.core.units import format_range
+from quantkit.core.units import counted, format_range
 from quantkit.engines.joined import changes
 from quantkit.engines.tables import TARGETS, UNTRIED
 from quantkit.errors import (
@@ -271,7 +271,8 @@ def survey(
     rule = [*rules, refused.rule][0]
     why = Words(now, f"is taken, which {reader} opens, and not", usual, ":", rule)
     here = taken.plan.verdict
-    limits = (line.replace(f": {Words('use', usual)}", "") for line in here.layout_remarks)
+    way = f": {Words('use', usual)}"
+    limits = (line.replace(way, "") if way in line else line for line in here.layout_remarks)
     return _with_verdict(taken, layout_remarks=tuple(limits), remarks=(why, *here.remarks))
 
 
@@ -344,8 +345,13 @@ def job_of(
     if recipe.fused_alike:
         apart = replace(recipe, fused_alike=False)
         more += changes(goals_of(apart, model.paths, model.kept_dense, model.tables), goals)
-    remarks = (*sized, *drawn, *made.verdict.remarks, *more)
-    made = replace(made, verdict=replace(made.verdict, remarks=remarks))
+    verdict = made.verdict
+    verdict = replace(
+        verdict,
+        layout_remarks=(*sized, *verdict.layout_remarks),
+        remarks=(*drawn, *verdict.remarks, *more),
+    )
+    made = replace(made, verdict=verdict)
     if not made.verdict.misfits:  # else a config cannot be made
         dense = [*model.outside.dense_entries(src), *model.dense_embeddings(tables)]
         schemes = schemes_of(recipe, goals, model.paths | model.tables, dense)
@@ -411,8 +417,8 @@ def with_group_size(
         rows = replace(scheme, group_size=None)
         now = replace(now, overrides=((skip_pattern(by_row, goals), rows), *now.overrides))
         notices.append(
-            f"{len(by_row)} linears have one scale a row: neither 128 nor 64 nor 32 divides the "
-            f"{mine[by_row[0]][1]} inputs of {by_row[0]}"
+            f"one scale a row for {counted(len(by_row), 'linear')}: neither 128 nor 64 nor 32 "
+            f"divides the {mine[by_row[0]][1]} inputs of {by_row[0]}"
         )
     return now, notices
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit.checkpoint.report import ROW_SUM, WORDS
 from quantkit.core.threads import grouped
-from quantkit.core.units import format_bytes
+from quantkit.core.units import counted, format_bytes
 from quantkit.engines.tables import BY_QUANTKIT, UNTRIED
 from quantkit.errors import FILE, Setting, Words, more_samples
 from quantkit.layouts import LAYOUTS
@@ -118,8 +118,8 @@ def explained_size(report: JsonView) -> Iterator[str]:
     if after > 1.01 * before:
         low_bit = (report.get("source") or {}).get("weights")
         why, way = "scales are stored beside the codes", "use fewer bits"
-        if low_bit:
-            why = f"whose weights have few bits already ({low_bit})"
+        if low_bit or same_values(report)[0] == "lossy":
+            why = f"whose weights have few bits already{f' ({low_bit})' if low_bit else ''}"
             way = "quantize the original model, or keep the source where only its size counts"
         elif same_values(report)[0] == "lossless":
             why, way = "which holds the same values", "convert only for a reader that needs it"
@@ -138,7 +138,7 @@ def explained_size(report: JsonView) -> Iterator[str]:
             for name in outside
             if (key := key_of(name)) and (gathers or key == "head")
         }
-        ways: list[Any] = ["in a larger model they are a smaller part"]
+        ways: list[Any] = ["in a larger model this part is smaller"]
         if packable:
             less = format_bytes(round((1 - 8 / bits) * sum(map(outside.__getitem__, packable))))
             for_whom = f"to save {less}, for readers that open them"
@@ -327,8 +327,9 @@ def evaluation(report: JsonView) -> str:
         return ""
     more = ", ".join(f"{label} {value}" for label, value in tails(found))
     rule = f" ({found['bos_rule']})" if found.get("bos_rule") else ""
+    windows = counted(found.get("windows", "?"), "window")
     pieces = (
-        f"the first {found.get('windows', '?')} windows of {found.get('window', '?')} tokens "
+        f"the first {windows} of {found.get('window', '?')} tokens "
         f"{'with' if found.get('bos') else 'without'} BOS{rule}"
     )
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from quantkit.core.units import format_bytes
+from quantkit.core.units import counted, format_bytes
 from quantkit.names import JsonView
 from quantkit.reporting import facts, tables
 from quantkit.reporting.charts import printable
@@ -54,7 +54,7 @@ def summary(report: JsonView, above: Collection[str] = ()) -> str:
 
 def line(report: JsonView) -> str:
     """Format a report as one line: action, size, mean error, and the number of notes."""
-    layers, notes = report.get("layers", []), len(list(facts.events(report)))
+    layers, notes = report.get("layers", []), [*facts.explained_size(report), *facts.events(report)]
     head = (
         f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, "
         f"{report.get('layout')}"
@@ -64,7 +64,7 @@ def line(report: JsonView) -> str:
         head,
         facts.sizes(report.get("totals", {})),
         f"weight error {error}" if error else "",
-        f"{notes} note{'s' if notes > 1 else ''}, which quantkit report prints" if notes else "",
+        f"{counted(len(notes), 'note')}, which quantkit report prints" if notes else "",
     ]
     return printable("; ".join(filter(None, parts)))
 

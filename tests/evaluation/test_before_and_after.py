@@ -12,6 +12,7 @@ import quantkit
 from quantkit.checkpoint import report
 from quantkit.checkpoint.report import KLD
 from quantkit.evaluation import divergence
+from quantkit.recipes.options import RunOptions
 from tests.command_line import RTN, call, refused
 from tests.folders import TEXT
 from tests.tiny_models import byte_tokenizer
@@ -86,6 +87,10 @@ def test_no_more_than_the_stated_tokens_are_read(
     made = quantkit.quantize(small_llama, tmp_path / "out", method="rtn", clip="none", eval=str(text))
     assert (made["evaluation"]["windows"], made["evaluation"]["tokens"]) == (1, 511)
     assert made["evaluation"]["text_tokens"] == 600
+
+
+def test_a_short_text_is_not_estimated_as_the_longest(small_llama: Path, text: Path) -> None:
+    assert divergence.measurement(str(text), small_llama, RunOptions(device="cpu")).tokens == 1100
 
 
 @pytest.mark.parametrize(

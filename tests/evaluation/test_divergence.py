@@ -40,6 +40,10 @@ def test_models_of_different_vocabularies_are_not_compared(model: Any, tmp_path:
     other = load_dense_model(Checkpoint(write_model("llama", tmp_path / "other", vocab_size=300)))
     with pytest.raises(CheckpointError, match="257 and 300"):
         kld(model, other, bytes_, TEXT, window=64)
+    small = write_model("llama", tmp_path / "small", vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    smaller = load_dense_model(Checkpoint(small))
+    with pytest.raises(CheckpointError, match="64 and 257"):  # which the text's tokens pass: the models are the reason
+        kld(smaller, model, bytes_, TEXT, window=64)
 
 
 def values(kl: torch.Tensor) -> TokenValues:

@@ -141,7 +141,7 @@ def test_a_killed_run_continues_with_the_next_task(
         eval_tasks(small_llama, **options, journal=tmp_path / "kept")
     assert eval_tasks(small_llama, **options, journal=tmp_path / "kept") == whole
     assert asked == ["arc_easy", "piqa", "piqa"]
-    with pytest.raises(QuantkitError, match=r"another run \(tasks differ\)"):
+    with pytest.raises(QuantkitError, match=r"another run \(tasks changed\)"):
         eval_tasks(small_llama, **{**options, "limit": 3}, journal=tmp_path / "kept")
 
 

@@ -246,3 +246,22 @@ def test_report_table_and_card_name_the_readers_and_count_dense_parameters(int4:
     card = (int4 / "README.md").read_text()
     assert f"loads in      {loads}\n" in call("report", int4).stdout and f"| loads in | {loads} |" in card
     assert "| share | 100.00 % of the decoder's weights |" in card
+
+
+def test_codes_that_no_config_explains_are_not_called_a_dense_model(int4: Path, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(int4, tmp_path / "bare"))
+    config = load_json(bare / "config.json")
+    del config["quantization_config"]
+    (bare / "config.json").write_text(json.dumps(config))
+    (bare / REPORT).unlink()
+    rule = "is stored in place of a weight, and no quantization_config explains it"
+    assert re.search(rf"loads in +nothing that is known: \S+weight_packed {rule}", call("inspect", bare).stdout)
+    assert rule in refused("verify", bare) and rule in refused("plan", bare)
+
+
+def test_a_plan_and_its_run_state_the_same_sizes(small_llama: Path, tmp_path: Path) -> None:
+    planned = call("plan", small_llama, *RTN, "-q").stdout
+    made = call("quantize", small_llama, *RTN, "-q", "-o", tmp_path / "out").stdout
+    sizes = re.compile("[^;]* before, [^;,]* after")
+    found = [sizes.search(text) for text in (planned, made)]
+    assert found[0] and found[1] and found[0][0] == found[1][0]

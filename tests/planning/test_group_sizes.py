@@ -40,7 +40,7 @@ def test_a_width_that_no_size_divides_does_not_shrink_the_groups_of_others() -> 
     assert recipe.scheme_of(f"{BLOCK}mlp.up_proj").label == "int4:g128"
     assert recipe.scheme_of(f"{BLOCK}mlp.down_proj").label == "int4:channel"
     assert notices == [
-        f"1 linears have one scale a row: neither 128 nor 64 nor 32 divides the 200 inputs of {BLOCK}mlp.down_proj"
+        f"one scale a row for 1 linear: neither 128 nor 64 nor 32 divides the 200 inputs of {BLOCK}mlp.down_proj"
     ]
 
 
@@ -76,6 +76,10 @@ def test_a_model_of_odd_widths_is_quantized_by_default_and_its_recipe_makes_it_a
     call("quantize", model, "-o", again, "--recipe", tmp_path / "out" / "quantkit_recipe.yaml")
     for path in again.glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    # Another layout or scheme has groups of its own, so a rewritten folder does not explain those of its source.
+    assert "is the widest" in call("report", tmp_path / "out").stdout
+    call("pack", tmp_path / "out", "--layout", "humming", "--pad", "-o", tmp_path / "packed")
+    assert "is the widest" not in call("report", tmp_path / "packed").stdout
 
 
 def test_a_model_of_which_no_linear_has_the_default_scheme_is_not_called_by_it(tmp_path: Path) -> None:

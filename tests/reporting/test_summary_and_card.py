@@ -10,7 +10,7 @@ import yaml
 from quantkit.engines.tables import ENGINES
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.summary import summary
+from quantkit.reporting.summary import line, summary
 from tests.reporting.samples import HOSTILE, example, layer
 
 TIED = {
@@ -235,3 +235,17 @@ def test_a_report_with_few_entries_can_be_printed(command: str) -> None:
     assert "1 linears" in summary(report)
     assert "no text was read" in model_card(report)
     assert model_card({}) and summary({})
+
+
+def test_the_one_line_counts_the_notes_that_the_table_lists() -> None:
+    report = {**example(), "totals": {**TIED, "bytes": 600_000_000, "source_bytes": 500_000_000}}
+    notes = summary(report).count("\nnote ")
+    assert notes > 3 and f"; {notes} notes, which quantkit report prints" in line(report)
+    quiet = {**example(), "dense": [], "notices": ["one"]}
+    assert line(quiet).endswith("; 1 note, which quantkit report prints")
+
+
+def test_a_folder_that_was_rounded_again_is_not_said_to_be_larger_for_its_scales() -> None:
+    report = {**example(), "command": "pack", "same_values": 0}
+    report["totals"] = {**report["totals"], "bytes": 5_000_000}
+    assert "1.11 times as large as its source, whose weights have few bits already: quantize the" in summary(report)
