@@ -67,7 +67,9 @@ _THREAD = threading.local()
 
 
 class ContradictoryConfigError(CheckpointError):
-    """A config that readers understand differently, although they can build its model."""
+    """A config that readers of any version refuse or understand differently, although its model
+    could be built: no output repeats it.
+    """
 
 
 def runs_code(src: Checkpoint) -> bool:
@@ -96,7 +98,7 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
         if key in ("dtype", "torch_dtype") and not (
             value is None or isinstance(getattr(torch, str(value), None), torch.dtype)
         ):
-            raise CheckpointError(
+            raise ContradictoryConfigError(
                 f"{key} is {shown(value)}, which is no dtype of torch",
                 "name that of the weights, such as bfloat16",
                 "remove the entry",

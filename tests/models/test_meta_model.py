@@ -119,6 +119,16 @@ def test_a_dtype_that_no_reader_knows_is_refused_by_its_key(key: str, stated: An
             config_of(Checkpoint(folder))
 
 
+def test_an_output_does_not_repeat_a_dtype_that_no_reader_knows(tiny_llama: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    quantkit.quantize(tiny_llama, packed, method="rtn", clip="none", group_size=32)
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "torch_dtype": "auto", "dtype": "auto"}))
+    with pytest.raises(quantkit.QuantkitError, match="dtype is 'auto', which is no dtype of torch"):
+        quantkit.pack(packed, tmp_path / "out", layout="gptq")
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_an_entry_that_two_names_state_alike_is_taken(tmp_path: Path) -> None:
     folder = families.write("mixtral", tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
