@@ -170,14 +170,6 @@ def test_float32_factor_is_accurate_to_1e_5_and_needs_damping(monkeypatch: pytes
         factorize(h, Options(damp=9e-4))
 
 
-def test_rescaled_input_channels_do_not_change_the_factor_of_correlations() -> None:
-    h = correlated(96)
-    powers = 2.0 ** torch.randint(-20, 20, (96,), generator=torch.Generator().manual_seed(1)).double()
-    options = Options(act_order="off", damp_kind="own")
-    one, other = factorize(h, options).r, factorize(h * powers * powers[:, None], options).r
-    assert torch.equal(one * powers[:, None], other)
-
-
 def test_remaining_error_is_the_schur_complement() -> None:
     h = correlated(96)
     factor = factorize(h, Options(act_order="off"))

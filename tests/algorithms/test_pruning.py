@@ -116,28 +116,6 @@ def test_the_guard_compares_with_rounding_under_the_same_mask() -> None:
     assert 0 < guard.sum() < 300 and torch.equal(solution.tensor.codes[guard], plain.codes[guard])
 
 
-@pytest.mark.parametrize("h", [torch.eye(64, dtype=torch.float64), torch.exp(gauss(64, seed=9)).diag()], ids=["I", "d"])
-def test_with_independent_inputs_sparsegpt_is_wanda_and_nothing_moves(h: Tensor) -> None:
-    w, options = gauss(32, 64), Options(damp_kind="own")
-    found = pruning.prune(w, h, options)
-    assert torch.equal(found, pruning.prune(w, h, Options(prune="wanda")))
-    assert torch.equal(found, w * fixed_mask(w, "wanda", h))
-    joint = gptq.quantize(w, SPARSE, h, options)
-    plain, _ = rtn.quantize(w, SPARSE, clip="search", metric="block", hessian=h, prune="wanda")
-    assert torch.equal(joint.tensor.codes, plain.codes)
-
-
-def test_magnitude_preserves_the_zeros_of_a_2_4_weight() -> None:
-    h = correlated(128)
-    before = pruning.prune(gauss(64, 128).half(), h, Options())
-    assert torch.equal(pruning.prune(before, h, Options(prune="magnitude")), before)
-    for tensor in (
-        rtn.quantize(before, SPARSE)[0],
-        gptq.quantize(before, SPARSE, h, Options(prune="magnitude")).tensor,
-    ):
-        assert bool((tensor.codes[before == 0] == 8).all())
-
-
 def test_unusable_rules_and_weights_are_refused() -> None:
     w, h = gauss(4, 64), correlated(64)
     with pytest.raises(RecipeError, match="rounding does not"):
@@ -169,29 +147,14 @@ def test_synthetic_layer_ranks_rules_and_their_combinations_with_int4() -> None:
     layer = synthetic.layer(0, n=64)
     w, h, scheme = layer.weight, layer.h, Scheme.parse("int4:g128:24")
     norm = float(((w @ layer.held_out) * w).sum())
-    natural = Options(damp=0.3, act_order="off")
-
-    def after(values: Tensor) -> float:
-        return float(loss(w, values, layer.held_out).sum()) / norm
-
-    def joint(options: Options) -> float:
-        return layer.loss(gptq.quantize(w, scheme, h, options).tensor) / norm
-
     dense = {rule: pruning.prune(w, h, Options(damp=0.3, prune=rule)) for rule in RULES}
     rounded, _ = rtn.quantize(dense["sparsegpt"], scheme, clip="search", metric="block", hessian=h)
-    found = {rule: after(values) for rule, values in dense.items()}
-    found["sparsegpt, natural"] = after(pruning.prune(w, h, natural))
+    found = {rule: float(loss(w, values, layer.held_out).sum()) / norm for rule, values in dense.items()}
+    found["joint"] = layer.loss(gptq.quantize(w, scheme, h, Options(damp=0.3)).tensor) / norm
     found["then rtn block"] = layer.loss(rounded) / norm
-    found["joint"] = joint(Options(damp=0.3))
-    found["joint, natural"] = joint(natural)
-    found["joint, diag"] = joint(Options(damp=0.3, metric="diag"))
-    found["joint, mse"] = joint(Options(damp=0.3, metric="mse"))
-    expected = {"magnitude": 0.269, "wanda": 0.021, "sparsegpt": 0.0094, "sparsegpt, natural": 0.0102}
-    expected |= {"then rtn block": 0.016, "joint": 0.0122, "joint, natural": 0.0133}
-    expected |= {"joint, diag": 0.0122, "joint, mse": 0.0237}
+    expected = {"sparsegpt": 0.0094, "joint": 0.0122, "then rtn block": 0.016, "wanda": 0.021, "magnitude": 0.269}
+    assert sorted(found, key=found.__getitem__) == list(expected), found
     for name, figure in expected.items():
         assert figure / 1.5 < found[name] < figure * 1.5, (name, found)
-    order = ["sparsegpt", "sparsegpt, natural", "joint", "joint, natural", "then rtn block", "wanda", "magnitude"]
-    assert sorted(order, key=found.__getitem__) == order, found
     again = gptq.quantize(dense["sparsegpt"], scheme, h, Options(damp=0.3, prune="magnitude"))
     assert found["joint"] < layer.loss(again.tensor) / norm < found["then rtn block"]
