@@ -31,7 +31,6 @@ from quantkit.layouts.recast import (
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call, refused
 from tests.layouts.samples import record, write_folder
-from tests.tiny_models import FAMILIES, write_model
 
 FOUND = {(c.source, c.target): c for c in conversions()}
 INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
@@ -122,23 +121,6 @@ def test_every_cell_on_random_weights() -> None:
         records = {s: q for s, q in records.items() if any(not broken_rule(x, s, 128, 256) for x in LAYOUTS.values())}
         check_cells(records, refusals)
     assert refusals == {RECENTRED, PRUNED, LAYOUTS["gptq"].ZEROS_IF}
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_fused_and_split_projections_keep_names_and_shapes(
-    fused: bool, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
-    monkeypatch.setitem(FAMILIES, "phi3", ("Phi3Config", {**sizes, "num_key_value_heads": 4, "vocab_size": 257}))
-    model = write_model("phi3", tmp_path / "model") if fused else small_llama
-    records = write_folder(model, tmp_path / "start", "gptq", Schemes(INT4.default, ignore=("lm_head",)))
-    assert any(name.endswith("gate_up_proj" if fused else "gate_proj") for name in records)
-    for layout in ("quick", "marlin", "compressed-tensors"):
-        call("pack", tmp_path / "start", "--layout", layout, "-o", tmp_path / layout, "-q")
-        out = Checkpoint(tmp_path / layout)
-        assert {module: out.size(module) for module in out.modules()} == {m: q.shape for m, q in records.items()}
-        assert all(out.quantized(module).equal(q) for module, q in records.items())
-        assert set(out.logical()) == set(Checkpoint(model).logical())
 
 
 def test_recast_schemes_are_in_the_config_under_exact_names(small_llama: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -343,34 +342,6 @@ def test_an_incomplete_quantkit_key_is_refused() -> None:
         refused({**config, "quantkit": value})
     for name in ("layout", "scheme", "version"):
         refused({**config, "quantkit": {k: v for k, v in config["quantkit"].items() if k != name}}, name)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=150)
-@given(st.sampled_from([folder_config(*case) for case in CASES] + [case[0] for case in READ]), st.data())
-def test_configs_with_any_entry_replaced_give_no_traceback(config: dict[str, Any], data: st.DataObject) -> None:
-    config = copy.deepcopy(config)
-    if data.draw(st.booleans()):
-        config.pop("quantkit", None)
-    place = config
-    while True:
-        key = data.draw(st.sampled_from(sorted(place)))
-        if not (isinstance(place[key], dict) and place[key]) or data.draw(st.integers(0, 3)) == 0:
-            break
-        place = place[key]
-    place[key] = data.draw(json_values)
-    try:
-        _, schemes = read_config(config, PATH)
-    except CheckpointError as error:
-        assert "\n" not in str(error)
-    else:
-        schemes.of("model.layers.0.mlp.down_proj")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

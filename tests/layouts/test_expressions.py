@@ -71,7 +71,8 @@ def test_more_overrides_than_are_compiled_in_seconds_are_refused(gptq: Path, mon
     assert "501 patterns" in text and "names in full" in text
 
 
-def test_names_in_full_have_no_limit() -> None:
+def test_names_in_full_have_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "MOST", 50)
     many = [f"model.layers.0.mlp.experts.{i}.up_proj" for i in range(expressions.MOST + 1)]
     schemes = Schemes(INT4, tuple((re.escape(name), WIDE) for name in many))
     config = LAYOUTS["gptq"].write_config(schemes)

@@ -16,21 +16,12 @@ from tests.layouts.samples import record
 
 GROUPS, ROWS = Scheme.parse("int4:g128:24"), Scheme.parse("int4:channel:24")
 VARIANTS = ("marlin24", "marlin24-ct")
-MARLIN24 = LAYOUTS["marlin24"]
 META = {"marlin24": "B_meta", "marlin24-ct": "meta"}
 VALID = (0x4, 0x8, 0x9, 0xC, 0xD, 0xE)
 TABLE = {
     (): 0xE, (0,): 0x8, (1,): 0x9, (2,): 0xE, (3,): 0xE,
     (0, 1): 0x4, (0, 2): 0x8, (0, 3): 0xC, (1, 2): 0x9, (1, 3): 0xD, (2, 3): 0xE,
 }  # fmt: skip
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def tensors_of(layout: str, b_24: Tensor, b_meta: Tensor, s: Tensor) -> dict[str, Tensor]:
-    return dict(zip(LAYOUTS[layout].TENSORS, (b_24, b_meta, s), strict=True))
 
 
 @pytest.mark.parametrize("layout", VARIANTS)
@@ -45,7 +36,8 @@ def test_published_sparse_marlin_cases_in_both_directions(layout: str) -> None:
             group = 128 if group == 0 and file.cases[case]["group_size"] == 128 else group or None
             scheme = Scheme(INT4, group, sparsity="2:4")
             q = QuantizedTensor(scheme, codes, file(case, scales).t().contiguous())
-            both_ways(layout, q, tensors_of(layout, file(case, "B_24"), file(case, "B_meta"), file(case, s)))
+            tensors = (file(case, name) for name in ("B_24", "B_meta", s))
+            both_ways(layout, q, dict(zip(LAYOUTS[layout].TENSORS, tensors, strict=True)))
             seen.append((case, scales))
     assert {case for case, _ in seen} == set(file.cases)
     assert any("kept_zero" in case for case, _ in seen) and any("zero_rows" in case for case, _ in seen)
@@ -96,18 +88,6 @@ def test_three_or_four_nonzero_codes_are_refused_with_the_first_place(zero: int)
         marlin.compress(every, zero)
     with pytest.raises(LayoutError, match="multiple of 4"):
         marlin.compress(torch.full((2, 6), zero, dtype=torch.uint8), zero)
-
-
-@pytest.mark.parametrize("zero", [0, 8])
-@pytest.mark.parametrize("code", VALID)
-def test_kept_codes_are_expanded_to_the_places_of_any_valid_metadata(zero: int, code: int) -> None:
-    """A kept code may be zero, so the metadata need not be those of `compress`."""
-    pairs = torch.cartesian_prod(torch.arange(16), torch.arange(16)).to(torch.uint8)
-    expected = torch.full((256, 4), zero, dtype=torch.uint8)
-    expected[:, code & 3], expected[:, code >> 2] = pairs[:, 0], pairs[:, 1]
-    back = torch.empty_like(expected)
-    marlin.expand(pairs, torch.full((256, 1), code, dtype=torch.uint8), zero, out=back)
-    assert torch.equal(back, expected)
 
 
 @pytest.mark.parametrize("layout", VARIANTS)

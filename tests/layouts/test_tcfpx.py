@@ -17,7 +17,7 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from tests.golden import both_ways, golden, same
+from tests.golden import both_ways, golden
 from tests.layouts.samples import record, write_folder
 from tests.tiny_models import write_model
 
@@ -54,19 +54,6 @@ def test_weights_are_quantized_to_the_published_words_and_values() -> None:
         dense = file(case, "dequant")
         assert torch.isinf(dense).any()
         assert torch.equal(q.dequantize(torch.float16).view(torch.int16), dense.view(torch.int16)), case
-
-
-@pytest.mark.parametrize("label", ["fp6", "fp5", "fp6-e2m3", "fp5-e2m2"])
-def test_bytes_and_a_column_of_scales_are_read_as_the_same_record(label: str) -> None:
-    q = record(Scheme.parse(label), 64, 192)
-    packed = LAYOUTS["tcfpx"].pack(q)
-    raw = packed["weight"].view(torch.uint8)
-    assert raw.shape == (64, 192 * q.scheme.format.bits // 8)
-    for weight in (raw, raw.t().contiguous().t()):
-        for scales in (packed["scales"], packed["scales"].view(-1, 1)):
-            back = LAYOUTS["tcfpx"].unpack({"weight": weight, "scales": scales}, q.scheme)
-            assert back.equal(q)
-            same(LAYOUTS["tcfpx"].pack(back), packed)
 
 
 @pytest.mark.parametrize("label", ["fp6", "fp5"])
