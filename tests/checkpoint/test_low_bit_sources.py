@@ -19,11 +19,7 @@ from quantkit.checkpoint import low_bit_sources
 from quantkit.checkpoint.low_bit_weights import unpack_float8
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.errors import CheckpointError
-from quantkit.evaluation.verify import verify
-from quantkit.inference.load import load
 from quantkit.layouts import LAYOUTS
-from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping
@@ -240,16 +236,6 @@ def test_the_quantization_of_a_wrapper_s_language_model_is_read_and_does_not_sur
     (low / "config.json").write_text(json.dumps(config))
     src = require_equal(low, weights_in(exact))
     assert src.dense_config() == {**src.config, "text_config": {"rope_theta": 7}}
-
-
-def test_low_bit_folders_are_sources_alone(llama: Path, tmp_path: Path) -> None:
-    low, _ = write_fp8(llama, tmp_path)
-    with pytest.raises(CheckpointError, match="use quantkit quantize first"):
-        pack(low, tmp_path / "out", "marlin")
-    with pytest.raises(CheckpointError, match="or load it by transformers"):
-        load(low, device="cpu")
-    with pytest.raises(CheckpointError, match=r"is FP8 .32x32 block scales., and packed"):
-        verify(low)
 
 
 def test_all_codes_of_float8_have_torch_s_values() -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from quantkit.checkpoint import report
-from quantkit.checkpoint.origin import name_of, origin, without_paths
+from quantkit.checkpoint.origin import origin, without_paths
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.pipeline.convert import pack
@@ -47,14 +47,6 @@ def test_a_hub_id_that_was_given_is_the_base(tmp_path: Path) -> None:
     write_card(folder, base_model="some/ancestor", **CARD)
     ours = {"name": "org/model", "revision": None, "base_model": "org/model", "relation": "quantized"}
     assert facts(folder, "org/model") == {**ours, **KEPT}
-
-
-def test_a_snapshot_of_the_hub_cache_has_the_id_of_its_folder(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--org--a-model-1.5" / "snapshots" / "12ab"
-    snapshot.parent.mkdir(parents=True)
-    shutil.move(dense_folder(tmp_path / "m"), snapshot)
-    assert name_of(snapshot) == "org/a-model-1.5"
-    assert facts(snapshot).items() >= {"base_model": "org/a-model-1.5", "relation": "quantized"}.items()
 
 
 @pytest.mark.parametrize(

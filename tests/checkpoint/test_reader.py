@@ -284,13 +284,6 @@ def test_an_index_may_write_its_files_as_paths_from_its_folder(tmp_path: Path) -
     assert set(Checkpoint(folder).names()) == {*ONE, *TWO}
 
 
-def test_what_is_ignored_is_told(tmp_path: Path) -> None:
-    folder = dense_folder(tmp_path / "m", index=False)
-    torch.save(ONE, folder / "pytorch_model.bin")
-    save_file(ONE, folder / "consolidated.safetensors")
-    assert Checkpoint(folder).notices == ["ignored: pytorch_model.bin, consolidated.safetensors"]
-
-
 def test_pickles_alone_are_refused_with_a_program_that_makes_a_whole_folder(tmp_path: Path) -> None:
     old, new = write_model("llama", tmp_path / "old"), tmp_path / "new"
     weights = {name: tensor for path in old.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -322,19 +315,6 @@ def test_a_download_that_has_not_ended_is_refused(tmp_path: Path) -> None:
     folder = dense_folder(tmp_path / "m", index=False)
     (folder / "model.safetensors.aria2").touch()  # which has made the whole file, with zeros for what is to come
     assert "model.safetensors.aria2 says that a download has not ended: finish it" in refusal(folder)
-
-
-def test_one_file_of_any_name_is_a_model(tmp_path: Path) -> None:
-    folder = dense_folder(tmp_path / "m", index=False)
-    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
-    assert len(Checkpoint(folder).names()) == 3
-
-
-def test_a_wrong_total_size_changes_nothing(tmp_path: Path) -> None:
-    folder = dense_folder(tmp_path / "m")
-    index = json.loads((folder / INDEX).read_text())
-    (folder / INDEX).write_text(json.dumps({**index, "metadata": {"total_size": -1}}))
-    assert len(Checkpoint(folder).names()) == 3
 
 
 @pytest.mark.parametrize("how", ["appended", "replaced", "gone"])
