@@ -208,18 +208,6 @@ def test_a_deleted_model_frees_its_weights_at_once() -> None:
         gc.enable()
 
 
-def test_a_compiled_graph_has_one_product_and_no_break() -> None:
-    separate, fused = attention()
-    call, operators = compiled(fused)
-    with torch.no_grad():
-        for m in (2, 5, 7):
-            x = gauss(m, 256)
-            for found, wanted in zip(call(x), separate(x), strict=True):
-                assert torch.allclose(found, wanted, atol=1e-4)
-    assert operators == ["quantkit.multiply"]
-    assert fused.q_proj.fused.traced is None
-
-
 def test_a_whole_model_compiles_without_a_graph_break() -> None:
     model = tiny()
     made, _ = build(model, variants(model, ["marlin"], [], [])[1], torch.float32, CPU, QUIET)

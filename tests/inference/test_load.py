@@ -60,16 +60,6 @@ def test_a_half_precision_model_computes_in_its_dtype(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight  # still tied
 
 
-@pytest.mark.parametrize("family", ["opt", "gemma2"])
-def test_model_families_with_biases_and_tied_heads(family: str, tmp_path: Path) -> None:
-    source = write_model(family, tmp_path / "dense", **({"head_dim": 64} if family == "gemma2" else {}))
-    quantkit.quantize(source, tmp_path / "out", method="rtn", layout="quick")
-    model = quantkit.load(tmp_path / "out", device="cpu")
-    assert torch.equal(logits(model), decoded(tmp_path / "out")) and len(layers(model)) >= 8
-    model.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits(quantkit.load(tmp_path / "again", device="cpu")), logits(model))
-
-
 def test_padded_and_dense_weights_beside_packed_ones(tmp_path: Path) -> None:
     odd = {"hidden_size": 192, "intermediate_size": 336, "num_attention_heads": 6, "num_key_value_heads": 2}
     source = write_model("mistral", tmp_path / "dense", **odd)

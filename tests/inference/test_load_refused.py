@@ -42,10 +42,6 @@ def _drop_module(module: str) -> Callable[[Path], None]:
     return lambda path: change(path, edit)
 
 
-def _set_key(name: str, value: Any) -> Callable[[Path], None]:
-    return lambda path: restate(path, lambda config: config["quantization_config"]["quantkit"].update({name: value}))
-
-
 BAD = {
     "a packed tensor is missing": (_drop("model.layers.1.mlp.up_proj.s"), "model.layers.1.mlp.up_proj.s is missing"),
     "its marker is missing": (_drop("model.layers.1.mlp.up_proj.B"), "model.layers.1.mlp.up_proj.B is missing"),
@@ -55,9 +51,6 @@ BAD = {
         lambda path: change(path, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)})),
         "model.extra.weight is not part of the model",
     ),
-    "an unknown layout": (_set_key("layout", "marlin9"), "'marlin9' is not one of"),
-    "a newer version": (_set_key("hyper", 1), "use a newer quantkit"),
-    "an unknown scheme": (_set_key("scheme", "int7:g128"), "int7"),
     "another shape": (
         lambda path: restate(path, lambda config: config.update(intermediate_size=512)),
         "down_proj is packed from [128, 256], config.json asks for [128, 512]",

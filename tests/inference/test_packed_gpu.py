@@ -107,19 +107,6 @@ def test_experts_are_multiplied_by_kernels(
     assert text.tokens == 4 and f"by the {kernel} kernel" in text.weights
 
 
-def test_gptq_of_experts_on_a_gpu_repeats_its_bytes(tmp_path: Path) -> None:
-    source, text = write_model("qwen3_moe", tmp_path / "dense"), tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"Document {i} of some words, to be read by experts." * 3 for i in range(40)))
-    digests = []
-    for name in ("one", "two"):
-        report = quantkit.quantize(
-            source, tmp_path / name, group_size=64, calib=str(text), samples=16, max_length=128, device="cuda"
-        )
-        assert {layer["method"] for layer in report["layers"]} == {"gptq"}
-        digests.append([layer["digest"] for layer in report["layers"]])
-    assert digests[0] == digests[1]
-
-
 @pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if case[1] != "int4:channel"])
 def test_memory_stays_packed(layout: str, label: str, sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
     path = write(sources[torch.float16], tmp_path / "out", layout, label)
@@ -175,17 +162,6 @@ def test_a_decoding_step_is_captured_in_a_cuda_graph(sources: dict[torch.dtype, 
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(y, wanted)
-
-
-@pytest.mark.parametrize("layout", ["marlin", "quick"])
-def test_a_compiled_layer_calls_the_kernel(layout: str) -> None:
-    layer = packed_linear(layout, values("int4:g128", 256, 512)).cuda().half()
-    x = gauss(3, 512).cuda().half()
-    expected = layer(x)
-    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
-    with torch.inference_mode():
-        for _ in range(3):
-            assert torch.equal(compiled(x), expected)
 
 
 def test_float32_activations_are_decoded_exactly_with_a_warning() -> None:

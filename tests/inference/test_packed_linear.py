@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import MATMULS
-from quantkit.layouts.recast import recast
 from tests.inference.samples import compiled, gauss, packed, same, values
 from tests.layouts.samples import HELD, record, tame
 
@@ -33,16 +31,6 @@ def test_every_layout_multiplies_as_its_decoded_weight(layout: str, label: str) 
     for dtype, batch in zip((torch.float32, torch.float16, torch.bfloat16) * 2, BATCHES, strict=True):
         x = gauss(*batch, 256).to(dtype)
         assert same(layer(x), linear(x, q.dequantize(dtype), layer.bias.to(dtype)))
-
-
-def test_outputs_have_no_padding() -> None:
-    q = values("int4:g128", 100, 256)
-    q = QuantizedTensor(q.scheme, q.codes.clone(), q.scales)
-    q.codes[:, 200:] = INT4.zero_code
-    layer = packed("marlin", recast(q, q.scheme, (128, 256)), (100, 200))
-    x = gauss(2, 3, 200)
-    assert layer(x).shape == (2, 3, 100)
-    assert same(layer(x), linear(x, q.dequantize()[:, :200].contiguous(), layer.bias))
 
 
 @pytest.mark.parametrize("cast", CASTS)

@@ -83,13 +83,6 @@ def test_rows_are_sorted_by_expert_in_their_order(dtype: torch.dtype) -> None:
         assert listed(route(ids, count, tile)) == expected_list(ids, count, tile), (m, topk, count, tile)
 
 
-@pytest.mark.parametrize("expert", [-1, 0, 5, 7])
-def test_all_rows_on_one_expert_or_on_none_are_sorted(expert: int) -> None:
-    for m, tile in itertools.product((1, 31, 32, 33, 2049), (8, 16)):
-        ids = torch.full((m, 1), expert)
-        assert listed(route(ids, 8, tile)) == expected_list(ids, 8, tile)
-
-
 def test_a_number_of_64_bits_is_not_cut_to_an_expert() -> None:
     ids = torch.tensor([[1 << 32], [(1 << 32) + 1], [-(1 << 40)], [1]])
     assert listed(route(ids, 4, 8)) == ([1], [3] + [-1] * 7, [0, 1, 2])

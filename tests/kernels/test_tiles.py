@@ -20,7 +20,7 @@ from quantkit.kernels.portable import PortableKernel
 from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil, choose_tile
 from tests.kernels import sources, sweeps
 from tests.kernels.fake_driver import FakeDriver
-from tests.kernels.hopper_cases import ALL, CASES, FIRST
+from tests.kernels.hopper_cases import ALL, CASES
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight
 from tests.kernels.products import TYPES
@@ -170,14 +170,6 @@ def test_many_tokens_have_the_tile_and_the_grid_of_their_representative(layout: 
             assert chosen(layout, label, dtype, other, n, k) == tile
             sizes = [tiles.launch_sizes(choice, tile, tokens, n, k, H200) for tokens in (m, other)]
             assert sizes[0] == sizes[1]
-
-
-@pytest.mark.parametrize(("layout", "label"), FIRST)
-def test_the_tokens_of_a_tile_follow_those_of_the_product(layout: str, label: str) -> None:
-    """A single token never gets a tile of 64, which would waste most of the work."""
-    for n, k in LAYERS:
-        assert chosen(layout, label, torch.float16, 1, n, k).tokens == 8
-        assert chosen(layout, label, torch.float16, 1024, n, k).tokens >= 64
 
 
 @pytest.mark.parametrize(
