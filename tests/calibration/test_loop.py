@@ -94,13 +94,6 @@ def test_skipped_and_overridden_members_of_a_group(folders: dict[str, Path], tmp
     assert labels == {"q_proj": "int4:channel", "v_proj": "int4:g64:asym"}
 
 
-def test_the_head_is_solved_only_on_request(folders: dict[str, Path], tmp_path: Path) -> None:
-    items, _ = quantized(folders["llama"], from_mapping({**COARSE, "skip": []}), tmp_path)
-    assert isinstance(items["lm_head.weight"].value, QuantizedTensor)
-    items, _ = quantized(folders["gpt_neox"], from_mapping(COARSE), tmp_path)
-    assert isinstance(items["embed_out.weight"].value, Tensor)  # its published name for the head
-
-
 def test_rtn_with_a_hessian_runs_in_the_loop(folders: dict[str, Path], tmp_path: Path) -> None:
     losses = {}
     for metric in ("diag", "block"):

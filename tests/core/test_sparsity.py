@@ -68,15 +68,3 @@ def test_every_code_but_zero_counts_as_nonzero(zero: int) -> None:
     values[:, 6] = zero
     check(values, zero)
     check(values.t().contiguous().t(), zero)
-
-
-def test_a_quad_of_three_is_reported_by_row_and_columns() -> None:
-    weight = torch.zeros(3, 16)
-    weight[:, ::2] = 1
-    check(weight != 0)
-    check(torch.zeros(3, 16, dtype=torch.bool))
-    weight[2, 9] = -0.0
-    check(weight != 0)
-    weight[2, 9] = 1
-    with pytest.raises(LayoutError, match=r"1 of 12 quads .* row 2, columns 8 to 11"):
-        check(weight != 0)

@@ -47,24 +47,6 @@ def test_vllm_is_named_for_packed_embeddings_and_heads_of_the_families_that_it_o
 
 
 @pytest.mark.parametrize(
-    ("family", "apart"),
-    [
-        ("qwen3_next", ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")),
-        ("qwen3_5", ("linear_attn.in_proj_b", "linear_attn.in_proj_a")),
-        ("olmo_hybrid", ("linear_attn.g_proj", "linear_attn.q_proj")),
-        ("inkling_text", ("attn.wr_du", "attn.wq_du")),
-    ],
-)
-def test_vllm_is_not_named_where_joined_linears_are_treated_apart(family: str, apart: tuple[str, str]) -> None:
-    packed, dense = (f"model.layers.0.{part}" for part in apart)
-    folder = Folder(
-        "compressed-tensors", {packed: (INT4, (256, 256))}, ["lm_head", dense], config={"model_type": family}
-    )
-    assert "vLLM" not in opened_by(folder)
-    assert any("--set fused_alike=true" in line for line in refusals(folder))
-
-
-@pytest.mark.parametrize(
     ("family", "one", "other"),
     [
         ("qwen3_5", "model.language_model.layers.0.linear_attn.in_proj_z", "in_proj_qkv"),

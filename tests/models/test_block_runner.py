@@ -147,18 +147,6 @@ def test_a_checkpoint_without_the_base_models_name_is_the_same_model(folders: di
     assert torch.equal(outputs(load_dense_model(other), [], tokens)[1], outputs(load_dense_model(src), [], tokens)[1])
 
 
-def test_a_tied_weight_may_be_stored_as_the_head(folders: dict[str, Path], changed: Any) -> None:
-    src = Checkpoint(folders["qwen2"])
-    table = src.get("model.embed_tokens.weight")
-    other = Checkpoint(changed("qwen2", {"model.embed_tokens.weight": None, "lm_head.weight": table}))
-    tokens = documents()[1]
-    assert torch.equal(outputs(load_dense_model(other), [], tokens)[1], outputs(load_dense_model(src), [], tokens)[1])
-    ours, same = BlockRunner(other, device="cpu"), BlockRunner(src, device="cpu")
-    for model in (ours, same):
-        model.prepare(embeddings=True)
-    assert torch.equal(ours.embed(tokens).hidden, same.embed(tokens).hidden)
-
-
 def test_a_block_that_takes_what_was_not_stored_is_refused(folders: dict[str, Path]) -> None:
     model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
     model.prepare(embeddings=False)

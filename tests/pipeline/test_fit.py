@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from quantkit.calibration import divergence
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load as load_report
-from quantkit.engines.joined import fused_groups
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.pipeline import fit, quantize as pipeline
 from quantkit.pipeline.quantize import quantize
@@ -194,19 +192,6 @@ def test_the_defaults_leave_documents_of_the_packaged_text_to_judge_by(method: s
     assert (rest in call("plan", small, *options).stdout) is (method == "gptq")
 
 
-def test_the_predicted_loss_increase_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:
-    """The written weights are those of the prediction: rounded to nearest, without a search."""
-    text = str(shared / "data" / "wikitext2" / "valid.txt")
-    rounded = from_mapping(
-        {"method": "rtn", "calibration": {"data": text, "samples": 16, "max_length": 128}, "scheme": {"group_size": 64}}
-    )
-    model = shared / "models" / "tiny-llama-1m"
-    found = fit.quantize(model, tmp_path / "out", rounded, FitOptions(target_bits=4.3, allowed="int4"))["fit"]
-    (row,) = found["curve"]
-    assert found["kld"].keys() == {"int4:g64"}
-    assert found["kld"]["int4:g64"] == pytest.approx(row["harm"], rel=0.35)
-
-
 def test_a_mix_that_is_worse_on_held_out_text_is_not_written(
     small: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,24 +269,6 @@ def test_a_kill_before_the_loss_increases_are_known_loses_no_finished_block(
     with pytest.raises(Killed):
         fit.quantize(small, tmp_path / "out", recipe(calib), asked, resume=True)
     assert made == [first]
-
-
-def test_the_experts_of_a_layer_and_joined_linears_have_one_scheme_on_disk(
-    calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        divergence, "divergences", lambda run, folders: {name: float(name != "mixed") for name in folders}
-    )
-    model = write_model("mixtral", tmp_path / "model")
-    asked = FitOptions(target_bits=4.4, allowed="int4", target="vllm")
-    report = fit.quantize(model, tmp_path / "out", recipe(calib, method="rtn"), asked)
-    made = Checkpoint(tmp_path / "out")
-    schemes = {module: made.scheme(module).label for module in made.modules()}
-    assert len(set(schemes.values())) > 1
-    for joined, members in fused_groups(schemes).items():
-        assert len({schemes[member] for member in members}) == 1, joined
-    assert "vLLM" in report["readers"] and report["opened_by"]
-    assert report["totals"]["bits_per_weight"] <= 4.4005
 
 
 @pytest.mark.parametrize(

@@ -223,19 +223,6 @@ def test_code_in_another_repository_that_is_not_reached_is_named(
     )
 
 
-def test_code_for_the_config_alone_of_a_known_family_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
-    (model / "own_model.py").write_text(MODEL)
-    state(model / "config.json", auto_map={"AutoConfig": "own_model.OwnConfig"})
-    for more in ((), (TRUST,)):
-        assert (
-            "auto_map is ignored"
-            in call(
-                "quantize", model, "-o", tmp_path / f"out{len(more)}", "--method", "rtn", "--group-size", 32, *more
-            ).stderr
-        )
-
-
 def test_code_for_a_model_of_images_and_text_is_built_by_its_own_class(own: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(own, tmp_path / "model"))
     autos = {"AutoConfig": "own_model.OwnConfig", "AutoModelForImageTextToText": "own_model.OwnModel"}

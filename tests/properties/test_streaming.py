@@ -18,7 +18,6 @@ from quantkit.errors import CheckpointError
 from quantkit.io.json_files import dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
-from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
 from tests.command_line import call
 from tests.faults import faults
@@ -27,23 +26,6 @@ from tests.reliability.forks import run
 from tests.reporting.samples import write_report
 
 __all__ = ["nothing_is_left"]
-
-
-@pytest.mark.parametrize("batch", [1, convert.BATCH], ids=["each alone", "all at once"])
-def test_order_and_hashes_are_those_of_one_thing_after_another(
-    batch: int, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert, "BATCH", batch)
-    pack(int4, tmp_path / "out", "gptq", max_shard_size=40_000)
-    src, out = Checkpoint(int4), Checkpoint(tmp_path / "out")
-    assert len(out.files()) > 5
-    assert out.logical() == src.logical()
-    report = load(tmp_path / "out")
-    assert report["source"]["files"] == src.hashes()
-    assert list(report["source"]["files"]) == list(src.hashes())
-    assert {layer["name"]: layer["digest"] for layer in report["layers"]} == {
-        module: out.quantized(module).digest() for module in out.modules()
-    }
 
 
 def test_digests_are_those_of_what_was_written_not_of_what_was_read(int4: Path, tmp_path: Path) -> None:
