@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibration.loop import calibrated, new_run
@@ -21,6 +19,7 @@ from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
+from tests.folders import edit
 from tests.tiny_models import write_model
 
 #: Without the descent, which takes half of a short run: tests/algorithms and tests/promises have it.
@@ -168,24 +167,13 @@ def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
     return 2 / len(x) * x.T @ x
 
 
-def changed(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """Change the weights of a model in its folder, which becomes one of one file."""
-    src = Checkpoint(folder)
-    tensors = {name: src.get(name) for name in src.names()}
-    change(tensors)
-    for path in folder.glob("model*.safetensors*"):
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
 def broken(folder: Path, work: Path, name: str, index: Any, value: float) -> Path:
     """Copy a model with another number in one of its weights, or in all entries by the index `...`."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[name][index] = value
 
-    return changed(Path(shutil.copytree(folder, work)), change)
+    return edit(Path(shutil.copytree(folder, work)), change)
 
 
 def small(folder: Path, **changes: Any) -> Path:

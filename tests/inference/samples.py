@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -44,18 +43,8 @@ def layers(model: nn.Module) -> list[PackedLinear]:
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-def stored(path: Path) -> dict[str, Tensor]:
-    return {name: t for shard in sorted(path.glob("*.safetensors")) for name, t in load_file(shard).items()}
-
-
 def bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def change(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = stored(path)
-    edit(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[str]]:

@@ -16,6 +16,7 @@ from quantkit.inference.load import load_for_evaluation
 from quantkit.io.model_folder import has_chat_template
 from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
+from tests.folders import restate
 from tests.tiny_models import write_model
 
 
@@ -38,8 +39,7 @@ def test_dense_and_packed_models_restrict_texts_alike(tmp_path: Path) -> None:
 
 def test_an_encoder_decoder_begins_and_ends_alike_without_a_file(tmp_path: Path) -> None:
     path = write_model("encoder-bart", tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "forced_eos_token_id": 7, "decoder_start_token_id": 9}))
+    restate(path / "config.json", forced_eos_token_id=7, decoder_start_token_id=9)
     dense, packed = _texts(path)
     assert dense.to_dict() == packed.to_dict()
     assert (dense.forced_eos_token_id, dense.decoder_start_token_id, dense.eos_token_id) == (7, 9, 256)
@@ -89,8 +89,7 @@ def test_a_text_ends_at_the_tokens_of_the_file_and_of_the_tokenizer_and_does_not
         pieces: list[str] = []
         found = generate(folder, "abc", max_new_tokens=8, device="cpu", listener=pieces.append)
         assert found.text == "".join(pieces) == before and found.tokens == len(before) + 1
-    changed = json.loads((path / "tokenizer_config.json").read_text()) | {"eos_token": whole[-1]}
-    (path / "tokenizer_config.json").write_text(json.dumps(changed))
+    restate(path / "tokenizer_config.json", eos_token=whole[-1])
     file.write_text(json.dumps(stated))
     assert generate(path, "abc", max_new_tokens=8, device="cpu").text == before
 

@@ -21,6 +21,7 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
 from quantkit.layouts.schemes import Schemes
 from tests.benchmarks.samples import CPU, LLAMA, QUIET, tiny
+from tests.folders import stored
 from tests.inference.samples import (
     NS,
     Attention,
@@ -34,7 +35,6 @@ from tests.inference.samples import (
     packed,
     records,
     same,
-    stored,
 )
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model

@@ -20,8 +20,8 @@ from quantkit.inference.generate import generate
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.weights import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
-from tests.folders import TEXT
-from tests.inference.samples import KERNELS, OTHERS, Folders, bits, change, decoded, layers, logits, stored
+from tests.folders import TEXT, edit, stored
+from tests.inference.samples import KERNELS, OTHERS, Folders, bits, decoded, layers, logits
 from tests.layouts.samples import write_folder
 from tests.tiny_models import write_model
 
@@ -133,7 +133,7 @@ def test_load_opens_dense_folders_and_weight_files_of_any_name(small_llama: Path
 
 def test_a_bias_that_only_the_file_has_is_added(broken: Path) -> None:
     bias = torch.randn(256, generator=torch.Generator().manual_seed(0)).half()
-    change(broken, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": bias}))
+    edit(broken, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": bias}))
     model = quantkit.load(broken, device="cpu")
     layer = model.model.layers[1].mlp.up_proj
     x = torch.ones(1, 128)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
@@ -21,25 +18,20 @@ from quantkit.errors import CheckpointError, KernelError, LayoutError, QuantkitE
 from quantkit.inference import swap_linears
 from quantkit.models.meta_model import skeleton
 from quantkit.models.outline import Outline
-from tests.inference.samples import Folders, change
+from tests.folders import edit, restate
+from tests.inference.samples import Folders
 
 
-def restate(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    config = json.loads((path / "config.json").read_text())
-    edit(config)
-    (path / "config.json").write_text(json.dumps(config))
+def _state(**entries: object) -> Callable[[Path], None]:
+    return lambda path: restate(path / "config.json", **entries)
 
 
 def _drop(name: str) -> Callable[[Path], None]:
-    return lambda path: change(path, lambda tensors: tensors.pop(name))
+    return lambda path: edit(path, lambda tensors: tensors.pop(name))
 
 
 def _drop_module(module: str) -> Callable[[Path], None]:
-    def edit(tensors: dict[str, Tensor]) -> None:
-        for suffix in ("B", "s"):
-            del tensors[f"{module}.{suffix}"]
-
-    return lambda path: change(path, edit)
+    return lambda path: edit(path, lambda tensors: [tensors.pop(f"{module}.{suffix}") for suffix in ("B", "s")])
 
 
 BAD = {
@@ -48,24 +40,18 @@ BAD = {
     "a whole weight is missing": (_drop_module("model.layers.0.mlp.up_proj"), "layers.0.mlp.up_proj.weight is missing"),
     "a dense tensor is missing": (_drop("model.norm.weight"), "model.norm.weight is missing"),
     "an unexpected tensor": (
-        lambda path: change(path, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)})),
+        lambda path: edit(path, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)})),
         "model.extra.weight is not part of the model",
     ),
-    "another shape": (
-        lambda path: restate(path, lambda config: config.update(intermediate_size=512)),
-        "down_proj is packed from [128, 256], config.json asks for [128, 512]",
-    ),
-    "another depth": (lambda path: restate(path, lambda config: config.update(num_hidden_layers=1)), "no linear of"),
-    "an unknown model": (lambda path: restate(path, lambda config: config.update(model_type="lama")), "'lama' is unk"),
-    "a config that makes no sense": (
-        lambda path: restate(path, lambda config: config.update(hidden_act="no such")),
-        "transformers cannot build the model",
-    ),
+    "another shape": (_state(intermediate_size=512), "[128, 256], config.json asks for [128, 512]"),
+    "another depth": (_state(num_hidden_layers=1), "no linear of"),
+    "an unknown model": (_state(model_type="lama"), "'lama' is unk"),
+    "a config that makes no sense": (_state(hidden_act="no such"), "transformers cannot build the model"),
     "a part that its class lacks": (
-        lambda path: restate(path, lambda config: config.update(text_config={"model_type": "llama"})),
+        _state(text_config={"model_type": "llama"}),
         "config.json describes a text_config, and a llama has none: remove it, or mend model_type",
     ),
-    "an empty part": (lambda path: restate(path, lambda config: config.update(decoder={})), "describes a decoder"),
+    "an empty part": (_state(decoder={}), "describes a decoder"),
 }  # fmt: skip
 
 
@@ -88,7 +74,7 @@ def test_scales_that_float16_does_not_hold_are_named_before_the_first_token(
         for name in [name for name in tensors if name.endswith("scale") or name.endswith("scales")]:
             tensors[name] = tensors[name].float() * (1.0001 if "layers.1.mlp.up_proj" in name else 1)
 
-    change(path, widen)
+    edit(path, widen)
     with pytest.raises(LayoutError, match="scales are no float16 values") as caught:
         quantkit.load(path, device="cpu")
     assert str(caught.value).startswith("model.layers.1.mlp.up_proj: ")
@@ -102,9 +88,7 @@ def test_an_fp8_value_that_is_none_of_the_format_is_named_before_the_first_token
 ) -> None:
     path = shutil.copytree(folder("compressed-tensors", "fp6:channel"), tmp_path / "damaged")
     name = "model.layers.1.mlp.up_proj"
-    change(
-        path, lambda tensors: tensors[f"{name}.weight"][:1, :1].fill_(0.1171875) if f"{name}.weight" in tensors else 0
-    )
+    edit(path, lambda tensors: tensors[f"{name}.weight"][:1, :1].fill_(0.1171875) if f"{name}.weight" in tensors else 0)
     with pytest.raises(LayoutError, match=rf"^{re.escape(name)}: .*no fp6 value"):
         quantkit.load(path, device="cpu")
 
@@ -144,8 +128,7 @@ def test_an_error_says_how_much_memory_is_missing(folder: Folders) -> None:
 
 
 def test_a_dense_folder_that_transformers_would_read_as_another_model_is_refused(tmp_path: Path) -> None:
-    path = families.write("llama", tmp_path / "m") / "model.safetensors"
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}
-    save_file(load_file(path) | bias, path, metadata={"format": "pt"})
+    edit(families.write("llama", tmp_path / "m"), lambda tensors: tensors.update(bias))
     with pytest.raises(CheckpointError, match="is not part of the model"):
         quantkit.load(tmp_path / "m", device="cpu")

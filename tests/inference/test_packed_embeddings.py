@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
@@ -23,7 +22,8 @@ from quantkit.inference.swap_linears import repack_for_kernels
 from quantkit.layouts import LAYOUTS
 from quantkit.recipes.recipe import from_mapping, require_effect
 from tests.command_line import call
-from tests.inference.samples import compiled, decoded, logits, stored
+from tests.folders import edit, restate, stored
+from tests.inference.samples import compiled, decoded, logits
 from tests.layouts.samples import HELD, record
 from tests.tiny_models import write_model
 
@@ -128,25 +128,9 @@ def test_a_config_names_embeddings_by_class_and_other_tables_as_dense(
     assert [each for each in config["ignore"] if each.endswith("wpe")] == others
     del config["quantkit"]  # as another program would write it
     group["targets"].remove(name)
-    whole = json.loads((out / "config.json").read_text()) | {"quantization_config": config}
-    (out / "config.json").write_text(json.dumps(whole))
+    restate(out / "config.json", quantization_config=config)
     assert Checkpoint(out).scheme(name).label == label
     assert torch.equal(logits(quantkit.load(out, device="cpu", check=False)), decoded(out))
-
-
-def test_a_config_names_a_packed_head_because_engines_count_it_as_no_linear(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    made = packed(folders, "llama", tmp_path / "out", "lm_head", "int6:g64")
-    config = stated(tmp_path / "out")
-    (group,) = [each for each in config["config_groups"].values() if any("lm_head" in t for t in each["targets"])]
-    assert group["weights"]["num_bits"] == 6 and config["ignore"] == []
-    patterns = [target.removeprefix("re:") for target in group["targets"] if target.startswith("re:")]
-    for name in ("lm_head", "language_model.lm_head"):  # as engines match
-        assert any(re.match(pattern, name) for pattern in patterns)
-    assert not any(re.match(pattern, "model.my_lm_head") for pattern in patterns)
-    assert made["opened_by"] == ["quantkit.load", "transformers"]
-    assert torch.equal(logits(quantkit.load(tmp_path / "out", device="cpu")), decoded(tmp_path / "out"))
 
 
 def test_an_override_of_the_head_beats_the_skip_of_the_head_alone(tmp_path: Path) -> None:
@@ -204,17 +188,13 @@ def test_a_tied_flag_with_two_packed_tensors_that_differ_is_refused(folders: dic
     """Some readers take the first, some the second."""
     out = tmp_path / "out"
     quantkit.quantize(folders["llama"], out, method="rtn", embeddings="int8:channel", head="int8:channel")
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    restate(out / "config.json", tie_word_embeddings=True)
     (out / "quantkit_report.json").unlink()
     for reads in (partial(quantkit.load, device="cpu"), partial(quantkit.pack, out=tmp_path / "not", layout="humming")):
         with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
             reads(out)
-    tensors = stored(out)
-    alike = {name.replace("model.embed_tokens", "lm_head"): t.clone() for name, t in tensors.items() if "embed" in name}
-    for path in [*out.glob("*.safetensors*")]:
-        path.unlink()
-    save_file(tensors | alike, out / "model.safetensors", metadata={"format": "pt"})
+    head = {name.replace("model.embed_tokens", "lm_head"): t for name, t in stored(out).items() if "embed" in name}
+    edit(out, lambda tensors: tensors.update(head))
     assert torch.isfinite(logits(quantkit.load(out, device="cpu"))).all()
 
 
@@ -226,14 +206,14 @@ def test_a_head_or_embeddings_of_another_width_than_the_config_says_are_refused(
     if is_packed:
         folder = tmp_path / "out"
         quantkit.quantize(folders["llama"], folder, method="rtn", embeddings="int8:channel", head="int8:channel")
-    tensors, suffixes = stored(folder), ("weight_packed", "weight_scale") if is_packed else ("weight",)
-    for suffix in suffixes:
-        tensors[f"{module}.{suffix}"] = tensors[f"{module}.{suffix}"][:200].contiguous()
-    if is_packed:
-        tensors[f"{module}.weight_shape"] = torch.tensor([200, 128])
-    for path in [*folder.glob("*.safetensors*")]:
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for suffix in ("weight_packed", "weight_scale") if is_packed else ("weight",):
+            tensors[f"{module}.{suffix}"] = tensors[f"{module}.{suffix}"][:200].contiguous()
+        if is_packed:
+            tensors[f"{module}.weight_shape"] = torch.tensor([200, 128])
+
+    edit(folder, cut)
     with pytest.raises(CheckpointError, match=rf"{re.escape(module)}.*200.*257|257.*200"):
         if is_packed:
             quantkit.load(folder, device="cpu", check=False)
@@ -284,10 +264,8 @@ def test_a_model_with_packed_embeddings_keeps_the_dtype_of_its_activations(
 
 def test_a_head_stored_beside_packed_embeddings_stays_its_own(tied: Path, tmp_path: Path) -> None:
     head = torch.linspace(-1, 1, 257 * 128).view(257, 128).half()
-    tensors = {**stored(tied), "lm_head.weight": head}
-    shutil.copytree(tied, tmp_path / "out", ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    model = quantkit.load(tmp_path / "out", device="cpu", check=False)
+    out = edit(shutil.copytree(tied, tmp_path / "out"), lambda tensors: tensors.update({"lm_head.weight": head}))
+    model = quantkit.load(out, device="cpu", check=False)
     assert torch.equal(model.get_output_embeddings().weight, head.float())
     assert not model.config.tie_word_embeddings and isinstance(model.get_input_embeddings(), PackedEmbedding)
 

@@ -24,7 +24,8 @@ from quantkit.kernels.proof import relative_error
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.weights import free_gpu_memory, load_dense_model
-from tests.inference.samples import attention, bits, gauss, layers, logits, packed as packed_linear, stored, values
+from tests.folders import stored
+from tests.inference.samples import attention, bits, gauss, layers, logits, packed as packed_linear, values
 from tests.layouts.samples import write_folder
 from tests.serving.samples import PACKED
 from tests.tiny_models import write_model

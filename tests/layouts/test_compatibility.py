@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -30,6 +29,7 @@ from quantkit.layouts.recast import (
 )
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call, refused
+from tests.folders import edit
 from tests.layouts.samples import record, write_folder
 
 FOUND = {(c.source, c.target): c for c in conversions()}
@@ -145,9 +145,7 @@ def test_rows_of_zero_scales_are_reported_whoever_wrote_the_folder(small_llama: 
     schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
     records = write_folder(small_llama, tmp_path / "a", "humming", schemes, key=False)
     module = list(records)[2]
-    found = load_file(tmp_path / "a" / "model.safetensors")
-    found[f"{module}.weight_scale"][3:5] = 0
-    save_file(found, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    edit(tmp_path / "a", lambda found: found[f"{module}.weight_scale"][3:5].zero_())
     notice = (
         f"{module}.weight: 2 of {len(records[module].codes)} rows have a stored scale of 0: their weights are zeros"
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.algorithms import rtn
@@ -17,6 +16,7 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
+from tests.folders import edit
 from tests.golden import both_ways, golden
 from tests.layouts.samples import record, write_folder
 from tests.tiny_models import write_model
@@ -77,12 +77,13 @@ def test_a_folder_of_bytes_has_the_right_sizes_and_verifies(tmp_path: Path) -> N
     source = write_model("llama", tmp_path / "source", torch.float16, hidden_size=128, intermediate_size=256)
     schemes = Schemes(Scheme.parse("fp5-e2m2"), ignore=("lm_head",))
     records = write_folder(source, tmp_path / "bytes", "tcfpx", schemes, key=False)
-    shard = tmp_path / "bytes" / "model.safetensors"
-    tensors = load_file(shard)
-    for module in records:
-        tensors[f"{module}.weight"] = tensors[f"{module}.weight"].view(torch.uint8)
-        tensors[f"{module}.scales"] = tensors[f"{module}.scales"].view(-1, 1)
-    save_file(tensors, shard, metadata={"format": "pt"})
+
+    def as_bytes(tensors: dict[str, Tensor]) -> None:
+        for module in records:
+            tensors[f"{module}.weight"] = tensors[f"{module}.weight"].view(torch.uint8)
+            tensors[f"{module}.scales"] = tensors[f"{module}.scales"].view(-1, 1)
+
+    edit(tmp_path / "bytes", as_bytes)
     src = Checkpoint(tmp_path / "bytes")
     assert set(src.modules()) == set(records)
     for module, q in records.items():
@@ -90,8 +91,7 @@ def test_a_folder_of_bytes_has_the_right_sizes_and_verifies(tmp_path: Path) -> N
     found = verify(tmp_path / "bytes", unsealed=True)
     assert found.ok and "weight is stored as uint8, quantkit writes int32" in found.notices
     module = next(iter(records))
-    del tensors[f"{module}.weight"]
-    save_file(tensors, shard, metadata={"format": "pt"})
+    edit(tmp_path / "bytes", lambda tensors: tensors.pop(f"{module}.weight"))
     with pytest.raises(CheckpointError, match=module):
         Checkpoint(tmp_path / "bytes").quantized(module)
 
@@ -100,10 +100,7 @@ def test_a_folder_of_bytes_has_the_right_sizes_and_verifies(tmp_path: Path) -> N
 def test_packed_words_without_scales_are_not_read_as_dense(layout: str, tmp_path: Path) -> None:
     source = write_model("llama", tmp_path / "source", torch.float16, hidden_size=128, intermediate_size=256)
     records = write_folder(source, tmp_path / "packed", layout, Schemes(Scheme.parse("fp6"), ignore=("lm_head",)))
-    shard = tmp_path / "packed" / "model.safetensors"
-    tensors = load_file(shard)
     module = next(iter(records))
-    del tensors[f"{module}.{LAYOUTS[layout].MARKER}"]
-    save_file(tensors, shard, metadata={"format": "pt"})
+    edit(tmp_path / "packed", lambda tensors: tensors.pop(f"{module}.{LAYOUTS[layout].MARKER}"))
     with pytest.raises(CheckpointError, match=rf"{module}\.weight is there, {module}\.\w*scales? is missing"):
         Checkpoint(tmp_path / "packed")

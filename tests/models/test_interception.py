@@ -22,7 +22,6 @@ from quantkit.models.interception import (
     Repeated,
     Unused,
     independent,
-    watching,
 )
 
 HIDDEN = torch.arange(6.0).view(3, 2)
@@ -64,37 +63,6 @@ def stored() -> Passed:
 
 def entered(model: Model) -> tuple[Interception, Callable[[], Tensor]]:
     return Interception([*model.blocks]), lambda: model(HIDDEN[None].clone())
-
-
-def test_block_after_block_gives_what_the_whole_gives() -> None:
-    model = Model()
-    whole = model(HIDDEN[None].clone())[0]
-    blocks, forward = entered(model)
-    assert torch.equal(forward()[0], whole)  # without a pass blocks run as they are
-    first = blocks.run(forward, Pass(0, enters_only=True)).output
-    assert first is not None and torch.equal(first.hidden, HIDDEN) and blocks.batch_comes_first
-    passed: Passed | None = first
-    for index in range(3):
-        assert passed is not None
-        passed = blocks.run(forward, Pass(index, passed)).output
-    assert passed is not None and torch.equal((passed.hidden + 1) * 2, whole)
-    assert passed.returned is not None and torch.equal(passed.returned[0], torch.full((3,), 2.0))
-    assert {key: float(value) for key, value in passed.left["cache"].items()} == {"0": 1, "1": 10, "2": 100}
-    assert torch.equal(blocks.run_behind(forward, Pass(3, passed))[0], whole)
-
-
-def test_a_watcher_sees_inputs_and_ends_the_pass() -> None:
-    model = Model()
-    blocks, forward = entered(model)
-    seen = []
-    linears = {"a": model.blocks[1].linear}
-    for stops in (False, True):
-        with watching(linears, lambda name, x, stops=stops: seen.append((name, x[0])) or stops):
-            found = blocks.run(forward, Pass(1, stored())).output
-        assert (found is None) == stops
-    assert [name for name, _ in seen] == ["a", "a"] and all(torch.equal(x, HIDDEN + 1) for _, x in seen)
-    blocks.run(forward, Pass(1, stored()))
-    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("between", [lambda extra: extra, lambda extra: None if extra is None else extra + 1])

@@ -130,11 +130,9 @@ def test_an_output_does_not_repeat_a_dtype_that_no_reader_knows(tiny_llama: Path
 
 
 def test_an_entry_that_two_names_state_alike_is_taken(tmp_path: Path) -> None:
-    folder = families.write("mixtral", tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text())
-    same = {"num_experts": 4, "rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
-    (folder / "config.json").write_text(json.dumps(config | same))
-    assert config_of(Checkpoint(folder)).num_local_experts == 4
+    theta = families.tiny_config("mixtral").rope_parameters["rope_theta"]
+    same = {"num_experts": 4, "rope_theta": theta, "rope_scaling": None}
+    assert config_of(Checkpoint(stating("mixtral", same, tmp_path))).num_local_experts == 4
 
 
 #: Positions as newer readers and as older ones have them -> whether both read the same.
@@ -167,9 +165,7 @@ NEWER = {
 def test_positions_for_older_readers_are_taken_if_they_are_the_same(
     family: str, older: dict[str, Any], agrees: bool, tmp_path: Path
 ) -> None:
-    folder = families.write(family, tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text()) | {"rope_parameters": NEWER[family], **older}
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = stating(family, {"rope_parameters": NEWER[family], **older}, tmp_path)
     with nullcontext() if agrees else pytest.raises(quantkit.QuantkitError, match="rope_scaling is"):
         assert config_of(Checkpoint(folder)).rope_parameters.items() >= NEWER[family].items()
 
@@ -206,10 +202,7 @@ def test_a_window_of_zero_that_is_not_used_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [["BitnetForCausalLM"], ["MistralForCausalLM"], ["LlamaModel"], None, 5])
 def test_a_class_that_the_model_type_does_not_have_is_noted(named: Any, tmp_path: Path) -> None:
-    folder = families.write("llama", tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": named}))
-    src = Checkpoint(folder)
+    src = Checkpoint(stating("llama", {"architectures": named}, tmp_path))
     skeleton(src, torch.float16)
     foreign = named in (["BitnetForCausalLM"], ["MistralForCausalLM"])
     assert any("transformers builds LlamaForCausalLM" in line for line in src.notices) == foreign

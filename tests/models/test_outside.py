@@ -17,6 +17,7 @@ from benchmarks.census import families
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from tests.checkpoint.low_bit import write_fp8
+from tests.folders import restate
 
 DRAFT = "model.layers.2"
 
@@ -28,8 +29,7 @@ def model(family: str, folder: Path, moved: dict[str, str], extra: dict[str, Ten
         tensors |= {new + name.removeprefix(old): t for name, t in tensors.items() if name.startswith(f"{old}.")}
     tensors |= {name: tensor.bfloat16() for name, tensor in extra.items()}
     save_file({name: t.clone() for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    restate(folder / "config.json", **config)
     return folder
 
 
@@ -152,8 +152,7 @@ def test_a_stray_tensor_is_refused_by_name_and_copied_if_config_json_declares_it
     text = str(caught.value)
     assert "\n" not in text and "download" not in text and way in text and "save_pretrained" in text
     assert not (tmp_path / "out").exists() and all(other in text for other in (name, *more))
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | declared))
+    restate(source / "config.json", **declared)
     report = quantized(source, tmp_path / "out", "compressed-tensors")
     assert dense_in(tmp_path / "out", [name.removesuffix(".weight")]) and report["outside"] == 1
     with torch.no_grad():

@@ -18,10 +18,10 @@ from quantkit.io.staging import JOURNAL
 from quantkit.models import block_runner
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import Recipe, from_mapping
-from tests.calibration.runs import QUICK, changed
+from tests.calibration.runs import QUICK
 from tests.command_line import call, refused
 from tests.faults import Killed, faults, stop_at
-from tests.folders import hashes
+from tests.folders import edit, hashes
 from tests.tiny_models import write_model
 
 SHORT = ("--samples", 9, "--max-length", 64)
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_not_finite_names_its_block(
 ) -> None:
     monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
     model = write_model("llama", tmp_path / "model", torch.float32, **SMALL, num_key_value_heads=2)
-    changed(model, lambda tensors: [tensors[name].fill_(value) for name, value in changes.items()])
+    edit(model, lambda tensors: [tensors[name].fill_(value) for name, value in changes.items()])
     with pytest.raises(NumericError, match=says):
         quantize(model, tmp_path / "out", aware(calib))
     assert not list(tmp_path.glob("out*"))

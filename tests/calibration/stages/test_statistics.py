@@ -29,7 +29,6 @@ from tests.calibration.runs import (
     COARSE,
     GROUPS,
     PLAIN_SUM,
-    changed,
     digests,
     distance,
     plain_hessian,
@@ -37,7 +36,7 @@ from tests.calibration.runs import (
     sequences,
     start,
 )
-from tests.folders import TEXT
+from tests.folders import TEXT, edit
 from tests.tiny_models import write_model
 
 #: The row and the input channel of a linear where a model has its outlier.
@@ -174,7 +173,7 @@ def outlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name.endswith("k_proj.bias"):
                 tensor[0] = 1e6
 
-    return changed(write_model("qwen2", tmp_path_factory.mktemp("outlier") / "model", torch.float32), change)
+    return edit(write_model("qwen2", tmp_path_factory.mktemp("outlier") / "model", torch.float32), change)
 
 
 def fp6(layout: str, **more: Any) -> dict[str, Any]:
@@ -230,7 +229,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors[f"{LAST}.weight"][ROW, CHANNEL] = tensors[f"{LAST}.weight"].abs().max()
         tensors[LAST.replace("down", "up") + ".weight"][CHANNEL] *= 4000 / float(max(seen))
 
-    return changed(folder, change)
+    return edit(folder, change)
 
 
 def test_scales_are_raised_where_sums_would_overflow_and_nowhere_else(planted: Path, tmp_path: Path) -> None:
