@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from tests.layouts.oracle import e4m3_value
 from tests.tiny_models import byte_tokenizer
 
 Tensors = dict[str, Tensor]
@@ -31,12 +32,7 @@ LLAMA = {**SMALL, "hidden_size": 64, "intermediate_size": 96}
 
 def fp8_values(stored: Tensor) -> np.ndarray:
     """Decode E4M3 (1, 4 and 3 bits, bias 7, 0x7F and 0xFF NaN) byte by byte, as the FP8 paper defines it."""
-    table = np.zeros(256, np.float32)
-    for byte in range(256):
-        sign, exponent, fraction = 1 - 2 * (byte >> 7), (byte >> 3) & 15, byte & 7
-        value = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
-        table[byte] = sign * (np.nan if byte & 127 == 127 else value)
-    return table[stored.view(torch.uint8).numpy()]
+    return np.float32([e4m3_value(byte) for byte in range(256)])[stored.view(torch.uint8).numpy()]
 
 
 def by_blocks(values: np.ndarray, scales: np.ndarray, rows: int, columns: int) -> Tensor:

@@ -19,6 +19,7 @@ from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
+from tests.layouts.samples import record, tame
 
 ONE = {"a.weight": torch.arange(6, dtype=torch.float16), "b.bias": torch.ones(3)}
 TWO = {"c.weight": torch.arange(4.0).view(2, 2)}
@@ -82,19 +83,10 @@ SCHEMES = {"humming": Scheme(FP6), "tcfpx": Scheme(FP6), "marlin": Scheme(INT4, 
 SCHEMES |= {"marlin24": SPARSE, "marlin24-ct": SPARSE}
 
 
-def record(scheme: Scheme, n: int = 256, k: int = 256) -> QuantizedTensor:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 2**scheme.format.bits, (n, k), generator=generator).to(torch.uint8)
-    if scheme.sparsity is not None:
-        codes.view(n, -1, 4)[..., 1:3] = scheme.format.zero_code
-    scales = torch.rand(n, scheme.groups(k), generator=generator).add(0.5).half()
-    return QuantizedTensor(scheme, codes, scales)
-
-
 def packed_folder(folder: Path, name: str) -> tuple[Path, QuantizedTensor]:
     """A packed weight with a bias, between two dense tensors, written with the library rather than with our writer."""
     layout = LAYOUTS[name]
-    q = record(SCHEMES.get(name, Scheme(INT4, 64)))
+    q = tame(record(SCHEMES.get(name, Scheme(INT4, 64)), 256, 256), torch.float16)
     schemes = Schemes(q.scheme, ignore=("lm_head",))
     config = {**layout.write_config(schemes), "quantkit": quantkit_key(name, schemes, "1", None)}
     tensors = {f"{Q}.{suffix}": tensor for suffix, tensor in layout.pack(q).items()}

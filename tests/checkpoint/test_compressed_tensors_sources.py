@@ -34,6 +34,7 @@ from tests.checkpoint.low_bit import (
     random_weight,
     weights,
 )
+from tests.layouts.oracle import fpx_value
 from tests.layouts.samples import write_folder
 from tests.tiny_models import write_model
 
@@ -41,66 +42,40 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn"}
 
 
-#: Case -> format, arguments, shape, and what the notice says.
-FORMS: dict[str, tuple[str, dict[str, Any], tuple[int, int], str]] = {
-    "int4 g128": ("pack-quantized", weights(4, "group", 128), (24, 256), "INT4 (one scale for 128)"),
-    "int4 g32": ("pack-quantized", weights(4, "group", 32), (13, 96), "INT4 (one scale for 32)"),
-    "int4 g20": ("pack-quantized", weights(4, "group", 20), (5, 100), "INT4 (one scale for 20)"),
-    "int4 rows, odd": ("pack-quantized", weights(4, "channel"), (7, 61), "INT4 (one scale a row)"),
-    "int4 tensor": ("pack-quantized", weights(4, "tensor"), (7, 61), "INT4 (one scale a tensor)"),
-    "int4 asym g32": (
-        "pack-quantized",
-        weights(4, "group", 32, False),
-        (13, 96),
-        "INT4 (one scale for 32, zero points)",
-    ),
-    "int4 asym rows": (
-        "pack-quantized",
-        weights(4, "channel", None, False),
-        (9, 61),
-        "INT4 (one scale a row, zero points)",
-    ),
-    "int4 act-order": ("pack-quantized", weights(4, "group", 32, actorder="group"), (8, 96), "INT4 (one scale for 32)"),
-    "int4 asym act-order": (
-        *("pack-quantized", weights(4, "group", 16, False, actorder="group"), (8, 96)),
-        "INT4 (one scale for 16, zero points)",
-    ),
-    "int8 packed rows": ("pack-quantized", weights(8, "channel"), (7, 61), "INT8 (one scale a row)"),
-    "int8 packed g64": ("pack-quantized", weights(8, "group", 64), (10, 128), "INT8 (one scale for 64)"),
-    "int8 packed asym": (
-        "pack-quantized",
-        weights(8, "group", 32, False),
-        (6, 64),
-        "INT8 (one scale for 32, zero points)",
-    ),
-    "int2 packed": ("pack-quantized", weights(2, "group", 32), (6, 64), "INT2 (one scale for 32)"),
-    "int8 rows": ("int-quantized", weights(8, "channel"), (7, 61), "INT8 (one scale a row)"),
-    "int8 tensor": ("int-quantized", weights(8, "tensor"), (7, 61), "INT8 (one scale a tensor)"),
-    "int8 asym rows": (
-        "int-quantized",
-        weights(8, "channel", None, False),
-        (7, 61),
-        "INT8 (one scale a row, zero points)",
-    ),
-    "int8 asym g32": (
-        "naive-quantized",
-        weights(8, "group", 32, False),
-        (7, 64),
-        "INT8 (one scale for 32, zero points)",
-    ),
-    "int4 unpacked": ("int-quantized", weights(4, "group", 32), (7, 64), "INT4 (one scale for 32)"),
-    "fp8 rows": ("float-quantized", floats(8, "channel"), (7, 61), "FP8 (one scale a row)"),
-    "fp8 naive": ("naive-quantized", floats(8, "tensor"), (7, 61), "FP8 (one scale a tensor)"),
-    "mxfp8": ("mxfp8-quantized", floats(8, "group", 32), (7, 64), "FP8 (one scale for 32)"),
-    "mxfp4": ("mxfp4-pack-quantized", floats(4, "group", 32), (7, 96), "MXFP4 (one scale for 32)"),
-    "nvfp4": ("nvfp4-pack-quantized", floats(4, "tensor_group", 16), (7, 96), "NVFP4 (one scale for 16)"),
+#: Case -> format, arguments and shape. The first word of a case names its numbers in the notice.
+FORMS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
+    "int4 g128": ("pack-quantized", weights(4, "group", 128), (24, 256)),
+    "int4 g32": ("pack-quantized", weights(4, "group", 32), (13, 96)),
+    "int4 g20": ("pack-quantized", weights(4, "group", 20), (5, 100)),
+    "int4 rows, odd": ("pack-quantized", weights(4, "channel"), (7, 61)),
+    "int4 tensor": ("pack-quantized", weights(4, "tensor"), (7, 61)),
+    "int4 asym g32": ("pack-quantized", weights(4, "group", 32, False), (13, 96)),
+    "int4 asym rows": ("pack-quantized", weights(4, "channel", None, False), (9, 61)),
+    "int4 act-order": ("pack-quantized", weights(4, "group", 32, actorder="group"), (8, 96)),
+    "int4 asym act-order": ("pack-quantized", weights(4, "group", 16, False, actorder="group"), (8, 96)),
+    "int8 packed rows": ("pack-quantized", weights(8, "channel"), (7, 61)),
+    "int8 packed g64": ("pack-quantized", weights(8, "group", 64), (10, 128)),
+    "int8 packed asym": ("pack-quantized", weights(8, "group", 32, False), (6, 64)),
+    "int2 packed": ("pack-quantized", weights(2, "group", 32), (6, 64)),
+    "int8 rows": ("int-quantized", weights(8, "channel"), (7, 61)),
+    "int8 tensor": ("int-quantized", weights(8, "tensor"), (7, 61)),
+    "int8 asym rows": ("int-quantized", weights(8, "channel", None, False), (7, 61)),
+    "int8 asym g32": ("naive-quantized", weights(8, "group", 32, False), (7, 64)),
+    "int4 unpacked": ("int-quantized", weights(4, "group", 32), (7, 64)),
+    "fp8 rows": ("float-quantized", floats(8, "channel"), (7, 61)),
+    "fp8 naive": ("naive-quantized", floats(8, "tensor"), (7, 61)),
+    "fp8 mx": ("mxfp8-quantized", floats(8, "group", 32), (7, 64)),
+    "mxfp4": ("mxfp4-pack-quantized", floats(4, "group", 32), (7, 96)),
+    "nvfp4": ("nvfp4-pack-quantized", floats(4, "tensor_group", 16), (7, 96)),
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_is_what_the_library_decompresses(form: str, dtype: str, tmp_path: Path) -> None:
-    fmt, args, (n, k), words = FORMS[form]
+    fmt, args, (n, k) = FORMS[form]
+    scale = {"channel": "a row", "tensor": "a tensor"}.get(args["strategy"], f"for {args.get('group_size')}")
+    words = f"{form.split()[0].upper()} (one scale {scale}{'' if args['symmetric'] else ', zero points'})"
     stored = random_weight(fmt, args, n, k, DTYPES[dtype])
     src = of_one(tmp_path / "m", fmt, args, stored, dtype)
     found, expected = src.get("x.weight"), decompressed(fmt, args, stored)
@@ -117,16 +92,10 @@ def test_a_weight_is_what_the_library_decompresses(form: str, dtype: str, tmp_pa
         assert torch.equal(src.get("x.weight", slice(row, row + 2)), whole[row : row + 2])
 
 
-def e2m1(code: int) -> float:
-    exponent, fraction = (code >> 1) & 3, code & 1
-    value = fraction / 2 if exponent == 0 else (1 + fraction / 2) * 2.0 ** (exponent - 1)
-    return -value if code >> 3 else value
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nvfp4_and_mxfp4_are_the_published_arithmetic_value_by_value(dtype: str, tmp_path: Path) -> None:
     n, k = 5, 64
-    every = np.array([e2m1(code) for code in range(16)])
+    every = np.array([fpx_value(code, 2, 1) for code in range(16)])
     for fmt, args, size in (
         ("nvfp4-pack-quantized", floats(4, "tensor_group", 16), 16),
         ("mxfp4-pack-quantized", floats(4, "group", 32), 32),

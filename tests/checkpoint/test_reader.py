@@ -111,9 +111,7 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shard missing": (lambda m: second(m).unlink(), "x-00002-of-00002.safetensors' is missing"),
     "shard truncated": (lambda m: os.truncate(second(m), second(m).stat().st_size - 1), "should end at byte"),
     "shard is a FIFO": (instead(os.mkfifo), "not a regular file"),
-    "shard is a folder": (instead(Path.mkdir), "not a regular file"),
     "shard links out": (out("x-00002-of-00002.safetensors"), "link out"),
-    "shard links to a device": (instead(lambda path: path.symlink_to("/dev/zero")), "link out"),
     "shard links to itself": (instead(lambda path: path.symlink_to(path.name)), "cannot be opened"),
     "shard is a pickle": (instead(lambda path: torch.save(TWO, path)), "header"),
     "tensor in two shards, and the index names a third": (
@@ -152,7 +150,6 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "index and single file": (lambda m: save_file({**ONE, **TWO}, m / "model.safetensors"), "out of date"),
     "no config": (lambda m: (m / "config.json").unlink(), "config.json is missing"),
-    "config links out": (out("config.json"), "link out"),
     "config of a stranger's code": (
         states("config.json", '{"text_config": {"auto_map": {"AutoConfig": "x.y"}}}'),
         "--trust-remote-code",
@@ -177,7 +174,6 @@ SABOTAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "remove hf_quant_config.json, which is out of date",
     ),
     "quantization no object": (quantized(["gptq"]), "quantization_config is no object"),
-    "quantization a number": (quantized(5), "quantization_config is no object"),
 }
 
 

@@ -16,11 +16,10 @@ from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
 from quantkit.io.files import hash_of_file
-from quantkit.io.safetensors_files import read_header
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
-from tests.folders import sha256
+from tests.folders import flip, sha256
 from tests.reporting.samples import write_report
 
 RTN = from_mapping({"method": "rtn", "clip": "none"})
@@ -107,21 +106,12 @@ def older(tiny_llama: Path, tmp_path: Path) -> Path:
     return path.parent
 
 
-def damage(folder: Path, name: str) -> Path:
-    """Flip a bit of a tensor; return its file."""
-    shard = next(path for path in folder.glob("*.safetensors") if name in read_header(path)[0])
-    data = bytearray(shard.read_bytes())
-    data[read_header(shard)[0][name].start] ^= 1
-    shard.write_bytes(data)
-    return shard
-
-
 def test_a_source_with_an_older_report_is_held_against_it(older: Path, tmp_path: Path) -> None:
     report = pack(older, tmp_path / "out", "marlin")
     assert report["source"]["files"] == {name: sha256(path) for name, path in Checkpoint(older).sources().items()}
     assert all(digest.startswith("blake3:") for digest in report["files"].values())
     assert verify(older).ok and verify(tmp_path / "out").ok
-    shard = damage(older, "model.norm.weight")
+    shard = flip(older, "model.norm.weight")
     with pytest.raises(CheckpointError, match=f"{shard.name}: its hash is not the one.*: restore it$"):
         pack(older, tmp_path / "again", "marlin")
     assert not (tmp_path / "again").exists()

@@ -21,8 +21,9 @@ from quantkit.io.model_folder import INDEX, SMALL, companions
 from quantkit.io.safetensors_files import RESERVED, damaged_tensors, read_header
 from quantkit.io.staging import JOURNAL, read_journal, staging
 from quantkit.layouts import LAYOUTS
-from tests.checkpoint.samples import ONE, TWO, Q, copy_all, dense_folder, keys_that_differ, packed_folder, record
+from tests.checkpoint.samples import Q, copy_all, dense_folder, keys_that_differ, packed_folder
 from tests.faults import Killed, count, faults, killer, state
+from tests.layouts.samples import record
 from tests.tiny_models import write_model
 
 
@@ -91,20 +92,6 @@ def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
     assert set(companions(folder)[1]) >= {"a\\nb.txt", "\\udcff.txt"}
 
 
-def test_links_of_a_hub_cache_become_files(tmp_path: Path) -> None:
-    plain = dense_folder(tmp_path / "m", index=False)
-    snapshot, blobs = tmp_path / "models--a--m" / "snapshots" / "12ab", tmp_path / "models--a--m" / "blobs"
-    snapshot.mkdir(parents=True)
-    plain.rename(blobs)
-    for path in blobs.iterdir():
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    (tmp_path / "link").symlink_to(snapshot)
-    source = Checkpoint(tmp_path / "link")
-    assert all(torch.equal(source.get(name), tensor) for name, tensor in {**ONE, **TWO}.items())
-    copy_all(source, tmp_path / "out")
-    assert not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
-
-
 def test_shards_stay_below_their_limit(tmp_path: Path) -> None:
     folder = write_model("llama", tmp_path / "m")
     copy_all(Checkpoint(folder), tmp_path / "out", every=1000, shard=300_000)
@@ -118,7 +105,7 @@ def test_shards_stay_below_their_limit(tmp_path: Path) -> None:
 def test_a_weight_that_the_layout_cannot_hold_is_named(tmp_path: Path) -> None:
     source = Checkpoint(dense_folder(tmp_path / "m"))
     with pytest.raises(QuantkitError, match="x.y.weight"), staging(tmp_path / "out") as partial:  # noqa: RUF043
-        CheckpointWriter(partial, source, LAYOUTS["marlin"]).add(Item("x.y.weight", record(Scheme(INT4, 32))))
+        CheckpointWriter(partial, source, LAYOUTS["marlin"]).add(Item("x.y.weight", record(Scheme(INT4, 32), 256, 256)))
     with pytest.raises(CheckpointError, match="twice"), staging(tmp_path / "out") as partial:
         for _ in range(2):
             (writer := CheckpointWriter(partial, source, None)).add(Item("x", torch.ones(1)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import quantkit
 from benchmarks.census import families
@@ -22,7 +22,7 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.command_line import call
-from tests.folders import TEXT, gptq, tensors
+from tests.folders import TEXT, edit, gptq, restate, tensors
 from tests.tiny_models import write_model
 
 RTN = {"scheme": {"format": "int4"}, "method": "rtn", "clip": "none"}
@@ -31,21 +31,6 @@ RTN = {"scheme": {"format": "int4"}, "method": "rtn", "clip": "none"}
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model("llama", tmp_path / "model", torch.float32, num_hidden_layers=1)
-
-
-def change(folder: Path, **config: object) -> dict[str, torch.Tensor]:
-    """Change config.json; return the tensors of a folder, whose weight files are removed."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors*")):
-        found |= load_file(file) if file.suffix == ".safetensors" else {}
-        file.unlink()
-    return found
-
-
-def put(folder: Path, found: dict[str, torch.Tensor]) -> None:
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -105,16 +90,14 @@ def compressed(fmt: str, kind: str) -> dict[str, Any]:
     ],
 )
 def test_a_stale_section_of_the_config_is_named(name: str, stated: dict[str, Any], model: Path) -> None:
-    put(model, change(model, **{name: stated}))
+    restate(model / "config.json", **{name: stated})
     with pytest.raises(CheckpointError, match=rf"dense: remove {name} from config\.json, which is out of"):
         plan(model, from_mapping(RTN))
 
 
 def test_a_stale_section_of_the_former_name_does_not_survive(int4: Path, tmp_path: Path) -> None:
     source = shutil.copytree(int4, tmp_path / "int4")
-    config = json.loads((source / "config.json").read_text())
-    stale = {"compression_config": compressed("int-quantized", "int")}
-    (source / "config.json").write_text(json.dumps(config | stale))
+    restate(source / "config.json", compression_config=compressed("int-quantized", "int"))
     pack(source, tmp_path / "gptq", "gptq")
     made = json.loads((tmp_path / "gptq" / "config.json").read_text())
     assert "compression_config" not in made and made["quantization_config"]["quant_method"] == "gptq"
@@ -191,21 +174,17 @@ def test_norms_that_transformers_keeps_for_float16_alone_are_cast_to_bfloat16(tm
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
 def test_a_value_that_the_dense_dtype_lacks_is_refused(name: str, model: Path, tmp_path: Path) -> None:
-    found = change(model)
-    found[name][3] = 1e6
-    put(model, found)
+    edit(model, lambda found: found[name][3].fill_(1e6))
     with pytest.raises(NumericError, match=rf"{name}: its value 1e\+06 is beyond 65504.*use --dense-dtype bfloat16$"):
         quantize(model, tmp_path / "out", from_mapping({**RTN, "dense_dtype": "float16"}))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tied_head_that_differs_is_refused_by_its_flag(model: Path, tmp_path: Path) -> None:
-    found = change(model, tie_word_embeddings=True)
-    put(model, found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()})
+    restate(model / "config.json", tie_word_embeddings=True)
+    edit(model, lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"].clone()}))
     quantize(model, tmp_path / "same", from_mapping(RTN))
-    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
-    found["lm_head.weight"][-1, -1] += 1
-    put(model, found)
+    edit(model, lambda found: found["lm_head.weight"][-1, -1].add_(1))
     says = "lm_head.weight and model.embed_tokens.weight differ, .*tie_word_embeddings: true: set it to false in config"
     with pytest.raises(CheckpointError, match=says):
         quantize(model, tmp_path / "out", from_mapping(RTN))
@@ -214,9 +193,8 @@ def test_a_tied_head_that_differs_is_refused_by_its_flag(model: Path, tmp_path: 
 
 @pytest.mark.parametrize("flag", [False, None])
 def test_an_untied_model_without_a_head_is_refused_by_its_flag(flag: bool | None, model: Path) -> None:
-    found = change(model, tie_word_embeddings=False)
-    del found["lm_head.weight"]
-    put(model, found)
+    restate(model / "config.json", tie_word_embeddings=False)
+    edit(model, lambda found: found.pop("lm_head.weight"))
     if flag is None:
         config = json.loads((model / "config.json").read_text())
         del config["tie_word_embeddings"]
@@ -264,7 +242,7 @@ def test_tokens_without_an_embedding_are_noted_although_no_text_is_read(file: st
     path, more = folder / file, ADDS[file]([*range(257, 386)])
     if file == "tokenizer.json":
         more["added_tokens"] = known + more["added_tokens"]
-    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **more}))
+    restate(path, **more)
     notices = quantkit.plan(folder, method="rtn", group_size=64).notices
     assert "384 embeddings lack, the first is '<384>' (2 in all)" in "\n".join(map(str, notices))
 
@@ -295,7 +273,6 @@ def test_a_source_whose_tokenizer_is_not_there_or_not_read_is_noted(
 
 def test_a_source_that_no_token_ends_is_noted(tmp_path: Path) -> None:
     folder = families.write("llama", tmp_path / "m")
-    stated = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(stated | {"eos_token_id": [256, 999]}))
+    restate(folder / "generation_config.json", eos_token_id=[256, 999])
     notes = [str(note) for note in quantkit.plan(folder, method="rtn", group_size=64).notices]
     assert "eos_token_id 999 is none of 384 embeddings: it ends no text" in notes

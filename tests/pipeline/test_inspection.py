@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
@@ -28,6 +27,7 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, Opening, describe, open_folder
 from quantkit.reporting import facts
 from tests.command_line import RTN, call, refused
+from tests.folders import edit
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model
 
@@ -41,15 +41,10 @@ def opened(folder: Path, source: Path, **changes: Any) -> Opening:
     return open_folder(folder, {**load_json(folder / "config.json"), **changes}, Checkpoint(source))
 
 
-def edited(folder: Path, out: Path, edit: Callable[[Tensors], object]) -> Path:
+def edited(folder: Path, out: Path, change: Callable[[Tensors], object]) -> Path:
     """Copy a folder with other tensors in one file."""
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
-    tensors: Tensors = {}
-    for shard in folder.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    edit(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("config.json"))
+    return edit(out, change)
 
 
 def _renamed(old: str, new: str) -> Callable[[Tensors], object]:
@@ -77,8 +72,8 @@ WRONG: dict[str, tuple[Callable[[Tensors], object], str]] = {
 def test_a_tensor_that_is_not_as_the_source_and_the_layout_say(
     case: str, int4: Path, small_llama: Path, tmp_path: Path
 ) -> None:
-    edit, says = WRONG[case]
-    bad = edited(int4, tmp_path / "bad", edit)
+    change, says = WRONG[case]
+    bad = edited(int4, tmp_path / "bad", change)
     config = load_json(int4 / "config.json")
     with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
         open_folder(bad, config, Checkpoint(small_llama))
@@ -208,21 +203,6 @@ def test_a_reader_that_refuses_is_not_on_the_card(tmp_path: Path) -> None:
     assert report["opened_by"] == [OURS] and THEIRS in report["not_opened_by"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert TRIED not in card and "vLLM" in card
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_transformers_opens_zero_points_as_the_report_says(family: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-
-    model = families.write(family, tmp_path / "model")
-    report = quantkit.quantize(model, tmp_path / "out", method="rtn", clip="none", group_size=64, asym=True)
-    named = [reader for reader in report["readers"] if "dequantize=True" in reader]
-    assert bool(named) is (family == "llama")
-    if named:
-        how = CompressedTensorsConfig(dequantize=True)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=how)
-        assert loaded(torch.arange(8)[None]).logits.isfinite().all()
 
 
 def test_an_indexer_stays_dense_where_engines_join_it(tmp_path: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.census import families
 from quantkit.calibration import loop
@@ -21,16 +19,16 @@ from quantkit.errors import CheckpointError, NumericError
 from quantkit.inference.load import load
 from quantkit.io import files
 from quantkit.io.json_files import load_json
-from quantkit.io.safetensors_files import read_header
 from quantkit.io.staging import JOURNAL, append_journal, read_journal
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
+from quantkit.reporting.summary import summary
 from quantkit.text import sequences
 from tests.faults import Killed, faults, killer, stop_at
-from tests.folders import TEXT, gptq, hashes, tensors
+from tests.folders import TEXT, edit, gptq, hashes, restate, tensors
 from tests.tiny_models import write_model
 
 
@@ -57,14 +55,6 @@ def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 
 
-def spoil(model: Path, name: str, change: Callable[[torch.Tensor], object]) -> None:
-    """Change a tensor of a folder."""
-    (shard,) = [path for path in model.glob("*.safetensors") if name in read_header(path)[0]]
-    found = load_file(shard)
-    change(found[name])
-    save_file(found, shard, {"format": "pt"})
-
-
 def test_a_nan_found_beside_the_computing_ends_the_run_with_its_own_line(
     small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +62,7 @@ def test_a_nan_found_beside_the_computing_ends_the_run_with_its_own_line(
     broken = tmp_path / "broken"
     shutil.copytree(small_llama, broken)
     name = "model.layers.0.mlp.up_proj.weight"  # whose activations are not finite either
-    spoil(broken, name, lambda weight: weight[3, 5].fill_(torch.nan))
+    edit(broken, lambda found: found[name][3, 5].fill_(torch.nan))
     with pytest.raises(NumericError, match=rf"^{name}: 1 of \d+ weights are NaN or infinite, the first \[3, 5\]"):
         quantize(broken, tmp_path / "out", from_mapping(gptq(str(calib))))
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
@@ -85,13 +75,15 @@ def test_activations_that_overflow_late_leave_the_finished_blocks_for_resume(
     monkeypatch.setitem(job.BESIDE, "cpu", beside)
     model = write_model("llama", tmp_path / "model", torch.float32, num_hidden_layers=3)
     name = "model.layers.1.mlp.down_proj.weight"
-    spoil(model, name, lambda weight: weight.fill_(3e38))
+    edit(model, lambda found: found[name].fill_(3e38))
     recipe = from_mapping(gptq(str(calib), skip=[".*layers.1.mlp.down_proj", "lm_head"]))
     with pytest.raises(NumericError, match=r"^model\.layers\.2\.self_attn\.q_proj, calibration document \d: "):
         quantize(model, tmp_path / "out", recipe, min_share=0)
     (partial,) = tmp_path.glob("out.partial-*")
     assert [line["facts"]["block"] for line in read_journal(partial / JOURNAL)[1:]] == [0, 1]
-    assert "calibration document" in load_json(partial / REPORT)["failed"]
+    found = load_json(partial / REPORT)
+    assert "calibration document" in found["failed"] and summary(found).startswith("failed ")
+    assert len(found["layers"]) == 7 + 6
 
 
 def test_a_kill_while_a_file_is_half_written_costs_no_byte(
@@ -253,10 +245,9 @@ def test_infinite_numbers_and_code_for_a_known_family_in_config_are_no_obstacle(
     small_llama: Path, tmp_path: Path
 ) -> None:
     source = Path(shutil.copytree(small_llama, tmp_path / "source"))
-    config = json.loads((source / "config.json").read_text())
     odd = {"time_step_limit": [0.0, float("inf")], "floor": {"__float__": "-Infinity"}, "unset": float("nan")}
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_llama.Mine"}}
-    (source / "config.json").write_text(json.dumps({**config, **odd, **code}))
+    restate(source / "config.json", **odd, **code)
     report = quantize(source, tmp_path / "out", from_mapping({"method": "rtn"}))
     text = (tmp_path / "out" / "config.json").read_text()
     written = json.loads(text)

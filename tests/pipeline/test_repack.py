@@ -21,7 +21,8 @@ from quantkit.planning.plan import plan_pack
 from quantkit.progress import Progress
 from tests.command_line import call
 from tests.faults import faults
-from tests.properties.conversions import damage, nothing_is_left
+from tests.folders import flip
+from tests.properties.conversions import nothing_is_left
 
 __all__ = ["nothing_is_left"]
 
@@ -70,7 +71,7 @@ def test_the_damaged_weight_is_the_one_that_is_named(which: int, int4: Path, tmp
     call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
     for module in {modules[which], modules[-1]}:
-        damage(tmp_path / "ct", f"{module}.weight_packed")
+        flip(tmp_path / "ct", f"{module}.weight_packed")
     shown = call("pack", tmp_path / "ct", "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1).stderr
     assert f"{modules[which]}.weight: codes or scales differ" in shown and len(shown.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["ct"]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-from quantkit.io.safetensors_files import read_header
 
 
 def threads() -> list[str]:
@@ -22,11 +19,3 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert torch.get_num_threads() == before
     assert not threads()
-
-
-def damage(folder: Path, name: str) -> None:
-    for path in folder.glob("*.safetensors"):
-        if (info := read_header(path)[0].get(name)) is not None:
-            data = bytearray(path.read_bytes())
-            data[info.start + 5] ^= 0x10
-            path.write_bytes(bytes(data))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from quantkit import load
 from quantkit.errors import CheckpointError
 from tests import command_line
 from tests.command_line import call, refused
+from tests.folders import restate
 
 copy = command_line.copy
 
@@ -32,8 +32,7 @@ READ_A_MODEL = ["quantize {bad} --method rtn -o {out}", "plan {bad}", "inspect {
 def test_sizes_that_the_weights_cannot_have_are_refused_before_a_model_is_built(
     key: str, value: object, copy: Path, tmp_path: Path, calib: Path
 ) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, key: value}))
+    restate(copy / "config.json", **{key: value})
     for args in READ_A_MODEL[1:3]:
         message = refused(*args.format(bad=copy, out=tmp_path / "out", text=calib).split())
         assert "the weight files hold" in message and "config.json" in message
@@ -81,7 +80,7 @@ def test_report_opens_no_link_out_of_the_folder(name: str, int4: Path, tmp_path:
     assert "is a link out of" in refused("report", folder, "--html", tmp_path / "page.html")
 
 
-def test_a_hub_cache_whose_files_are_links_is_evaluated_and_generates(
+def test_a_hub_cache_whose_files_are_links_is_read_and_its_outputs_have_none(
     tiny_llama: Path, tmp_path: Path, calib: Path
 ) -> None:
     snapshot, blobs = tmp_path / "models--a--m" / "snapshots" / "12ab", tmp_path / "models--a--m" / "blobs"
@@ -93,4 +92,7 @@ def test_a_hub_cache_whose_files_are_links_is_evaluated_and_generates(
     (blobs / "ff").write_text("{{ messages }}")
     (snapshot / "additional_chat_templates" / "x.jinja").symlink_to("../../../blobs/ff")
     call("generate", snapshot, "hello", "--max-new-tokens", 2)
-    call("eval", "ppl", snapshot, "--data", calib, "--window", 32)
+    (tmp_path / "link").symlink_to(snapshot)
+    call("eval", "ppl", tmp_path / "link", "--data", calib, "--window", 32)
+    call("quantize", tmp_path / "link", "--method", "rtn", "--group-size", 32, "-o", tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))

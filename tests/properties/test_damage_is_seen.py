@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.report import REPORT, SEAL, load, seal
 from quantkit.errors import CheckpointError
 from quantkit.io.safetensors_files import read_header
 from tests.command_line import call, refused
+from tests.folders import edit, flip
 
 TENSOR = "model.norm.weight"
 
@@ -29,28 +29,11 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text.txt"
 
 
-def shard_of(folder: Path, tensor: str = TENSOR) -> Path:
-    return next(path for path in sorted(folder.glob("*.safetensors")) if tensor in read_header(path)[0])
-
-
-def flip(folder: Path, tensor: str = TENSOR) -> Path:
-    path = shard_of(folder, tensor)
-    data = bytearray(path.read_bytes())
-    data[read_header(path)[0][tensor].start] ^= 1
-    path.write_bytes(data)
-    return path
-
-
-def without_digests(folder: Path) -> None:
-    for path in folder.glob("*.safetensors"):
-        save_file(load_file(path), path, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("report", [True, False])
 def test_a_flipped_bit_is_named_by_load_eval_generate_and_inspect(report: bool, folder: Path, text: Path) -> None:
     if not report:
         (folder / REPORT).unlink()
-    flip(folder)
+    flip(folder, TENSOR)
     window = ("--data", text, "--window", 32)
     for words in (("eval", "ppl", folder, *window), ("generate", folder, "The", "--max-new-tokens", 2)):
         assert TENSOR in (said := refused(*words)) and "--no-check" in said
@@ -74,7 +57,7 @@ def test_an_edited_text_is_refused_by_load_and_told_by_pack(name: str, folder: P
 def test_exchanged_names_of_tensors_are_damage_too(folder: Path, text: Path) -> None:
     (folder / REPORT).unlink()
     first, second = (b"model.layers.0.self_attn.%s_proj.weight_packed" % letter for letter in (b"q", b"k"))
-    path = shard_of(folder, first.decode())
+    (path,) = (path for path in folder.glob("*.safetensors") if first.decode() in read_header(path)[0])
     data = path.read_bytes()
     assert data.count(first) == data.count(second) == 1
     hidden = b"x" * len(first)
@@ -86,7 +69,7 @@ def test_exchanged_names_of_tensors_are_damage_too(folder: Path, text: Path) -> 
 def test_codes_that_nothing_is_known_of_are_not_called_verified(folder: Path) -> None:
     (folder / REPORT).unlink()
     assert "codes unchecked" not in call("verify", folder, "-q").stdout  # by the digests in the weight files
-    without_digests(folder)
+    edit(folder, lambda tensors: None)  # so that the file has no digests
     said = call("verify", folder, "-q", code=3).stdout
     assert "NOT verified, codes unchecked" in said and "--unsealed" in said
     assert "verified, codes unchecked" in call("verify", folder, "--unsealed", "-q").stdout
@@ -95,14 +78,9 @@ def test_codes_that_nothing_is_known_of_are_not_called_verified(folder: Path) ->
 
 def test_another_checkpoint_is_compared_in_its_dense_tensors_too(folder: Path, int4: Path) -> None:
     (folder / REPORT).unlink()
-    path = shard_of(folder)
-    tensors = load_file(path)
-    tensors[TENSOR][3] += 1
-    save_file(tensors, path, metadata={"format": "pt"})
-    without_digests(folder)
+    edit(folder, lambda tensors: tensors[TENSOR][3].add_(1))
     assert f"{TENSOR}: its bits differ from those in" in call("verify", folder, "--against", int4, "-q", code=3).stdout
-    tensors[TENSOR] = tensors[TENSOR].bfloat16()
-    save_file(tensors, path, metadata={"format": "pt"})
+    edit(folder, lambda tensors: tensors.update({TENSOR: tensors[TENSOR].bfloat16()}))
     assert f"{TENSOR}: is [" in call("verify", folder, "--against", int4, "-q", code=3).stdout
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint import report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.io.json_files import load_json
-from quantkit.io.staging import JOURNAL
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
@@ -27,8 +21,7 @@ from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.summary import summary
 from quantkit.text.tokenizer import load_tokenizer
-from tests.faults import faults
-from tests.folders import TEXT
+from tests.folders import TEXT, edit
 from tests.tiny_models import write_model
 
 RTN = {"method": "rtn", "clip": "none"}
@@ -43,10 +36,7 @@ def calib(tmp_path: Path) -> dict[str, Any]:
 def edited(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
     """Copy a Llama to `folder`, with changed tensors where the name contains `name`."""
     write_model("llama", folder, hidden_size=128, intermediate_size=256)
-    for shard in folder.glob("*.safetensors"):
-        tensors = load_file(shard)
-        save_file({k: change(t) if name in k else t for k, t in tensors.items()}, shard, {"format": "pt"})
-    return folder
+    return edit(folder, lambda tensors: tensors.update({k: change(t) for k, t in tensors.items() if name in k}))
 
 
 def report_and_summary(out: Path) -> tuple[dict[str, Any], str]:
@@ -183,23 +173,6 @@ def test_a_packed_folder_reports_its_own_facts(small_llama: Path, tmp_path: Path
         tmp_path / "ct" / "quantkit_recipe.yaml"
     ).read_bytes()
     assert f"# {before['source']['name']}, int4:g128" in (tmp_path / "marlin" / "README.md").read_text()
-
-
-def test_a_failed_run_writes_a_report_of_the_finished_work(
-    small_llama: Path, tmp_path: Path, calib: dict[str, Any]
-) -> None:
-    opened = itertools.count(1)
-
-    def broken(operation: str, path: Path) -> None:
-        if operation == "open" and path.name == JOURNAL and next(opened) == 3:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with faults(broken), pytest.raises(CheckpointError, match="input/output error"):
-        quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calib, "clip": "none"}))
-    [partial] = tmp_path.glob("out.partial-*")
-    found = load_json(partial / report.REPORT)
-    assert "input/output error" in found["failed"] and len(found["layers"]) == 7
-    assert summary(found).startswith("failed ")
 
 
 @pytest.mark.parametrize("mapping", [{"calibration": {"data": "\udcff.txt"}}, {"skip": ["\udcff"]}])

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.command_line import call, refused
-from tests.folders import TEXT
+from tests.folders import TEXT, restate
 
 MODEL = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,11 +75,6 @@ CODE = {"own_model.py": MODEL, "own_tokenizer.py": TOKENIZER, "own_words.py": WO
 TRUST = "--trust-remote-code"
 
 
-def state(path: Path, **entries: object) -> None:
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**known, **entries}))
-
-
 @pytest.fixture(scope="module")
 def own(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model of which config, model, tokenizer and image processor are its own code."""
@@ -91,11 +86,11 @@ def own(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text)
     (folder / "own.codes").write_text(json.dumps([chr(i) for i in range(128)]))
     autos = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnModel"}
-    state(folder / "config.json", model_type="own_type", architectures=["OwnModel"], auto_map=autos)
+    restate(folder / "config.json", model_type="own_type", architectures=["OwnModel"], auto_map=autos)
     tokenizer = {"AutoTokenizer": ["own_tokenizer.OwnTokenizer", None]}
-    state(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=tokenizer)
+    restate(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=tokenizer)
     image = {"AutoImageProcessor": "own_processor.OwnProcessor"}
-    state(folder / "preprocessor_config.json", image_processor_type="OwnProcessor", auto_map=image)
+    restate(folder / "preprocessor_config.json", image_processor_type="OwnProcessor", auto_map=image)
     return folder
 
 
@@ -226,7 +221,7 @@ def test_code_in_another_repository_that_is_not_reached_is_named(
 def test_code_for_a_model_of_images_and_text_is_built_by_its_own_class(own: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(own, tmp_path / "model"))
     autos = {"AutoConfig": "own_model.OwnConfig", "AutoModelForImageTextToText": "own_model.OwnModel"}
-    state(model / "config.json", auto_map=autos)
+    restate(model / "config.json", auto_map=autos)
     call("generate", model, "Hi", "--max-new-tokens", 2, TRUST, "-q")
-    state(model / "config.json", auto_map={"AutoConfig": autos["AutoConfig"]})
+    restate(model / "config.json", auto_map={"AutoConfig": autos["AutoConfig"]})
     assert "is no model that writes text" in refused("generate", model, "Hi", TRUST)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import REPORT, load
+from quantkit.checkpoint.report import load
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import dump_json
@@ -21,9 +19,8 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.convert import pack
 from tests.command_line import call
 from tests.faults import faults
-from tests.properties.conversions import damage, nothing_is_left
+from tests.properties.conversions import nothing_is_left
 from tests.reliability.forks import run
-from tests.reporting.samples import write_report
 
 __all__ = ["nothing_is_left"]
 
@@ -37,24 +34,6 @@ def test_digests_are_those_of_what_was_written_not_of_what_was_read(int4: Path, 
         assert {layer["name"]: layer["digest"] for layer in layers} == {
             module: out.quantized(module).digest() for module in out.modules()
         }
-
-
-def test_reports_of_older_versions_are_still_held_against_the_weights(int4: Path, tmp_path: Path) -> None:
-    call("pack", int4, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
-    src, path = Checkpoint(tmp_path / "ct"), tmp_path / "ct" / REPORT
-    report = json.loads(path.read_text())
-    for layer in report["layers"]:
-        q = src.quantized(layer["name"])
-        seen = hashlib.sha256(f"{q.scheme.label} {list(q.shape)}".encode())
-        for part in (q.codes, q.scales):
-            seen.update(part.contiguous().view(torch.uint8).numpy().tobytes())
-        layer["digest"] = seen.hexdigest()
-    write_report(path.parent, report)
-    pack(tmp_path / "ct", tmp_path / "out", "marlin")
-    assert {layer["digest"].split(":")[0] for layer in load(tmp_path / "out")["layers"]} == {"xxh3_128"}
-    damage(tmp_path / "ct", f"{src.modules()[1]}.weight_packed")
-    with pytest.raises(CheckpointError, match=f"{src.modules()[1]}.weight: codes or scales differ"):
-        pack(tmp_path / "ct", tmp_path / "again", "marlin")
 
 
 def most_memory(source: Path, out: Path, layout: str, scratch: Path) -> int:
