@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.errors import LayoutError, Option, RecipeError, ThresholdError, Words
+from quantkit.errors import Option, RecipeError, Words
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verify import Verification
@@ -82,10 +82,7 @@ def test_results_print_themselves(shown: dict[str, dict[str, Any]]) -> None:
     expected = {
         "quantize": (made, "Result(path='model-int4', layout='compressed-tensors', scheme='int4:g128', linears=13, "),
         "plan": (shown["plan"]["planned"], "Plan(layout='marlin', scheme='int4:g128', linears=14, bytes="),
-        "verify": (
-            shown["verify"]["proof"],
-            "Verification(ok=True, checked=True, layout='marlin24', linears=14, weights=",
-        ),
+        "verify": (shown["verify"]["proof"], "Verification(ok=True, checked=True, layout='marlin24', linears=14"),
         "ppl": (shown["eval_ppl"]["after"], "Perplexity(perplexity="),
         "kld": (shown["eval_kld"]["found"], "Divergence(kld="),
     }
@@ -95,24 +92,6 @@ def test_results_print_themselves(shown: dict[str, dict[str, Any]]) -> None:
     assert str(made).startswith("done          quantize: 13 linears") and str(made).count("\n") > 5
     kinds = Perplexity, Divergence, Verification
     assert {type(value) for value, _ in list(expected.values())[2:]} == set(kinds)
-
-
-def test_a_plan_refuses_what_quantize_refuses_in_the_same_words(work: Path) -> None:
-    asked: dict[str, Any] = {"layout": "tcfpx", "method": "rtn"}
-    planned = quantkit.plan("model", **asked)
-    way = 'use layout="marlin" or layout="compressed-tensors"'
-    assert isinstance(planned.refusal, LayoutError) and way in repr(planned)
-    with pytest.raises(LayoutError) as caught:
-        quantkit.quantize("model", "refused", **asked)
-    assert str(caught.value) == str(planned.refusal) == "\n".join(planned.verdict.ways_out)
-    with pytest.raises(LayoutError, match=way):
-        planned.require()
-    assert "use --layout marlin or --layout compressed-tensors" in planned.refusal.typed
-    planned = quantkit.plan("model", method="rtn", skip=".*mlp.*", gpu_memory=2**30)
-    assert planned.needs.memory.vram["weights being rounded"] > 0
-    assert isinstance(planned.refusal, ThresholdError) and str(planned.refusal).endswith("or lower min_share")
-    with pytest.raises(ThresholdError, match="min_share asks for 90 %"):
-        planned.require_share(0.9)
 
 
 def test_a_function_is_told_of_each_step(work: Path) -> None:
@@ -213,12 +192,6 @@ def test_a_progress_object_is_used_as_it_is(work: Path, capsys: pytest.CaptureFi
         ("plan", ("model",), {"target": "vllm", "gpu": "abacus"}, "gpu is 'abacus': use one of "),
         ("plan", ("model",), {"gpu": "h100"}, "gpu says where a program runs, and none is named: add target"),
         ("quantize", ("model", "o"), {"act_budget": -1}, "act_budget is -1: use an integer from 0"),
-        (
-            "eval_ppl",
-            ("model",),
-            {"data": "evaluation.txt", "window": 16, "stride": 0},
-            "stride is 0: use an integer from 1",
-        ),
     ],
 )
 def test_a_wrong_value_is_named(

@@ -108,12 +108,7 @@ def test_every_keyword_is_in_the_signature(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "keywords", "message"),
     [
-        (
-            "quantize",
-            ("a", "b"),
-            {"grop_size": 64},
-            "unexpected keyword argument 'grop_size'; did you mean 'group_size'?",
-        ),
+        ("quantize", ("a", "b"), {"grop_size": 64}, "keyword argument 'grop_size'; did you mean 'group_size'?"),
         ("convert", ("a-to-b", "c", "d"), {"overwrit": True}, "'overwrit'; did you mean 'overwrite'?"),
         ("pack", ("a", "b", "gptq"), {"colour": 1}, "pack() got an unexpected keyword argument 'colour'"),
         ("quantize", ("a",), {}, "quantize() missing 1 required positional argument: 'out'"),

@@ -76,11 +76,9 @@ def test_each_optional_package_that_is_missing_has_its_command(monkeypatch: pyte
     [
         ("2.13.0+cpu", "2.10", True),
         ("2.9.1", "2.10", False),
-        ("2.10", "2.10", True),
         ("2.10.0rc1", "2.10", True),
         ("5.15.0.dev0", "5.15", True),
         ("10.0", "9.99", True),
-        ("0.4.9", "0.5", False),
         ("2024.1+cu130.git1234567", "2024.2", False),
     ],
 )
@@ -151,14 +149,6 @@ def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "need 8.0 (Ampere) or newer" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
     line = next(line for line in doctor.format_diagnosis(found).splitlines() if line.startswith("GPU"))
     assert "sm_75 (this GPU has compute capability 7.5" in line and line.endswith("sm_80")
-
-
-def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    if toolchain()["nvrtc"]:
-        pytest.skip("CuPy works here, so nothing is to be installed")
-    for version, extra in (("12.8", "cuda12"), ("13.0", "cuda13")):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        assert str(gpu_diagnosis.cupy().fix).endswith(f"pip install 'cupy-{extra}x>=13.6'")
 
 
 @pytest.mark.parametrize(

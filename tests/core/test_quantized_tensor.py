@@ -146,19 +146,6 @@ def test_invalid_labels_are_refused(label: str) -> None:
     assert refusal.value.exit_code == 2
 
 
-def test_groups_must_divide_the_columns() -> None:
-    assert Scheme(INT4, 128).groups(384) == 3 and Scheme(INT4).groups(7) == 1
-    for k in (64, 129, 200):
-        with pytest.raises(LayoutError, match=f"128 does not divide k = {k}"):
-            Scheme(INT4, 128).groups(k)
-    assert Scheme(INT4, 1).groups(7) == 7
-    for size in (0, -128):
-        with pytest.raises(RecipeError):
-            Scheme(INT4, size)
-    with pytest.raises(RecipeError, match="symmetric only"):
-        Scheme(FP6, symmetric=False)
-
-
 def test_errors_name_the_weight_they_are_about() -> None:
     with pytest.raises(LayoutError, match=r"^model\.x: group size 3 does not divide"), about("model.x"):
         Scheme(INT4, 3).groups(8)

@@ -133,7 +133,8 @@ def test_asymmetric_compressed_tensors_need_an_option_of_transformers() -> None:
     assert plain not in asymmetric and option in " ".join(asymmetric)
     # transformers 5.23 decodes all weights by the scheme of the first group then
     mixed = folder("compressed-tensors", "int4:g128:asym", {DOWN: "int8:g128:asym"})
-    assert option not in " ".join(opened_by(mixed))
+    experts = folder("compressed-tensors", "int4:g128:asym", modules=EXPERTS)
+    assert option not in " ".join(opened_by(mixed)) and option not in " ".join(opened_by(experts))
 
 
 def test_a_dense_linear_named_like_the_start_of_a_packed_one_has_no_place_in_awq() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from quantkit.evaluation import divergence
 from quantkit.recipes.options import RunOptions
 from tests.command_line import RTN, call, refused
 from tests.folders import TEXT
-from tests.tiny_models import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +45,6 @@ def test_the_report_holds_what_the_evaluation_commands_find_and_no_other_file_ch
     assert quantkit.verify(out).ok
     call("quantize", small_llama, "-o", tmp_path / "plain", *RTN, "--group-size", 32, "-q")
     assert report.load(tmp_path / "plain")["files"] == report.load(out)["files"]
-
-
-def test_before_and_after_have_bos_where_the_tokenizer_adds_it(small_llama: Path, text: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(small_llama, tmp_path / "adding"))
-    from tokenizers.processors import TemplateProcessing
-
-    words = byte_tokenizer()
-    words.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
-    )
-    words.save_pretrained(model)
-    out = tmp_path / "out"
-    found = quantkit.quantize(model, out, method="rtn", clip="none", eval=str(text))["evaluation"]
-    assert found["bos"] is True and (found["window"], found["tokens"]) == (511, 2 * 511)
-    before, after = (quantkit.eval_ppl(each, data=str(text)) for each in (model, out))
-    assert (found["before"], found["after"]) == (before.perplexity, after.perplexity)
-    assert before.perplexity != quantkit.eval_ppl(model, data=str(text), window=511, bos=False).perplexity
-    assert "with BOS (the tokenizer's rule)" in (out / "README.md").read_text()
 
 
 def test_a_lossless_conversion_keeps_the_figures(out: Path, tmp_path: Path) -> None:

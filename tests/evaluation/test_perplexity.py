@@ -21,6 +21,7 @@ from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 from tests.command_line import call, refused
 from tests.evaluation.conftest import TEXT
+from tests.folders import restate
 from tests.tiny_models import byte_tokenizer
 
 
@@ -138,17 +139,15 @@ def test_a_model_that_reads_in_both_directions_is_not_judged_by_what_it_saw(tmp_
     rounding = ("--method", "rtn", "--group-size", 64)
     assert says in refused("quantize", folder, *rounding, "--eval", text, out=tmp_path / "out")
     call("quantize", folder, *rounding, "-o", tmp_path / "out")
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "is_decoder": True}))
+    restate(folder / "config.json", is_decoder=True)
     call("eval", "ppl", folder, "--data", text)
 
 
 def test_what_a_config_asks_a_forward_to_return_changes_nothing(tmp_path: Path) -> None:
     folder, text = families.write("llama", tmp_path / "m"), tmp_path / "text.txt"
     text.write_text(TEXT)
-    config = folder / "config.json"
     plain = call("eval", "ppl", folder, "--data", text, "--json").stdout
     returned = {"return_dict": False, "torchscript": True, "output_attentions": True, "output_hidden_states": True}
-    config.write_text(json.dumps({**json.loads(config.read_text()), **returned}))
+    restate(folder / "config.json", **returned)
     assert json.loads(call("eval", "ppl", folder, "--data", text, "--json").stdout) == json.loads(plain)
     call("generate", folder, "one", "--max-new-tokens", 2)

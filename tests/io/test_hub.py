@@ -115,7 +115,7 @@ def test_what_a_tokenizer_needs_is_downloaded_and_code_only_if_it_is_trusted(ser
         ({}, "has no .safetensors weights: give another model"),
         (
             {"model.safetensors.index.json": b'{"weight_map":{"a":"m-1.safetensors"}}'},
-            "has no .safetensors weights, or not all that its index names",
+            "or not all that its index names",
         ),
     ],
 )
@@ -186,11 +186,7 @@ def named(name: str, base: type[Exception] = OSError) -> Exception:
         (named("ProxyError"), "a proxy or mirror does not pass the hub's answer on (ProxyError ProxyError): check"),
         (ValueError("Unknown scheme for proxy URL"), "check the variables HTTPS_PROXY"),
         (raised(named("ReadTimeout"), named("TimeoutException")), "does not answer in time: try again"),
-        (
-            ConnectionError(f"[Errno {EAI_NONAME}] Name or service not known"),
-            "is not found and nothing is cached",
-        ),
-        (raised(OSError("y"), ConnectionError(f"[Errno {EAI_NONAME}] Name or service not known")), "is not found"),
+        (raised(OSError("y"), ConnectionError(f"[Errno {EAI_NONAME}] Name or service not known")), "is not found and"),
         (raised(ValueError("x"), ConnectionError("refused")), "cannot be reached and nothing is cached"),
         (ValueError("anything else"), "the hub does not give it (anything else): check the name and the revision"),
     ],
@@ -208,9 +204,7 @@ def test_a_machine_that_cannot_download_is_told_why(
 def test_variables_that_lead_nowhere_are_named(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
     monkeypatch.setenv("HF_ENDPOINT", "nonsense")
-    assert (
-        hub.reasons(OSError(errno.ENOENT, "No such file"), "org/x")[0] == "SSL_CERT_FILE names no file (/nowhere.pem)"
-    )
+    assert hub.reasons(OSError(errno.ENOENT, "No such file"), "org/x")[0].startswith("SSL_CERT_FILE names no file")
     assert "check HF_ENDPOINT" in hub.reasons(ConnectionError("refused"), "org/x")
 
 

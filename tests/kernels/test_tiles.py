@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, grouped, tiles
+from quantkit.kernels import LAUNCHERS, tiles
 from quantkit.kernels.hopper import MAX_TOKENS, token_parts
 from quantkit.kernels.portable import PortableKernel
 from quantkit.kernels.tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil, choose_tile
@@ -224,7 +224,6 @@ def test_many_tokens_are_divided_into_launches_of_nearly_equal_size(m: int, fake
 
 EVERY = [kernel for kernel in sources.KERNELS if isinstance(kernel, PortableKernel)]
 KERNELS = sorted(EVERY, key=lambda kernel: kernel.function is not None)  # those of experts last
-PORTABLE_LAYERS = [*LAYERS[:6], (8192, 28672)]
 SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
 #: Shared memory of a block on sm_86 and sm_89, the smallest of all, and of a multiprocessor of sm_90, the largest.
 SHARED, MULTIPROCESSOR = 99 * 1024, 228 * 1024
@@ -244,20 +243,6 @@ def test_every_instance_is_compiled() -> None:
     all_sources = sources.SOURCES.items()
     listed = [instance for name, instances in all_sources if name.endswith("_portable") for instance in instances]
     assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in kernel.instances)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_is_chosen_for_some_product(kernel: PortableKernel) -> None:
-    """A tile that is never chosen is compiled for nothing; and a token never gets a tile of many."""
-    choice = kernel.choice
-    if kernel.function:
-        chosen = {grouped.choose(choice.tiles, 2 ** (i / 8) / 8) for i in range(97)}
-    else:
-        tokens = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-        sizes = itertools.product(TYPES, tokens, PORTABLE_LAYERS, (108, 132))
-        chosen = {choice.choose(dtype, m, n, k, sms) for dtype, m, (n, k), sms in sizes}
-        assert all(choice.choose(torch.float16, 1, n, k, 132).m <= 32 for n, k in PORTABLE_LAYERS)
-    assert chosen == set(choice.tiles)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])

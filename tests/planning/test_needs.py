@@ -17,7 +17,7 @@ from quantkit.planning.needs import Memory, disk_peak, streamed_memory
 from quantkit.planning.output import Files
 from quantkit.planning.survey import plan
 from quantkit.recipes.recipe import from_mapping
-from tests.folders import gptq
+from tests.folders import gptq, restate
 
 #: Hidden states of two documents of ten tokens take 40 bytes, the sum of a block's gradients 7.
 MEMORY, LENGTHS, BLOCKS = Memory({}, token_bytes=2, sum_bytes=7), (10, 10), 3
@@ -60,8 +60,7 @@ def test_the_modules_of_many_experts_are_a_part_of_the_peak(small_llama: Path) -
 
 def test_of_a_layers_experts_a_pass_has_those_of_a_token_at_a_time(small_llama: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(small_llama, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 8}))
+    restate(folder / "config.json", num_experts_per_tok=8)
     linears = {f"model.layers.0.mlp.experts.{number}.up_proj": (100, 64) for number in range(512)}
     linears["model.layers.0.self_attn.q_proj"] = (64, 64)
     routed, every = (Sizes.of(Checkpoint(path), linears, from_mapping({}), "cpu") for path in (folder, small_llama))

@@ -20,6 +20,7 @@ from quantkit.planning.needs import Memory
 from quantkit.planning.output import dense_totals
 from quantkit.recipes.recipe import from_mapping, nearest_names, require_effect
 from tests.command_line import RTN, call
+from tests.folders import restate
 
 GPTQ = ("--samples", 2, "--max-length", 64)
 
@@ -68,8 +69,7 @@ def has_a_link(places: Places) -> None:
 
 def is_of_family(**changes: object) -> Callable[[Places], None]:
     def change(places: Places) -> None:
-        path = places.copied() / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        restate(places.copied() / "config.json", **changes)
 
     return change
 
