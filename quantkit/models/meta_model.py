@@ -93,7 +93,9 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
         if src.config.get("model_type") is None:
             what = (f"{CONFIG} states no model_type",)
         raise CheckpointError(*what, "check config.json", subject=src.path)
-    for key, value in entries({} if remote else src.dense_config(), src.path / CONFIG):
+    left_out = ("quantization_config", "auto_map")
+    known = {key: value for key, value in src.config.items() if key not in left_out}
+    for key, value in entries({} if remote else known, src.path / CONFIG):
         # "auto" is an argument's value only.
         if key in ("dtype", "torch_dtype") and not (
             value is None or isinstance(getattr(torch, str(value), None), torch.dtype)
@@ -109,11 +111,6 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
         if remote:
             config = AutoConfig.from_pretrained(src.path, trust_remote_code=True)
         else:
-            known = {
-                key: value
-                for key, value in src.config.items()
-                if key not in ("quantization_config", "auto_map")
-            }
             config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
     except (Exception, SystemExit) as error:  # a wrong config, or trusted code, can raise anything
         raise unbuildable(src, error) from error
