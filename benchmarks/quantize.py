@@ -34,6 +34,7 @@ from quantkit.core.ranks import ranks
 from quantkit.io.staging import JOURNAL, read_journal
 from quantkit.models.meta_model import skeleton
 from quantkit.models.weights import CUDA_DEVICE, device_of
+from quantkit.pipeline.publish import Measure
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.needs import OTHERS, Memory
 from quantkit.planning.survey import plan
@@ -92,7 +93,7 @@ def _measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(where)
     here.broadcast((source, folder / "out", recipe))
-    report = quantize(source, folder / "out", recipe, see, progress=progress, **options)
+    report = quantize(source, folder / "out", recipe, Measure(see, 0), progress=progress, **options)
     speeds = measure_speeds(where, folder)  # last, as pinned memory would count as the run's
     tokens = report["calibration"]["tokens"]
     least = floors(Checkpoint(source), device, recipe, tokens // here.count, speeds)
