@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -164,8 +165,9 @@ def exits() -> Iterator[None]:
     except BrokenPipeError:
         leave(STOPPED)
     except SystemExit as error:
-        # exit() itself is frozen, and in no file
-        at = [f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<"][-1]
+        # exit() itself is frozen, and in no file from Python 3.11 on
+        own = re.compile("<|.*_sitebuiltins")
+        at = [f for f in traceback.extract_tb(error.__traceback__) if not own.match(f.filename)][-1]
         if at.filename == __file__ or not click.get_current_context(silent=True):
             raise  # the end of a command, by quantkit
         leave(

@@ -31,9 +31,10 @@ SECONDS, SECONDS_IN_ALL = 1.0, 20.0
 #: The most patterns of a config, the most characters of a pattern, and of all patterns together.
 #: Compiling takes time too.
 MOST, LONGEST, LONGEST_IN_ALL = 10_000, 10_000, 2**20
-#: Parts that `regex` reads as more than `re` does: named classes in a set, and braces that do not
-#: count.
-_UNLIKE = re.compile(r"\[:\^?\w+:\]|(?<!\\)\{(?!\d*,?\d*\})[^{}]*\}")
+#: Parts that readers do not read alike: named classes in a set, braces that do not count, and flags
+#: behind the start, which Python 3.10 takes.
+_UNLIKE = re.compile(r"\[:\^?\w+:\]|(?<!\\)\{(?!\d*,?\d*\})[^{}]*\}|(?<!\\)\(\?[aiLmsux]+\)")
+_FLAGS_FIRST = re.compile(r"^(\(\?[aiLmsux]+\))+")
 
 
 @lru_cache(maxsize=2**15)
@@ -45,7 +46,7 @@ def compiled(text: str) -> Any:
         raise ValueError(f"its {len(text)} characters are more than {LONGEST}")
     try:
         re.compile(text)  # which other readers use
-        if unlike := _UNLIKE.search(text):
+        if unlike := _UNLIKE.search(_FLAGS_FIRST.sub("", text)):
             raise ValueError(f"{unlike[0]} means different things to different readers")
         return regex.compile(text)
     except (re.error, regex.error, OverflowError, RecursionError) as error:

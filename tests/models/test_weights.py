@@ -15,6 +15,7 @@ from quantkit.models.meta_model import float32_states, unbuildable
 from quantkit.models.modules import get_tensor
 from quantkit.models.outline import LanguageModel
 from quantkit.models.weights import BlockWeights, load_dense_model
+from tests.folders import NEWEST
 from tests.models.folders import documents, outputs, plain
 from tests.tiny_models import FAMILIES
 
@@ -74,6 +75,7 @@ def test_weights_are_replaced_for_a_while_and_have_gradients(model: LanguageMode
     assert linear.weight is before and new.grad is not None and new.grad.eq(3).all()
 
 
+@NEWEST
 def test_states_that_the_code_needs_in_float32_stay_so(tmp_path: Path) -> None:
     model = LanguageModel(Checkpoint(families.write("inkling2_text", tmp_path / "m")), torch.bfloat16)
     BlockWeights(model, CPU).load_block(0)

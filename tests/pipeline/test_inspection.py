@@ -27,7 +27,7 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, Opening, describe, open_folder
 from quantkit.reporting import facts
 from tests.command_line import RTN, call, refused
-from tests.folders import edit
+from tests.folders import NEWEST, edit
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model
 
@@ -195,6 +195,7 @@ def test_a_conversion_of_a_family_that_transformers_does_not_know(int4: Path, tm
     assert layout.NAME == "marlin"
 
 
+@NEWEST
 def test_a_reader_that_refuses_is_not_on_the_card(tmp_path: Path) -> None:
     """Falcon's linears are a class of its own, which transformers' quantizer does not expect."""
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")

@@ -9,6 +9,7 @@ import builtins
 import io
 import json
 import os
+import pathlib
 import platform
 import shutil
 import signal
@@ -52,6 +53,8 @@ def strip() -> None:
         return opened_by_number(path, *args, **options)
 
     builtins.open = io.open = open_
+    if accessor := vars(pathlib).get("_NormalAccessor"):  # of Python 3.10
+        accessor.open = staticmethod(open_)
     os.open = open_number
 
 
