@@ -373,14 +373,10 @@ def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
     for name in model.stored(None) if run.ranks.first else ():
         run.progress.check()
         with run.clock.phase("solve"):
-            items = (
-                [solved[name]]
-                if name in solved
-                else _uncalibrated(
-                    model.src, [name], goals, run.recipe, model.device, "it is outside the blocks"
-                )
-            )
-        yield from items
+            if (item := solved.get(name)) is None:
+                reason = "it is outside the blocks"
+                [item] = _uncalibrated(model.src, [name], goals, run.recipe, model.device, reason)
+        yield item
 
 
 def save(

@@ -116,9 +116,8 @@ def _rounding(
     some = sorted(sizes, key=sizes.__getitem__)[len(sizes) // 2 :][: 2 * rounders(device)]
 
     def solve(names: Sequence[str]) -> None:
-        others = {*src.names()}.difference(names)
-        each: Any = (src, recipe, goals, others, lambda item: item, QUIET, device, lambda names: {})
-        for _ in streamed(*each):
+        rest = {*src.names()}.difference(names)
+        for _ in streamed(src, recipe, goals, rest, lambda i: i, QUIET, device, lambda names: {}):
             pass
 
     solve(some[:1])

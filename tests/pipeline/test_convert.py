@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -197,11 +198,17 @@ def put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     ],
 )  # fmt: skip
 def test_one_damaged_tensor_in_the_last_module_leaves_nothing(
-    layout: str, scheme: str, suffix: str, make: object, words: str, small_llama: Path, tmp_path: Path
+    layout: str,
+    scheme: str,
+    suffix: str,
+    make: Callable[[Tensor], Tensor],
+    words: str,
+    small_llama: Path,
+    tmp_path: Path,
 ) -> None:
     bad = folder(small_llama, tmp_path / "bad", layout, Schemes(Scheme.parse(scheme)), key=True)
     name = f"{LAST}.{suffix}"
-    edit(bad, lambda found: put(found, name, make(found[name])))  # type: ignore[operator]
+    edit(bad, lambda found: put(found, name, make(found[name])))
     error = refused("pack", bad, "--layout", "gptq", out=tmp_path / "out")
     assert LAST in error and words in error, error
     assert "--skip" not in error and "--group-size" not in error, "pack has no such option"
