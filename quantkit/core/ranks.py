@@ -211,11 +211,15 @@ class Ranks:
 
     def leave(self) -> None:
         """Wait until all ranks are about to end, with or without an error, so that no launcher
-        stops one too soon.
+        stops one too soon, and give the groups up.
+
+        The threads of a group that is still held abort the process if Python ends too soon.
         """
         if self.count > 1 and not self.lost:
             with self.progress.loop():
                 self._messages(None, None)
+        self._control = self._nccl = None
+        _ranks_of.cache_clear()
 
     def _exchange(self, value: T, error: BaseException | None = None) -> list[T]:
         """Exchange values, or raise the error of the first rank that has one."""

@@ -119,6 +119,21 @@ def test_a_rank_that_died_is_an_error_of_the_others(tmp_path: Path) -> None:
     assert [each.code for each in processes.run([work] * 3, tmp_path)] == [0, 0, 0]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
+def test_a_rank_that_left_has_no_thread_that_could_abort_its_end(tmp_path: Path) -> None:
+    def work() -> None:
+        distributed.init_process_group("gloo")
+        here = ranks()
+        with here.together():
+            here.exchange(None)
+        here.leave()
+        distributed.destroy_process_group()
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        assert not [name for name in names if "gloo" in name], names
+
+    assert [each.code for each in processes.run([work] * 2, tmp_path)] == [0, 0]
+
+
 def test_one_process_exchanges_nothing() -> None:
     assert ranks() is ALONE and ALONE.first and ALONE.local == 1 and ALONE.device_name("auto") == "auto"
     value = object()
