@@ -18,10 +18,16 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import row_losses
 from quantkit.algorithms.numerics import (
+    Terms,
     factor_dtype,
     largest_value,
+    part_of,
+    product,
+    product_dtype,
+    renew,
     round_to_codes,
     stored_scale,
+    terms,
     working_dtype,
 )
 from quantkit.core.formats import Format
@@ -31,9 +37,10 @@ from quantkit.core.threads import one_thread
 from quantkit.kernels import gptq as kernels
 
 _BLOCK = 128  # columns with slopes from one product over the whole row
+_PANEL = 512  # the same by bfloat16 terms, of which fewer leave much of a GPU idle
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
 _ROWS = 256  # rows whose normal equations are in memory together
-_ENTRIES = 2**23  # on a GPU more rows, up to so many entries of each matrix
+_ENTRIES = 2**25  # on a GPU more rows, up to so many entries of each matrix
 _RIDGE = 1e-8
 #: Pairs of columns this near to being the same do not replace a four, nor does a smaller relative
 #: fall of the loss; kernels/gptq_fours.cu has the same.
@@ -43,14 +50,13 @@ _SINGULAR = _FALL = 1e-6
 class Refined(NamedTuple):
     """Hold a refined tensor, and what changed: counts or marks by row `[n]`.
 
-    `loss` and `norm`, float64 `[n]`, are the losses of the tensor and of a zero weight with the
-    damped Hessian, where the steps have computed them.
+    `loss`, float64 `[n]`, is the loss of the tensor with the damped Hessian, where a step has
+    computed it.
     """
 
     tensor: QuantizedTensor
     changes: dict[str, Tensor]
     loss: Tensor | None = None
-    norm: Tensor | None = None
 
 
 def refine(
@@ -66,28 +72,28 @@ def refine(
     of its scales. Those of eight bits lie too far apart to be solved for, and stay.
 
     `h` `[k, k]` is the damped Hessian: the undamped one ruins texts unlike those that calibrate
-    (ALGORITHMS 8). After all passes, and after the refit, every row takes the better of before and
-    after, so its loss never rises. Zero points stay. With `masks`, descent chooses the mask of a
-    2:4 scheme too; else its zero codes stay.
-    The changes of each step that was asked for: `descent_changed` counts codes, `refit_rows` marks
-    new scales.
+    (ALGORITHMS 8). Every row takes the better of before and after, so its loss never rises. Zero
+    points stay. With `masks`, descent chooses the mask of a 2:4 scheme too; else its zero codes
+    stay. The changes of each step that was asked for: `descent_changed` counts codes, `refit_rows`
+    marks new scales.
     """
     if not (descent or refit):
         return Refined(tensor, {})
-    changes, norm = dict[str, Tensor](), None
+    changes, found, fell = dict[str, Tensor](), tensor, None
     loss = row_losses(weight, tensor, h)
-    if descent:
-        with one_thread(h.device):
+    with one_thread(h.device):
+        if descent:
             found = descend(weight, tensor, h, descent, masks)
-        before, new = tensor.codes, row_losses(weight, found, h)
-        tensor, loss = rows_of(new < loss, found, tensor), torch.minimum(new, loss)
-        changes["descent_changed"] = (tensor.codes != before).sum(-1)
-    if refit and not tensor.scheme.format.is_microscaled:
-        with one_thread(h.device):
-            found, gain, norm = _refit(weight, tensor, h)
-        changes["refit_rows"] = fell = gain > 0
-        tensor, loss = rows_of(fell, found, tensor), torch.where(fell, loss - gain, loss)
-    return Refined(tensor, changes, loss, norm)
+        if refit and not tensor.scheme.format.is_microscaled:
+            found, new, fell = _refit(weight, found, h)
+        else:
+            new = row_losses(weight, found, h)
+    taken = new < loss
+    if descent:
+        changes["descent_changed"] = ((found.codes != tensor.codes) & taken.unsqueeze(-1)).sum(-1)
+    if fell is not None:
+        changes["refit_rows"] = fell & taken
+    return Refined(rows_of(taken, found, tensor), changes, torch.minimum(new, loss))
 
 
 def rows_of(taken: Tensor, one: QuantizedTensor, other: QuantizedTensor) -> QuantizedTensor:
@@ -143,14 +149,25 @@ def _descend(
     """Move the values `v` towards the weights `w`, both transposed `[k, n]`, so that a column of
     the weight is contiguous.
     """
-    scale = 1.0 if columns is None else columns.scales[columns.group_of.long()]
+    scale = w.new_ones(1, 1) if columns is None else columns.scales
+    groups = len(scale), -1, w.shape[1]
+    dtype = product_dtype(w, w.dtype)
+    matrix, width = terms(h, dtype), _PANEL if dtype == torch.bfloat16 else _BLOCK
     for _ in range(passes):
         before = v.clone()
-        e = w - v * scale
-        for a in range(0, len(v), _BLOCK):
-            b = min(a + _BLOCK, len(v))
-            part = None if columns is None else columns.part(a, b)
-            descend_some(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], part, fmt)
+        e = (w.view(groups) - v.view(groups) * scale.unsqueeze(1)).view_as(w)
+        errors = terms(e, dtype)
+        for first in range(0, len(v), width):
+            panel = slice(first, first + width)
+            slopes, old = product(part_of(matrix, panel), errors), e[panel].clone()
+            for a in range(first, first + len(old), _BLOCK):
+                block, inside = slice(a, min(a + _BLOCK, first + len(old))), slice(a - first)
+                slope = slopes[a - first : block.stop - first]
+                if a > first:
+                    slope.addmm_(h[block, first:a], e[first:a] - old[inside])
+                part = None if columns is None else columns.part(block.start, block.stop)
+                descend_some(slope, e[block], v[block], h[block, block], part, fmt)
+            renew(errors, panel, e[panel])
         if torch.equal(v, before):
             break
 
@@ -259,57 +276,58 @@ def _refit(
     weight: Tensor, tensor: QuantizedTensor, h: Tensor
 ) -> tuple[QuantizedTensor, Tensor, Tensor]:
     """Return the tensor with the scales of least loss for its codes, rounded to their stored dtype.
-    Return also how far the loss of each row falls, and the loss of a zero weight, float64 `[n]`.
+    Return also its loss, float64 `[n]`, and marks of the rows with new scales `[n]`.
 
-    A row's scales stay if a new one would be zero, of the other sign, or too large. A group's scale
-    stays if nothing depends on it: all its weights are zero, or all its channels are dead.
+    A row's scales stay if a new one would be zero, of the other sign, or too large, or if the loss
+    would not fall. A group's scale stays if nothing depends on it: all its weights are zero, or all
+    its channels are dead.
     """
-    h = h.to(factor_dtype(h.device))
-    fmt = tensor.scheme.format
-    scales = tensor.scales.clone()
-    gains, norms = list[Tensor](), list[Tensor]()
+    dtype, fmt = product_dtype(weight, factor_dtype(h.device)), tensor.scheme.format
+    matrix, scales = terms(h, dtype), tensor.scales.clone()
+    losses, marks = list[Tensor](), list[Tensor]()
     together = max(_ROWS, _ENTRIES // max(len(h), scales.shape[1] ** 2)) if h.is_cuda else _ROWS
     for first in range(0, len(scales), together):
         rows = slice(first, first + together)
         some = tensor.rows(rows)
-        own = some.scales.to(h.dtype)
-        a, b, norm = _normal_equations(
-            weight[rows].to(h.dtype), some.values(h.dtype).flatten(1), h, own.shape[1]
-        )
+        a, b, loss = _normal_equations(weight[rows], some, matrix, dtype)
+        own = some.scales.to(a.dtype)
         diagonal = a.diagonal(dim1=1, dim2=2)
         exact, idle = diagonal.clone(), diagonal == 0
         diagonal.add_(diagonal.mean(-1, keepdim=True), alpha=_RIDGE)
         lower, failed = torch.linalg.cholesky_ex(a)
-        found = torch.cholesky_solve(b.unsqueeze(-1), lower).squeeze(-1)
+        found = own + torch.cholesky_solve(b.unsqueeze(-1), lower).squeeze(-1)
         found = torch.where(idle, own, stored_scale(found, weight.dtype, fmt))
-        zeros = None if some.zeros is None else some.zeros.to(h.dtype)
-        usable = (found * own > 0) & (found.abs() * largest_value(fmt, zeros) <= fmt.largest_weight)
-        usable = usable.all(-1, keepdim=True) & (failed == 0).unsqueeze(-1)
-        scales[rows] = torch.where(usable, found, own).to(torch.float16)
+        zeros = None if some.zeros is None else some.zeros.to(own.dtype)
+        usable = found * own > fmt.smallest_scale * own.abs()  # the smallest one stands for zero
+        usable &= found.abs() * largest_value(fmt, zeros) <= fmt.largest_weight
+        new = found.to(torch.float16)
         # The loss is quadratic in the scales, and need not be computed from the errors.
         diagonal.copy_(exact)
-        new = scales[rows].to(h.dtype)
-        both = (own + new).unsqueeze(-1)
-        slope = (a @ both + a.mT @ both).squeeze(-1) - exact * both.squeeze(-1)
-        gains.append(((new - own) * (2 * b - slope)).sum(-1))
-        norms.append(norm)
+        step = (new.to(own.dtype) - own).unsqueeze(-1)
+        slope = (a @ step + a.mT @ step).squeeze(-1) - exact * step.squeeze(-1)
+        gain = (step.squeeze(-1) * (2 * b - slope)).sum(-1)
+        marks.append(usable.all(-1) & (failed == 0) & (gain > 0))
+        scales[rows] = torch.where(marks[-1].unsqueeze(-1), new, some.scales)
+        losses.append(torch.where(marks[-1], loss - gain, loss))
     fitted = QuantizedTensor(tensor.scheme, tensor.codes, scales, tensor.zeros)
-    return fitted, torch.cat(gains).double(), torch.cat(norms).double()
+    return fitted, torch.cat(losses).double().clamp_(min=0), torch.cat(marks)
 
 
 def _normal_equations(
-    w: Tensor, q: Tensor, h: Tensor, groups: int
+    weight: Tensor, tensor: QuantizedTensor, h: Terms, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lower triangle of `A` `[m, g, g]`, and `b` `[m, g]`, of `A s = b` for weights and
-    values `[m, k]`, and the losses `w H w^T` `[m]`.
+    """Return the lower triangle of `A` `[m, g, g]`, and `b` `[m, g]`, of `A x = b` for the best
+    changes of scales, and the losses `[m]` without changes. Terms have `dtype`.
     """
-    m, k = q.shape
+    q = tensor.values(dtype).flatten(1)
+    (m, k), groups = q.shape, tensor.scales.shape[1]
     size = k // groups
-    a = q.new_zeros(m, groups, groups)
+    a = q.new_zeros(m, groups, groups, dtype=factor_dtype(q.device))
     for g in range(groups):
-        first = g * size
-        products = (q[:, first : first + size] @ h[first : first + size, first:]).mul_(q[:, first:])
+        rest, own = slice(g * size, None), slice(g * size, (g + 1) * size)
+        products = product((q[:, own],), part_of(h, own, rest)).mul_(q[:, rest])
         a[:, g:, g] = products.view(m, groups - g, size).sum(-1)
-    product = w @ h
-    norm = (product * w).sum(-1)
-    return a, product.mul_(q).view(m, groups, size).sum(-1), norm
+    e = weight.to(working_dtype(weight)) - tensor.dequantize(working_dtype(weight))
+    outputs = product(terms(e, dtype), h)
+    loss = (outputs * e).sum(-1, dtype=a.dtype)
+    return a, outputs.mul_(q).view(m, groups, size).sum(-1).to(a.dtype), loss

@@ -260,9 +260,12 @@ def _guarded(
     factor: Factor,
 ) -> Solution:
     """Take the better of the refined sweep and plain rounding, row by row (ALGORITHMS 5.3)."""
-    extra = factor.diagonal.to(h.dtype) - h.diagonal().to(factor.diagonal.dtype)
-    swept = refined.tensor
-    loss = _undamped_losses(weight, swept, h, extra, refined.loss)
+    swept, loss = refined.tensor, refined.loss
+    if loss is None:
+        loss = row_losses(weight, swept, h)
+    else:  # less the part of what damping added to the diagonal
+        extra = factor.diagonal.to(h.dtype) - h.diagonal().to(factor.diagonal.dtype)
+        loss = (loss - diagonal_losses(weight, swept, extra)).clamp_(min=0)
     rtn_loss = row_losses(weight, plain, h)
     worse = rtn_loss < loss
     changes = {name: rows.masked_fill(worse, 0) for name, rows in refined.changes.items()}
@@ -272,20 +275,5 @@ def _guarded(
         "rungs": list(factor.rungs),
         "dead_columns": int(factor.dead.sum()),
     }
-    norm = _undamped_losses(weight, None, h, extra, refined.norm)
+    norm = row_losses(weight, None, h)
     return Solution(tensor, torch.minimum(loss, rtn_loss), rtn_loss, norm, worse, solver, changes)
-
-
-def _undamped_losses(
-    weight: Tensor,
-    tensor: QuantizedTensor | None,
-    h: Tensor,
-    extra: Tensor,
-    damped_losses: Tensor | None,
-) -> Tensor:
-    """Return `row_losses`. If the `damped_losses` are known, only the part of `extra` `[k]` on the
-    diagonal is computed, and subtracted.
-    """
-    if damped_losses is None:
-        return row_losses(weight, tensor, h)
-    return (damped_losses - diagonal_losses(weight, tensor, extra)).clamp_(min=0)

@@ -18,7 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.numerics import factor_dtype, is_finite, working_dtype
+from quantkit.algorithms.numerics import (
+    Terms,
+    factor_dtype,
+    is_finite,
+    part_of,
+    product,
+    product_dtype,
+    terms,
+    working_dtype,
+)
 from quantkit.algorithms.options import Options
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.sparsity import QUAD, quads
@@ -31,9 +40,9 @@ CHUNK = 4096
 LONG_CHUNK = 16384
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
 _LEAST_WIDTH = {"cpu": 1, "cuda": 1024}  # of these blocks: narrow ones leave much of a GPU idle
-_ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from one product
+_ROWS = {"cpu": 1024, "cuda": 8192}  # rows of a weight whose losses come from one product
 _UNIT = 256  # the same for outputs: rows of several ranks begin at multiples of it
-_LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
+_LOSS_WIDTH = {"cpu": 256, "cuda": 4096}  # column blocks of that product, as above
 # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
 _DEAD = 1e-6
 #: Part of its own diagonal by which a channel is damped at least, where the median one counts.
@@ -251,14 +260,15 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
     With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is symmetric and undamped
     (ALGORITHMS 1).
     """
-    h, d = h.to(factor_dtype(h.device)), _difference(weight, tensor)
-    parts = side_by_side(
-        h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS[h.device.type])]
-    )
-    return torch.cat(parts).double().clamp_(min=0)
+    d = _difference(weight, tensor)
+    dtype = product_dtype(d, factor_dtype(d.device))
+    matrix = terms(h, dtype)
+    losses = partial(_quadratic_forms, h=matrix, dtype=dtype)
+    parts = [partial(losses, rows) for rows in d.split(_ROWS[d.device.type])]
+    return torch.cat(side_by_side(d.device, parts)).double().clamp_(min=0)
 
 
-def diagonal_losses(weight: Tensor, tensor: QuantizedTensor | None, diagonal: Tensor) -> Tensor:
+def diagonal_losses(weight: Tensor, tensor: QuantizedTensor, diagonal: Tensor) -> Tensor:
     """Return `row_losses` of a Hessian that is only its `diagonal` `[k]`."""
     d = _difference(weight, tensor)
     rows = d.split(_ROWS[d.device.type])
@@ -284,18 +294,18 @@ def _difference(weight: Tensor, tensor: QuantizedTensor | None) -> Tensor:
     return d if tensor is None else d - tensor.dequantize(d.dtype)
 
 
-def _quadratic_forms(rows: Tensor, h: Tensor) -> Tensor:
+def _quadratic_forms(rows: Tensor, h: Terms, dtype: torch.dtype) -> Tensor:
     """Return `d h d^T` of each of `rows` `[r, k]`; blocks above the diagonal count twice, blocks
     below it never.
     """
-    rows = rows.to(h.dtype)
-    total = rows.new_zeros(len(rows))
-    width = _LOSS_WIDTH[h.device.type]
-    for a in range(0, len(h), width):
-        panel = slice(a, a + width)
-        product = rows[:, panel] @ h[panel, panel]
-        product.addmm_(rows[:, :a], h[:a, panel], alpha=2)
-        total += product.mul_(rows[:, panel]).sum(-1)
+    d = terms(rows, dtype)
+    total = rows.new_zeros(len(rows), dtype=factor_dtype(rows.device))
+    width = _LOSS_WIDTH[rows.device.type]
+    for a in range(0, rows.shape[1], width):
+        every, before, panel = slice(None), slice(a), slice(a, a + width)
+        outputs = product(part_of(d, every, panel), part_of(h, panel, panel))
+        product(part_of(d, every, before), part_of(h, before, panel), to=outputs, alpha=2)
+        total += outputs.mul_(rows[:, panel]).sum(-1)
     return total
 
 

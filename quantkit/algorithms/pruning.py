@@ -115,7 +115,7 @@ def survivors(weight: Tensor, factor: Factor, options: Options, pattern: Pattern
     values = torch.empty_like(w)
     d, v = torch.empty_like(w), factor.unit(dtype)
     for a, b in column_blocks(len(w), options.block, pattern):
-        t = targets(w[a:b], v[:a, a:b], d[:a], values[a:b])
+        t = targets(w[a:b], (v[:a, a:b],), (d[:a],), values[a:b])
         round_block(t, d[a:b], w[a:b], v[a:b, a:b], None, None, pattern.part(a, b))
     values.masked_fill_(~pattern.mask, 0)  # a removed weight must not leave a negative zero
     return torch.empty_like(w).index_copy_(0, factor.order, values).T.to(weight.dtype).contiguous()

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import Factor
-from quantkit.algorithms.numerics import Grid, round_to_codes, working_dtype
+from quantkit.algorithms.numerics import (
+    Grid,
+    Terms,
+    part_of,
+    product,
+    product_dtype,
+    renew,
+    round_to_codes,
+    terms,
+    working_dtype,
+)
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import (
     GroupError,
@@ -91,11 +101,15 @@ def sweep(
         _store(grid, scales.T, None if zeros is None else zeros.T)
     group_of = (factor.order // (k // groups)).int()
     columns = kernels.Columns(scales, zeros, group_of)
-    v = factor.unit(dtype)
+    v, kind = factor.unit(dtype), product_dtype(w, dtype)
     values, d = torch.empty_like(w), torch.empty_like(w)
+    above, errors = terms(v, kind), terms(d, kind)
     width = k // groups if grid is None else options.block
     for a, b in column_blocks(k, width, pattern):
-        t = targets(w[a:b], v[:a, a:b], d[:a], values[a:b])
+        before = slice(a)
+        t = targets(
+            w[a:b], part_of(above, before, slice(a, b)), part_of(errors, before), values[a:b]
+        )
         if grid is None:
             # Where this group's columns would go if none of them were rounded: its scales must
             # cover this.
@@ -110,6 +124,7 @@ def sweep(
             _store(fitted, scales[group].T, None if zeros is None else zeros[group].T)
         part = None if pattern is None else pattern.part(a, b)
         round_block(t, d[a:b], w[a:b], v[a:b, a:b], columns.part(a, b), scheme.format, part)
+        renew(errors, slice(a, b), d[a:b])
     codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
     for a in range(0, k, _ENCODED):
         t, places = values[a : a + _ENCODED], slice(a, a + _ENCODED)
@@ -124,7 +139,7 @@ def sweep(
     return QuantizedTensor(scheme, codes.T.contiguous(), half, zeros)
 
 
-def targets(w: Tensor, v: Tensor, d: Tensor, out: Tensor) -> Tensor:
+def targets(w: Tensor, v: Terms, d: Terms, out: Tensor) -> Tensor:
     """Fill `out` `[b, n]` with the targets of a block, and return it.
 
     `w` `[b, n]` are its weights, `v` `[a, b]` the columns of V above it, `d` `[a, n]` the errors so
@@ -133,8 +148,9 @@ def targets(w: Tensor, v: Tensor, d: Tensor, out: Tensor) -> Tensor:
 
     def add(first: int) -> None:
         rows = slice(first, first + width)
-        torch.addmm(w[:, rows], v.T, d[:, rows], out=out[:, rows])
+        product(transposed, part_of(d, slice(None), rows), to=out[:, rows].copy_(w[:, rows]))
 
+    transposed = tuple(term.T for term in v)
     width = w.shape[1] if w.is_cuda else _ROWS
     side_by_side(w.device, [partial(add, first) for first in range(0, w.shape[1], width)])
     return out

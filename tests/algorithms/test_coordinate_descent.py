@@ -380,8 +380,6 @@ def test_losses_that_follow_from_the_refit_are_those_of_the_errors(label: str, d
     for step in ({"refit": True}, {"descent": 2}, {"descent": 2, "refit": True}):
         refined = coordinate_descent.refine(w, rounded(w, label), h, **step)
         assert refined.loss is not None and torch.allclose(refined.loss, row_losses(w, refined.tensor, h), rtol=near)
-        assert (refined.norm is not None) == ("refit" in step)
-        assert refined.norm is None or torch.allclose(refined.norm, row_losses(w, None, h), rtol=1e-9)
         options = Options(**step)
         solution = gptq.quantize(w, Scheme.parse(label), h, options)
         assert torch.allclose(solution.loss, row_losses(w, solution.tensor, h), rtol=near)

@@ -108,7 +108,7 @@ def test_losses_of_rows_on_a_gpu_are_those_of_whole_products(n: int, k: int) -> 
     h = x.T @ x
     h = (h + h.T) / 2
     expected = ((weight.double() @ h.double()) * weight.double()).sum(-1)
-    assert torch.allclose(row_losses(weight, None, h), expected, rtol=1e-10)
+    assert torch.allclose(row_losses(weight, None, h), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -6,21 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import scale_search
+from quantkit.algorithms import coordinate_descent, rtn, scale_search
 from quantkit.algorithms.gptq import quantize
-from quantkit.algorithms.numerics import round_to_codes
+from quantkit.algorithms.numerics import part_of, product, product_dtype, round_to_codes, terms
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import Pattern, round_block
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels.gptq import SEARCHED, Columns, runs_on, search_errors
+from tests.algorithms.inputs import damped, gauss, hostile, loss
 from tests.kernels import gptq_steps
 
 pytestmark = pytest.mark.gpu
 
 #: Share of codes that may differ, where a target lies between two values up to rounding errors.
 TIES = 1e-4
+HOSTILE = ("rank 1", "rank k/4", "duplicates", "massive channel", "dead channel")
 
 
 def problem(n: int, b: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,6 +151,41 @@ def test_passes_over_a_whole_weight_lower_its_loss_as_on_a_cpu(label: str) -> No
     }
     assert losses["cuda"][1] < 0.998 * losses["cuda"][0]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=5e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 512])
+def test_products_of_bfloat16_terms_are_those_of_float32(rows: int) -> None:
+    assert product_dtype(torch.empty(0, device="cuda"), torch.float64) == torch.bfloat16
+    generator = torch.Generator().manual_seed(6)
+    a, b = torch.randn(rows, 1100, generator=generator), torch.randn(1100, 301, generator=generator).exp()
+    exact = a.double() @ b.double()
+    left, right = terms(a.cuda(), torch.bfloat16), terms(b.cuda(), torch.bfloat16)
+    both = product(left, right, to=product(left, right), alpha=2)
+    found = product(left, right)
+    assert product(part_of(left, slice(None), slice(0)), part_of(right, slice(0)), to=found) is found
+    for times, outputs in ((1, found), (3, both)):
+        error = outputs.cpu().double() - times * exact
+        assert outputs.dtype == torch.float32 and error.norm() < 2e-5 * times * exact.norm()
+    assert len(terms(a.cuda().bfloat16(), torch.bfloat16)) == 1
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("label", ["int4:g64", "fp6:channel"])
+def test_refining_by_bfloat16_terms_makes_no_row_worse(label: str, name: str) -> None:
+    k, cpu = 1152, torch.device("cpu")  # two panels and a part of one
+    options, scheme = Options(), Scheme.parse(label)
+    w, h = gauss(301, k).float(), damped(hostile(name, k), options).float()
+    before, _ = rtn.quantize(w.cuda(), scheme)
+    step = {"descent": 3, "refit": True}
+    after, changes, losses = coordinate_descent.refine(w.cuda(), before, h.cuda(), **step)
+    again, *_ = coordinate_descent.refine(w.cuda(), before, h.cuda(), **step)
+    assert torch.equal(after.codes, again.codes) and torch.equal(after.scales, again.scales), "two runs differ"
+    assert changes["descent_changed"].sum() > w.numel() / 200
+    found, exact = loss(w, after.to(cpu), h), loss(w, before.to(cpu), h)
+    assert (found <= exact * (1 + 1e-4)).all()
+    assert losses is not None and torch.allclose(losses.cpu(), found, rtol=1e-2)
+    on_cpu, *_ = coordinate_descent.refine(w, before.to(cpu), h, **step)
+    assert float(found.sum()) == pytest.approx(float(loss(w, on_cpu, h).sum()), rel=1e-2)
 
 
 @pytest.mark.parametrize("size", SEARCHED)
