@@ -15,8 +15,8 @@ from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -219,7 +219,6 @@ class Ranks:
             with self.progress.loop():
                 self._messages(None, None)
         self._control = self._nccl = None
-        _ranks_of.cache_clear()
 
     def _exchange(self, value: T, error: BaseException | None = None) -> list[T]:
         """Exchange values, or raise the error of the first rank that has one."""
@@ -327,6 +326,8 @@ class Ranks:
 
 #: A process that shares its run with no other one.
 ALONE = Ranks()
+#: Default process group -> its ranks, as long as the caller keeps it.
+_RANKS: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
 
 
 def ranks() -> Ranks:
@@ -338,18 +339,12 @@ def ranks() -> Ranks:
         or distributed.get_world_size() == 1
     ):
         return ALONE
-    return _ranks_of(distributed.group.WORLD)
-
-
-@lru_cache(maxsize=1)
-def _ranks_of(world: Any) -> Ranks:
-    """Make the ranks of a default process group, once: all of them join another group for their
-    messages.
-    """
-    from torch import distributed
-
-    control = distributed.new_group(backend="gloo", timeout=PATIENCE)
-    return Ranks(distributed.get_rank(), distributed.get_world_size(), control)
+    world = distributed.group.WORLD
+    if world not in _RANKS:
+        # once: all of them join another group for their messages
+        control = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        _RANKS[world] = Ranks(distributed.get_rank(), distributed.get_world_size(), control)
+    return _RANKS[world]
 
 
 def _is_shown(error: BaseException) -> bool:

@@ -119,14 +119,20 @@ def test_a_rank_that_died_is_an_error_of_the_others(tmp_path: Path) -> None:
     assert [each.code for each in processes.run([work] * 3, tmp_path)] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
-def test_a_rank_that_left_has_no_thread_that_could_abort_its_end(tmp_path: Path) -> None:
+def test_ended_groups_have_no_thread_that_could_abort_the_process(leaves: bool, tmp_path: Path) -> None:
+    """The command line leaves, and holds its ranks; a caller of the library only ends its own group."""
+
     def work() -> None:
         distributed.init_process_group("gloo")
         here = ranks()
         with here.together():
             here.exchange(None)
-        here.leave()
+        if leaves:
+            here.leave()
+        else:
+            del here
         distributed.destroy_process_group()
         names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         assert not [name for name in names if "gloo" in name], names
