@@ -23,6 +23,7 @@ from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.files import merge
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -152,7 +153,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         made = args.model
         for number, step in enumerate(steps(name, calibration)):
             source, made = made, Path(folder) / str(number)
-            report = quantize(source, made, step, device=args.device)
+            report = quantize(source, made, step, run=RunOptions(device=args.device))
         model = load_dense_model(Checkpoint(made), device=args.device, dtype=torch.float32)
     bits = report["totals"]["bits_per_weight"]
     print(name, {phase: round(seconds, 1) for phase, seconds in report["phases"].items()}, flush=True)

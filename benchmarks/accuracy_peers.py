@@ -33,6 +33,7 @@ from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.files import from_pairs, merge
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from quantkit.recipes.schema import RecipeKeys
 from quantkit.text.tokenizer import load_tokenizer, token_ids
@@ -173,7 +174,7 @@ def run(
     }
     started, used = time.perf_counter(), time.process_time()
     recipe = from_mapping(merge({"calibration": calibration}, settings))
-    quantize(args.model, out, recipe, device=args.device)
+    quantize(args.model, out, recipe, run=RunOptions(device=args.device))
     return out, {
         "version": quantkit.__version__,
         "seconds": round(time.perf_counter() - started, 1),

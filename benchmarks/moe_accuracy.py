@@ -20,6 +20,7 @@ from accuracy import UNQUANTIZED, evaluate, save
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -51,7 +52,7 @@ def main() -> None:
     print(rows[-1], flush=True)
     for mapping in recipes:
         with tempfile.TemporaryDirectory() as folder:
-            report = quantize(args.model, Path(folder) / "out", from_mapping(mapping), device=device)
+            report = quantize(args.model, Path(folder) / "out", from_mapping(mapping), run=RunOptions(device=device))
             model = load_dense_model(Checkpoint(Path(folder) / "out"), device=device, dtype=torch.float32)
         started = time.perf_counter()
         rows.append({**described(mapping, report), **evaluate(model, reference, words, texts, args.window)})

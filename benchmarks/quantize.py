@@ -38,7 +38,8 @@ from quantkit.pipeline.publish import Measure
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.needs import OTHERS, Memory
 from quantkit.planning.survey import plan
-from quantkit.progress import Progress
+from quantkit.progress import QUIET, Progress
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe
 
 #: Phases before the first block, which its commit records. The last two grow with the bytes of the source.
@@ -65,7 +66,7 @@ def measure(
         with TemporaryDirectory(prefix="quantkit-bench-", dir=work) as folder:
             return here.broadcast(_measure(model, recipe, blocks, every, Path(folder), device, progress))
     led: tuple[Path, Path, Recipe] = here.broadcast(None)
-    quantize(*led, device=device, min_share=0.0, progress=progress)
+    quantize(*led, run=RunOptions(device=device, min_share=0.0, progress=progress))
     return here.broadcast(None)
 
 
@@ -87,13 +88,13 @@ def _measure(
         lines.extend(line["facts"] for line in read_journal(made.path / JOURNAL)[1:])
         return {}
 
-    options: Any = {"device": device, "min_share": 0.0}
-    planned = _planned(plan(source, recipe, **options).needs.memory)
+    run = RunOptions(device=device, min_share=0.0, progress=progress)
+    planned = _planned(plan(source, recipe, replace(run, progress=QUIET)).needs.memory)
     if where.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(where)
     here.broadcast((source, folder / "out", recipe))
-    report = quantize(source, folder / "out", recipe, Measure(see, 0), progress=progress, **options)
+    report = quantize(source, folder / "out", recipe, run, Measure(see, 0))
     speeds = measure_speeds(where, folder)  # last, as pinned memory would count as the run's
     tokens = report["calibration"]["tokens"]
     least = floors(Checkpoint(source), device, recipe, tokens // here.count, speeds)

@@ -37,6 +37,7 @@ from benchmarks import accuracy_peers as peers
 from benchmarks.accuracy import UNQUANTIZED
 from quantkit.checkpoint.origin import resolve
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.verify import verify
 from quantkit.inference.generate import generate
 from quantkit.io.files import hash_of_file
@@ -154,7 +155,8 @@ class Model:
         """Return whether `quantkit verify` passes a folder; RuntimeError where it does not and the folder is ours."""
         if name == UNQUANTIZED:
             return None
-        found = verify(folder, device=self.device, unsealed=name not in RECIPES)  # other packages record no hashes
+        # Other packages record no hashes.
+        found = verify(folder, asked=VerifyOptions(device=self.device, unsealed=name not in RECIPES))
         if not found.ok and name in RECIPES:
             raise RuntimeError(f"verify fails: {'; '.join(map(str, found.failures))}")
         return found.ok

@@ -23,6 +23,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 
 N, K = 14336, 4096
@@ -58,7 +59,7 @@ def gptq(model: Path, calib: str, samples: int, length: int) -> dict[str, object
     recipe = from_mapping({"calibration": {"data": calib, "samples": samples, "max_length": length}})
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        report = quantize(model, Path(folder) / "out", recipe, device="cpu")
+        report = quantize(model, Path(folder) / "out", recipe, run=RunOptions(device="cpu"))
         total = time.perf_counter() - started
     phases = report["phases"]
     model_time = phases["forward"] + phases["hessian"]

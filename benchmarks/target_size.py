@@ -63,7 +63,7 @@ def main() -> None:
         text = folder / "words.txt"
         draw_text(text, SAMPLES, LENGTH, WORDS)
         rounded = api.build_recipe(None, method="rtn", group_size=64)
-        pipeline.quantize(sources[2], folder / "made", rounded, device=args.device, min_share=0.0)
+        pipeline.quantize(sources[2], folder / "made", rounded, run=RunOptions(device=args.device, min_share=0.0))
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         say(what="the folder is rounded", where=str(memory) if in_memory else "disk", device=name)
         seconds: dict[int, float] = {}

@@ -22,6 +22,7 @@ from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.files import merge
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -81,7 +82,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         recipe = from_mapping(merge(merge(RECIPES[name], steps), calibration))
-        report = quantize(args.model, out, recipe, device=args.device)
+        report = quantize(args.model, out, recipe, run=RunOptions(device=args.device))
         seconds = time.perf_counter() - started
         model = load_dense_model(Checkpoint(out), device=args.device, dtype=torch.float32)
     layers = [layer for layer in report["layers"] if layer.get("tuned_error")]

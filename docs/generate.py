@@ -111,8 +111,6 @@ KEYWORDS_MODULE = '''"""The keywords of the API, typed for editors: made from th
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
-
-from quantkit.progress import Progress
 '''
 #: Keywords of functions -> what they are, and the dataclasses that declare them.
 COMMANDS: dict[str, tuple[Any, ...]] = {
@@ -314,8 +312,6 @@ def keywords_module() -> str:
         base = "LoadKeywords" if LoadOptions in kinds else "TypedDict"
         options = [key for kind in kinds if kind is not LoadOptions for key in keys_of(kind)]
         found.append(typed_keywords(name, help, options, base=base))
-    found.append(typed_keywords("RunKeywords", "The fields of `RunOptions`.", (), base="Settings"))
-    found[-1] += "    progress: Progress\n"
     for name, (help, bases) in JOINED.items():
         found.append(typed_keywords(name, help, (), base=bases).rstrip("\n") + "\n")
     return KEYWORDS_MODULE + "".join(found)

@@ -29,7 +29,7 @@ from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.pipeline.publish import Result
 from quantkit.planning.plan import Plan
-from quantkit.progress import QUIET, Listener, Progress, reporter
+from quantkit.progress import Listener, Progress, reporter
 from quantkit.recipes.files import load_named, merge
 from quantkit.recipes.options import (
     FitOptions,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         PlanKeywords,
         PruneKeywords,
         QuantizeKeywords,
-        RunKeywords,
         TaskKeywords,
         TextKeywords,
         VerifyKeywords,
@@ -85,9 +84,9 @@ def plan(
         raise planned.refusal
     ```
     """
-    (run, fitted, asked), rest = _split(options, RunOptions, FitOptions, PlanOptions)
-    running: Any = {**vars(run), **vars(asked), "progress": reporter(progress)}
-    found = fit.plan(model, build_recipe(recipe, **rest), fitted=fitted, out=out, **running)
+    (run, fitted, asked), rest = built(options, RunOptions, FitOptions, PlanOptions)
+    run = replace(run, progress=reporter(progress))
+    found = fit.plan(model, build_recipe(recipe, **rest), run, fitted, asked, out=out)
     return found.to_python()
 
 
@@ -130,10 +129,10 @@ def quantize(
     print(worst["name"], worst["relative_error"])
     ```
     """
-    (run, fitted), rest = _split(options, RunOptions, FitOptions)
-    running: Any = {**vars(run), "progress": reporter(progress), "eval": eval, "fitted": fitted}
+    (run, fitted), rest = built(options, RunOptions, FitOptions)
+    run = replace(run, progress=reporter(progress))
     with ranks().together():
-        return _result(out, produce(model, out, build_recipe(recipe, **rest), **running))
+        return _result(out, produce(model, out, build_recipe(recipe, **rest), run, eval, fitted))
 
 
 @api_function(RunOptions, keys=pruning_keys(Recipe))
@@ -159,32 +158,28 @@ def prune(
     quantkit.quantize(thin.path, "model-24-int4", **sparse)
     ```
     """
-    (run,), rest = _split(options, RunOptions)
-    running: Any = {**vars(run), "progress": reporter(progress), "eval": eval}
+    (run,), rest = built(options, RunOptions)
+    run = replace(run, progress=reporter(progress))
     with ranks().together():
-        return _result(out, produce(model, out, build_pruning(**rest), **running))
+        return _result(out, produce(model, out, build_pruning(**rest), run, eval))
 
 
 def produce(
     model: str | Path,
     out: str | Path,
     recipe: Recipe,
-    *,
+    run: RunOptions,
     eval: str | Path | None = None,
-    fitted: FitOptions | None = None,
-    **run: Unpack[RunKeywords],
+    fitted: FitOptions = FitOptions(),
 ) -> dict[str, Any]:
     """Quantize or prune by a recipe, and return the report. `eval` is a text to measure on,
     `fitted` has a target.
     """
-    fitted = fitted or FitOptions()
-    if eval is None:
-        return fit.quantize(model, out, recipe, fitted, **run)
-    measure = measurement(str(eval), model, RunOptions(**run))
-    report = fit.quantize(model, out, recipe, fitted, measure, **run)
-    if "evaluation" not in report:
+    measure = None if eval is None else measurement(str(eval), model, run)
+    report = fit.quantize(model, out, recipe, fitted, run, measure)
+    if measure is not None and "evaluation" not in report:
         rule = f"{out} was finished by the interrupted run and is not evaluated: use"
-        run.get("progress", QUIET).warn(Words(rule, Command("eval ppl")))
+        run.progress.warn(Words(rule, Command("eval ppl")))
     return report
 
 
@@ -283,7 +278,8 @@ def verify(
     ```
     """
     other = None if against is None else Path(against)
-    found = verify_folder(Path(folder), other, reporter(progress), **options)
+    (asked,), _ = built(options, VerifyOptions)
+    found = verify_folder(Path(folder), other, asked, reporter(progress))
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 
@@ -314,7 +310,7 @@ def eval_ppl(
     print(before.perplexity, after.perplexity)
     ```
     """
-    asked, load = built(options, TextOptions, LoadOptions)
+    (asked, load), _ = built(options, TextOptions, LoadOptions)
     return perplexity.evaluate(checkpoint, asked, load, reporter(progress))
 
 
@@ -342,7 +338,7 @@ def eval_kld(
     print(found.kld, found.kld_p99, found.top1)
     ```
     """
-    asked, load = built(options, TextOptions, LoadOptions)
+    (asked, load), _ = built(options, TextOptions, LoadOptions)
     return divergence.evaluate(checkpoint, against, asked, load, reporter(progress))
 
 
@@ -375,7 +371,7 @@ def eval_tasks(
     print(found.scores[0].value, found.scores[0].stderr, found.scores[0].difference)
     ```
     """
-    asked, load = built({"tasks": tasks, **options}, TaskOptions, LoadOptions)
+    (asked, load), _ = built({"tasks": tasks, **options}, TaskOptions, LoadOptions)
     return asking.evaluate(checkpoint, asked, load, reporter(progress))
 
 
@@ -416,7 +412,7 @@ def compare(
         print(row["recipe"], row["bits"], row["text:evaluation:ppl"])
     ```
     """
-    (asked,) = built({"recipes": recipes, **options}, CompareOptions)
+    (asked,), _ = built({"recipes": recipes, **options}, CompareOptions)
     return comparing.compare(model, out, asked, settings or {}, reporter(progress))
 
 
@@ -440,14 +436,6 @@ def _result(out: str | Path, report: dict[str, Any]) -> Result:
 
 def _spelled(lines: Iterable[str]) -> tuple[str, ...]:
     return tuple(map(in_python, lines))
-
-
-def _split(options: Mapping[str, Any], *kinds: type[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make the dataclasses that declare some of the options; return them and the other options."""
-    names = {key.keyword for kind in kinds for key in keys_of(kind)}
-    own = {name: value for name, value in options.items() if name in names}
-    rest = {name: value for name, value in options.items() if name not in names}
-    return built(own, *kinds), rest
 
 
 def build_pruning(

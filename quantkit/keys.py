@@ -327,8 +327,9 @@ def refuse_unknown(
         raise RecipeError(f"unknown key {unknown[0]!r} in {where}", way)
 
 
-def built(options: JsonView, *kinds: type[Any]) -> tuple[Any, ...]:
-    """Make the dataclasses that declare options from their keywords; RecipeError for a wrong value.
+def built(options: JsonView, *kinds: type[Any]) -> tuple[list[Any], Json]:
+    """Make the dataclasses that declare options from their keywords; return them and the other
+    options. RecipeError for a wrong value.
 
     Each option belongs to the first dataclass that declares it. Paths become texts, and what can be
     iterated a tuple.
@@ -337,8 +338,7 @@ def built(options: JsonView, *kinds: type[Any]) -> tuple[Any, ...]:
     for kind in kinds:
         names = [each.keyword for each in keys_of(kind) if each.keyword in rest]
         found.append(kind(**{name: _plain(rest.pop(name)) for name in names}))
-    assert not rest, rest
-    return tuple(found)
+    return found, rest
 
 
 def _plain(value: Any) -> Any:

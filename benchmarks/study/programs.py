@@ -97,6 +97,7 @@ def opened(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
     import quantkit
     from quantkit.pipeline.quantize import quantize
     from quantkit.recipes.files import load_named_or_scheme, merge
+    from quantkit.recipes.options import RunOptions
     from quantkit.recipes.recipe import from_mapping
 
     words = AutoTokenizer.from_pretrained(args.model)
@@ -105,7 +106,8 @@ def opened(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
     text = {"data": args.calib, "samples": args.samples, "max_length": args.max_length, "lengths": "fixed"}
     mapping = merge(load_named_or_scheme(args.recipe), {"calibration": text})
     unpacked: Any = {"layout": None, "dense_dtype": "float32"}
-    quantize(args.model, folder / "model", replace(from_mapping(mapping), **unpacked), device=args.device)
+    recipe = replace(from_mapping(mapping), **unpacked)
+    quantize(args.model, folder / "model", recipe, RunOptions(device=args.device))
     return quantkit.load(folder / "model", device=args.device), words
 
 

@@ -50,7 +50,7 @@ def verify(
     from quantkit.evaluation import verify as evaluation
     from quantkit.io.files import is_writable
 
-    found = evaluation.verify(checkpoint, against, progress, **vars(asked))
+    found = evaluation.verify(checkpoint, against, asked, progress)
     emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
     if is_writable(checkpoint):
         evaluation.write(found, checkpoint)
@@ -62,10 +62,10 @@ def verify(
 
 @options.command("inspect", "quantkit inspect ./model-marlin", computes=False)
 @options.checkpoint
-@options.flag("--check", "Compare the hash of every file with the recorded one, and end.")
+@options.flag("--check", "Compare the hash of every file with the recorded one, and end.", "checks")
 @options.declared({"load": LoadOptions}, without=("device", "check"), section="")
 def inspect(
-    checkpoint: str, check: bool, load: LoadOptions, as_json: bool, progress: Progress
+    checkpoint: str, checks: bool, load: LoadOptions, as_json: bool, progress: Progress
 ) -> None:
     """Describe CHECKPOINT from its headers.
 
@@ -77,7 +77,7 @@ def inspect(
     from quantkit.pipeline.inspection import describe, tensors
 
     folder = resolve(checkpoint, load.revision, load.trust_remote_code, described=True)
-    if check:
+    if checks:
         from quantkit.evaluation.verify import verify_files
 
         failures, notices = verify_files(folder)

@@ -332,8 +332,7 @@ def declared(
 ) -> Callable[[Function], Function]:
     """Make the options that dataclasses declare; the command gets an instance of each by its name.
 
-    The command declares options `without` itself, and they are in no instance. `changes` are those
-    of all keys.
+    The command declares options `without` itself, or has them not. `changes` are those of all keys.
     """
     keys = [key for kind in kinds.values() for key in keys_of(kind) if key.keyword not in without]
     made = [_option(replace(key, **changes)) for key in keys]
@@ -341,11 +340,8 @@ def declared(
     def decorate(function: Function) -> Function:
         @wraps(function)
         def call(**given: Any) -> Any:
-            names = {key.keyword for key in keys}
-            options = {name: value for name, value in given.items() if name in names}
-            rest = {name: value for name, value in given.items() if name not in names}
-            instances = zip(kinds, built(options, *kinds.values()), strict=True)
-            return function(**rest, **dict(instances))
+            instances, rest = built(given, *kinds.values())
+            return function(**rest, **dict(zip(kinds, instances, strict=True)))
 
         return combined(*made)(call)
 

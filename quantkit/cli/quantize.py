@@ -100,8 +100,7 @@ def quantize(
     if print_recipe:
         emit(recipe.to_yaml().rstrip())
         return
-    running: Any = {**vars(run), "progress": progress}
-    report = api.produce(model, out, recipe, eval=eval, fitted=fitted, **running)
+    report = api.produce(model, out, recipe, replace(run, progress=progress), eval, fitted)
     emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
@@ -135,8 +134,7 @@ def prune(
     from quantkit.recipes.files import from_pairs
 
     recipe = api.build_pruning(settings=from_pairs(settings, pruning_keys()), **given)
-    running: Any = {**vars(run), "progress": progress}
-    report = api.produce(model, out, recipe, eval=eval, **running)
+    report = api.produce(model, out, recipe, replace(run, progress=progress), eval)
     emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
@@ -165,7 +163,6 @@ def prune(
 def plan(
     model: str,
     out: Path | None,
-    target: str | None,
     asked: PlanOptions,
     fitted: FitOptions,
     run: RunOptions,
@@ -180,12 +177,10 @@ def plan(
     """
     from quantkit.pipeline import fit
 
-    running: Any = {**vars(run), **vars(asked)}
     # The table lists all warnings, one line does not.
-    running["progress"] = progress if progress.quiet else QUIET
-    running["announce"] = progress.note
-    fitted = replace(fitted, target=target)
-    found = fit.plan(model, _built(**given), out=out, fitted=fitted, **running)
+    run = replace(run, progress=progress if progress.quiet else QUIET)
+    recipe = _built(**given)
+    found = fit.plan(model, recipe, run, fitted, asked, out=out, announce=progress.note)
     if as_json or found.refusal is None:
         emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
     if found.refusal is not None:

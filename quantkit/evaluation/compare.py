@@ -46,7 +46,7 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.files import load_named_or_scheme, merge
-from quantkit.recipes.options import LoadOptions
+from quantkit.recipes.options import LoadOptions, RunOptions
 from quantkit.recipes.recipe import Recipe, from_mapping, without_paths
 from quantkit.reporting.layer_errors import bits, weights
 from quantkit.reporting.recipe_table import UNQUANTIZED, UNSTORED, Row, as_csv, as_markdown, page
@@ -272,7 +272,8 @@ class Rows:
             for label, text in self._texts.items()
         }
         run = {key: getattr(asked, key) for key in ("device", "revision", "trust_remote_code")}
-        self._run: Any = {**run, "min_share": 0.0}  # a row is judged, and tells what stays dense
+        # A row is judged, and tells what stays dense.
+        self._run = RunOptions(**run, min_share=0.0)
         self._opened = open_checkpoint(model, LoadOptions(**run), dequantize=True)
         self._opened.require_decoder_only()
         if self._tasks is not None:
@@ -303,7 +304,7 @@ class Rows:
         }
         for entry, recipe in self._progress.bar([*planned.values()], "plan", len(planned)):
             with about(entry.title):
-                found = plan(self._model, recipe, **self._run)
+                found = plan(self._model, recipe, self._run)
                 if found.refusal is not None:
                     raise found.refusal
 
@@ -413,11 +414,11 @@ class Rows:
 
     def _dense(self, src: Checkpoint) -> Any:
         """Load a model, decoded to float32 like every other, so that rows differ only in codes."""
-        return load_dense_model(src, device=self._run["device"])
+        return load_dense_model(src, device=self._run.device)
 
     def _load(self, entry: Entry, folder: Path) -> Any:
         self._quantized(entry, folder)
-        return self._dense(Checkpoint(folder, self._run["trust_remote_code"]))
+        return self._dense(Checkpoint(folder, self._run.trust_remote_code))
 
     def _unquantized(self) -> Row:
         src = self._opened.src
@@ -461,7 +462,12 @@ class Rows:
         assert entry.recipe is not None
         if not folder.exists():
             begun, warned = check_staging(folder, resume=True) is not None, Recorder(self._progress)
-            quantize(self._model, folder, entry.recipe, resume=begun, progress=warned, **self._run)
+            quantize(
+                self._model,
+                folder,
+                entry.recipe,
+                replace(self._run, resume=begun, progress=warned),
+            )
             for line in warned.take():
                 self._progress.warn(f"{entry.title}: {line}")
         report = load_report(folder)
@@ -472,7 +478,7 @@ class Rows:
         return report
 
     def _machine(self) -> Row:
-        place = device_of(self._run["device"])
+        place = device_of(self._run.device)
         return {
             "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU",
             "quantkit": __version__,

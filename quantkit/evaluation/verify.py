@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,17 +43,11 @@ from quantkit.evaluation.weight_check import Job, Row, check_weights, only_in_on
 from quantkit.io import files, json_files, model_folder
 from quantkit.io.safetensors_files import damaged_tensors
 from quantkit.kernels import proof
-from quantkit.keys import built
 from quantkit.models.outside import unexplained
 from quantkit.models.weights import device_of
 from quantkit.names import VERIFICATION, Json
 from quantkit.progress import QUIET, Clock, Progress
 from quantkit.reporting.summary import short_repr
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from quantkit.recipes.keywords import VerifyKeywords
 
 #: Files of an output that its report does not list, because people edit the card and the proof is
 #: written later.
@@ -181,15 +175,14 @@ def write(verification: Verification, folder: Path) -> Path:
 def verify(
     folder: Path,
     against: Path | None = None,
+    asked: VerifyOptions = VerifyOptions(),
     progress: Progress = QUIET,
-    **options: Unpack[VerifyKeywords],
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a
     time, then compare an engine with it, if one is named.
 
     An engine that does not run is a failure. Everything else is as for `quantkit.verify`.
     """
-    (asked,) = built(options, VerifyOptions)
     require_engine(folder, asked)
     found, engine = _check_bits(folder, against, asked, progress), asked.engine
     if engine is None:

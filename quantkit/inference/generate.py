@@ -104,7 +104,7 @@ def generate(
     as for `load`. RecipeError for an empty prompt without a BOS token, `chat` without a template,
     or a model with too few positions.
     """
-    asked, load = built(options, WriteOptions, LoadOptions)
+    (asked, load), _ = built(options, WriteOptions, LoadOptions)
     chosen = sampling(asked)
     src = Checkpoint(
         resolve(str(checkpoint), load.revision, load.trust_remote_code), load.trust_remote_code

@@ -139,7 +139,7 @@ def load_for_evaluation(
     choose how to search them. The `options` are the fields of `LoadOptions`; `src` was opened with
     some of them.
     """
-    (asked,) = built(options, LoadOptions)
+    (asked,), _ = built(options, LoadOptions)
     src = _with_its_scales(src)
     with checked(src, asked.check):
         if src.layout is None:

@@ -10,11 +10,11 @@ bytes without this search.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,16 +61,11 @@ from quantkit.planning.output import bytes_of
 from quantkit.planning.plan import Plan
 from quantkit.progress import QUIET, Clock, Progress
 from quantkit.recipes.identity import DATE, date_of
-from quantkit.recipes.options import AUTO, DENSE, FitOptions, RunOptions
+from quantkit.recipes.options import AUTO, DENSE, FitOptions, PlanOptions, RunOptions
 from quantkit.recipes.recipe import Recipe
 from quantkit.text.sequences import Calibration
 from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.version import __version__
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from quantkit.recipes.keywords import RunKeywords
 
 MIXED = "mixed"
 #: Uniform schemes of other formats are made up to this multiple of the least predicted loss:
@@ -207,10 +202,12 @@ class _Search:
 def plan(
     model: str | Path,
     recipe: Recipe,
-    *,
+    run: RunOptions,
     fitted: FitOptions,
+    asked: PlanOptions,
+    *,
     out: str | Path | None = None,
-    **options: Any,
+    announce: surveys.Announce = lambda text: None,
 ) -> Plan:
     """Plan a run of `quantize`.
 
@@ -218,18 +215,14 @@ def plan(
     schemes. Nothing is measured: the loss in the curve is the squared error of normally distributed
     weights.
     """
+    target = fitted.target if asked.gpu is not None or not fitted.is_asked else None
+    others: Any = {**vars(asked), "out": out, "target": target, "announce": announce}
     if not fitted.is_asked:
-        return surveys.plan(model, recipe, out=out, target=fitted.target, **options)
-    names = {each.name for each in fields(RunOptions)}
-    run = RunOptions(**{name: each for name, each in options.items() if name in names})
-    if options.get("gpu") is not None:
-        options["target"] = fitted.target
+        return surveys.plan(model, recipe, run, **others)
     try:
-        search = _search(
-            model, recipe, fitted, replace(run, progress=QUIET), options.get("gpu_memory")
-        )
+        search = _search(model, recipe, fitted, replace(run, progress=QUIET), asked.gpu_memory)
     except RecipeError as error:
-        made = surveys.plan(model, recipe, out=out, **options)
+        made = surveys.plan(model, recipe, run, **others)
         return replace(made, verdict=replace(made.verdict, refusal=error))
     expected = partial(expected_increase, search.job.recipe)
     found = search.uniform(expected)
@@ -238,15 +231,15 @@ def plan(
         {**row, "harm": row["harm"] / best.space.weights}
         for row in search.curve(expected, mixes=False)
     ]
-    made = surveys.plan(model, best.job.recipe, out=out, evaluated=_measured(recipe), **options)
-    planned = _with_sensitivities(made, search)
-    if planned.needs.duration is not None:
-        searching = _of_search(planned.needs.duration)
-        planned = replace(planned, needs=replace(planned.needs, duration=searching))
+    made = surveys.plan(model, best.job.recipe, run, evaluated=_measured(recipe), **others)
+    made = _with_sensitivities(made, search)
+    if made.needs.duration is not None:
+        searching = _of_search(made.needs.duration)
+        made = replace(made, needs=replace(made.needs, duration=searching))
     return replace(
-        planned,
+        made,
         fit={"best_uniform": found[0].name if found else None, "curve": curve},
-        verdict=planned.verdict.with_remarks(*search.notices),
+        verdict=made.verdict.with_remarks(*search.notices),
     )
 
 
@@ -255,8 +248,8 @@ def quantize(
     out: str | Path,
     recipe: Recipe,
     asked: FitOptions,
+    run: RunOptions = RunOptions(),
     measure: Measure | None = None,
-    **options: Unpack[RunKeywords],
 ) -> Json:
     """Quantize a model into a folder that fits the target of `asked`, if there is one; return its
     report.
@@ -270,8 +263,8 @@ def quantize(
                 Words(Option("target"), "chooses among schemes that fit a size"),
                 Words("add", Option("target_size")),
             )
-        return pipeline.quantize(model, out, recipe, measure, **options)
-    run, out = RunOptions(**options), Path(out)
+        return pipeline.quantize(model, out, recipe, run, measure)
+    out = Path(out)
     if ranks().count > 1:
         raise RecipeError(
             f"{ranks().count} processes were started, and one fits a size", "start one"
@@ -371,14 +364,13 @@ def _decide(
         if not (work / each.folder).exists():
             with clock.phase(each.name):
                 begun = any(work.glob(f"{each.folder}.partial-*"))
-                given = {**vars(options), "overwrite": False, "resume": begun}
                 pipeline.quantize(
                     model,
                     work / each.folder,
                     each.job.recipe,
+                    replace(options, overwrite=False, resume=begun),
                     text=text if each.job.recipe.calibrated else None,
                     estimated=False,
-                    **given,
                 )
         return Checkpoint(work / each.folder, options.trust_remote_code)
 

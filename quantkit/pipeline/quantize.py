@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,20 +59,15 @@ from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.text.sequences import Calibration
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from quantkit.recipes.keywords import RunKeywords
-
 
 def quantize(
     model: str | Path,
     out: str | Path,
     recipe: Recipe,
+    run: RunOptions = RunOptions(),
     measure: Measure | None = None,
     text: Calibration | None = None,
     estimated: bool = True,
-    **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Quantize or prune (ALGORITHMS 9) a causal LM (folder or hub id) into a new folder `out`;
     return its report.
@@ -84,7 +79,7 @@ def quantize(
     ranks share a calibrated run. All of them call this alike, and the first one reads, writes and
     prints. All return the same report or raise the same error.
     """
-    run, here = RunOptions(**options), ranks()
+    here = ranks()
     progress = run.progress if here.first else Recorder(run.progress)
     run = replace(run, progress=progress, device=here.device_name(run.device))
     with here.together(progress), on_own_device(run.device, here):

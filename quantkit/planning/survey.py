@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,11 +75,6 @@ from quantkit.text.tokenizer import (
     require_readable_tokenizer,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from quantkit.recipes.keywords import RunKeywords
-
 #: The layouts to take in this order where the usual one opens in no program. vLLM was asked to open
 #: AWQ folders of the families that transformers does not open (docs/models.md).
 OTHERS = ("awq", "gptq", "humming", *LAYOUTS)
@@ -124,6 +119,7 @@ class Job(NamedTuple):
 def plan(
     model: str | Path,
     recipe: Recipe,
+    run: RunOptions = RunOptions(),
     *,
     out: str | Path | None = None,
     gpu_memory: int | None = None,
@@ -132,7 +128,6 @@ def plan(
     probe: bool = False,
     evaluated: int = 0,
     announce: Announce = lambda text: None,
-    **options: Unpack[RunKeywords],
 ) -> Plan:
     """Plan the output of `quantize` from config, headers and calibration text.
 
@@ -142,7 +137,6 @@ def plan(
     their kernels, or has the error that the program does not open the output. With `probe`, a part
     of a long run is measured to estimate its duration; the run also measures on `evaluated` tokens.
     """
-    run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
     job = survey(dense_source(model, run, recipe), recipe, out, run, gpu_memory)
     made, folder = job.plan, job.plan.output.folder

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from quantkit.progress import Progress
-
 class Settings(TypedDict, total=False):
     """The options of a run."""
 
@@ -147,11 +145,6 @@ class CompareKeywords(TypedDict, total=False):
     batch_size: int
     revision: str | None
     trust_remote_code: bool
-
-class RunKeywords(Settings, total=False):
-    """The fields of `RunOptions`."""
-
-    progress: Progress
 
 class QuantizeKeywords(RecipeKeywords, FitKeywords, Settings, total=False):
     """The keywords of `quantize`."""

@@ -18,6 +18,7 @@ from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import sequences
 from tests.tiny_models import write_model
@@ -52,7 +53,7 @@ def measured(
 ) -> tuple[Checkpoint, Checkpoint, dict[str, float], dict[str, list[tuple[Tensor, Tensor]]]]:
     """Return a model, what rounding makes of it, its estimated loss increases, and inputs and gradients by autograd."""
     recipe = from_mapping({"method": "rtn", "scheme": {"group_size": 32}, **keys})
-    quantize(folder, folder.with_name("made"), recipe, min_share=0.0)
+    quantize(folder, folder.with_name("made"), recipe, run=RunOptions(min_share=0.0))
     src, made, work = Checkpoint(folder), Checkpoint(folder.with_name("made")), folder.with_name("work")
     work.mkdir()
     found = divergence.loss_increases(new_run(recipe, BlockRunner(src, device="cpu"), sequences(), work), made)

@@ -37,7 +37,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("always")
 def test_every_kind_of_run_is_estimated(asked: dict[str, Any], model: Path) -> None:
     text = {"calibration": {"data": str(model.parent / "text.txt"), "samples": 16, "max_length": 32}}
-    planned = plan(model, from_mapping({**text, **asked}), probe=True, device="cpu")
+    planned = plan(model, from_mapping({**text, **asked}), probe=True, run=RunOptions(device="cpu"))
     assert planned.needs.duration is not None and planned.needs.duration[1] is not None, planned.notices
     assert probe.FIXED["cpu"] * probe.SPREAD[0] < planned.needs.duration[0] < planned.needs.duration[1] < 600
 

@@ -21,6 +21,7 @@ from quantkit.errors import CheckpointError
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.checkpoint.low_bit import (
     SOUND,
@@ -300,8 +301,10 @@ def test_quantizing_and_pruning_a_release_give_what_its_dense_weights_give(llama
     asked = pruning_from_mapping({"method": "magnitude", "skip": ["lm_head"]})
     report = {}
     for folder in (low, exact):
-        report[folder.name] = quantize(folder, tmp_path / f"q-{folder.name}", from_mapping(RTN), min_share=0)
-        quantize(folder, tmp_path / f"p-{folder.name}", asked, min_share=0)
+        report[folder.name] = quantize(
+            folder, tmp_path / f"q-{folder.name}", from_mapping(RTN), run=RunOptions(min_share=0)
+        )
+        quantize(folder, tmp_path / f"p-{folder.name}", asked, run=RunOptions(min_share=0))
     for kind in "qp":
         found, expected = weights_of(tmp_path / f"{kind}-low"), weights_of(tmp_path / f"{kind}-exact")
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
@@ -319,7 +322,7 @@ def test_packed_embeddings_and_heads_are_what_the_library_decompresses(form: str
     src, dense = Checkpoint(low, dequantize=True), load_file(exact / "model.safetensors")
     assert {*src.names()} == {*dense}
     assert all(torch.equal(src.dense(name, torch.bfloat16), dense[name].bfloat16()) for name in dense)
-    quantize(low, tmp_path / "out", from_mapping(RTN), min_share=0)
+    quantize(low, tmp_path / "out", from_mapping(RTN), run=RunOptions(min_share=0))
     found = weights_of(tmp_path / "out")
     names = [name for name in found if name.endswith(ENDS)]
     assert len(names) == 2 and all(torch.equal(found[name], dense[name].bfloat16()) for name in names)

@@ -19,6 +19,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.checkpoint.low_bit import BLOCK, FINE, SOUND, folder_of, of_one, random_weight, to_fp8, to_mxfp4, write_fp8
 from tests.checkpoint.samples import Q, packed_folder
@@ -148,7 +149,12 @@ def test_a_damaged_source_is_one_line_and_leaves_no_output(edit: str, llama: Pat
         tensors[X].view(torch.uint8)[3, 5:6].fill_(127)
     save_file(tensors, low / "model.safetensors", {"format": "pt"})
     with pytest.raises(QuantkitError) as caught:
-        quantize(low, tmp_path / "out", from_mapping({"method": "rtn", "scheme": {"group_size": 32}}), min_share=0)
+        quantize(
+            low,
+            tmp_path / "out",
+            from_mapping({"method": "rtn", "scheme": {"group_size": 32}}),
+            run=RunOptions(min_share=0),
+        )
     assert X.removesuffix(".weight") in str(caught.value) and "\n" not in str(caught.value)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
 

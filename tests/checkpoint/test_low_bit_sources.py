@@ -22,6 +22,7 @@ from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.checkpoint.low_bit import (
     BLOCK,
@@ -207,7 +208,7 @@ def test_gptq_of_a_low_bit_folder_gives_the_bytes_of_the_dense_one(gpt_oss: tupl
     calibration = {"data": str(text), "samples": 4, "max_length": 32}
     recipe = from_mapping({**RTN, "method": "gptq", "calibration": calibration})
     assert plan(gpt_oss[0], recipe).output.rows == plan(gpt_oss[1], recipe).output.rows
-    reports = [quantize(folder, tmp_path / folder.name, recipe, min_share=0) for folder in gpt_oss]
+    reports = [quantize(folder, tmp_path / folder.name, recipe, run=RunOptions(min_share=0)) for folder in gpt_oss]
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("low", "exact")]
     assert configs[0] == configs[1] and configs[0]["quantization_config"]["quant_method"] == "gptq"
     assert ["dequantized to bfloat16 on reading" in str(each["notices"]) for each in reports] == [True, False]

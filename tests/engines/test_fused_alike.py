@@ -12,6 +12,7 @@ from quantkit.core.quantized_tensor import Goal, Scheme
 from quantkit.engines.joined import changes, treat_alike
 from quantkit.pipeline import quantize
 from quantkit.planning.survey import plan
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.tiny_models import write_model
 
@@ -60,7 +61,7 @@ def test_the_output_has_one_treatment_a_group(source: Path, tmp_path: Path) -> N
     assert from_mapping(recipe.to_mapping()) == recipe
     planned = plan(source, recipe)
     assert "vLLM" in planned.output.readers
-    report = quantize.quantize(source, tmp_path / "out", recipe, device="cpu", min_share=0.5)
+    report = quantize.quantize(source, tmp_path / "out", recipe, run=RunOptions(device="cpu", min_share=0.5))
     out = Checkpoint(tmp_path / "out")
     found = {module.rpartition(".")[2]: out.scheme(module).label for module in out.modules()}
     assert found == {"o_proj": "int4:g128", "down_proj": "int4:g128", "gate_proj": "int4:g64", "up_proj": "int4:g64"}

@@ -23,6 +23,7 @@ from quantkit.io.staging import claimed
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.files import load_named_or_scheme, merge
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from quantkit.reporting.recipe_table import (
     QUALITY,
@@ -98,8 +99,8 @@ def test_a_scheme_without_a_layout_has_the_values_that_a_layout_would_store(
     short = {**SMALL, "calibration": {**SMALL["calibration"], "data": str(texts / "calib.txt")}}
     recipe = from_mapping(merge(load_named_or_scheme(label), short))
     unpacked: Any = {"layout": None, "dense_dtype": "float32"}
-    quantize(small_llama, tmp_path / "stored", recipe, device="cpu")
-    quantize(small_llama, tmp_path / "values", replace(recipe, **unpacked), device="cpu")
+    quantize(small_llama, tmp_path / "stored", recipe, run=RunOptions(device="cpu"))
+    quantize(small_llama, tmp_path / "values", replace(recipe, **unpacked), run=RunOptions(device="cpu"))
     stored, values = (load_dense_model(Checkpoint(tmp_path / name)).state_dict() for name in ("stored", "values"))
     assert all(torch.equal(stored[name], values[name]) for name in stored)
 
@@ -180,10 +181,10 @@ def test_a_row_that_fails_is_told_and_the_others_are_made(
 ) -> None:
     own = comparing.quantize
 
-    def failing(model: Any, out: Any, recipe: Any, **options: Any) -> Any:
+    def failing(model: Any, out: Any, recipe: Any, run: Any) -> Any:
         if recipe.scheme.format.is_float:
             raise quantkit.QuantkitError("the scales overflow")
-        return own(model, out, recipe, **options)
+        return own(model, out, recipe, run)
 
     monkeypatch.setattr(comparing, "quantize", failing)
     line = ("--recipes", "fp6:channel:rtn,int4:g64:rtn", "--text", asked["text"], "--window", 32, "--device", "cpu")

@@ -23,6 +23,7 @@ from quantkit.evaluation.engine_child import describe, main
 from quantkit.evaluation.verify import Verification
 from quantkit.names import VERIFICATION
 from quantkit.pipeline import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
 
@@ -33,7 +34,9 @@ Engine = Callable[[str], Verification]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engine") / "packed"
-    quantize.quantize(DEMO, out, from_mapping({"method": "rtn", "clip": "none", "layout": "marlin"}), device="cpu")
+    quantize.quantize(
+        DEMO, out, from_mapping({"method": "rtn", "clip": "none", "layout": "marlin"}), run=RunOptions(device="cpu")
+    )
     return out
 
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.verify import verify, write
 from quantkit.io.files import hash_of_file
 from quantkit.names import VERIFICATION
 from quantkit.pipeline import convert, quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call
 from tests.evaluation.folders import edit, recorded
@@ -46,7 +48,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model = write_model("llama", folder / "model", num_hidden_layers=1)
     for name, (layout, scheme) in SCHEMES.items():
         recipe = from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", "layout": layout})
-        quantize.quantize(model, folder / name, recipe, device="cpu")
+        quantize.quantize(model, folder / name, recipe, run=RunOptions(device="cpu"))
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -116,7 +118,7 @@ def test_a_flipped_bit_in_a_packed_tensor_is_found_by_the_digest_alone(name: str
 def test_scales_that_are_not_finite_are_found_and_zeros_give_a_notice(value: float, copy: Any) -> None:
     folder = copy("marlin", foreign=True)
     edit(folder, UP, lambda part: part["s"].view(-1)[5:7].fill_(value))
-    found = verify(folder, unsealed=True)
+    found = verify(folder, asked=VerifyOptions(unsealed=True))
     assert found.ok == (value == 0)
     if found.ok:
         assert f"{UP}: 2 scales are zero" in found.notices
@@ -150,7 +152,7 @@ def test_a_lossless_conversion_that_recast_the_weights_is_no_difference(
     model = write_model("llama", tmp_path / "model", num_hidden_layers=1, **sizes)
     scheme = {"format": fmt, "group_size": size}
     recipe = from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", "layout": layout})
-    quantize.quantize(model, tmp_path / "source", recipe, device="cpu")
+    quantize.quantize(model, tmp_path / "source", recipe, run=RunOptions(device="cpu"))
     convert.pack(tmp_path / "source", tmp_path / "packed", to)
     for folder, other in (("packed", "source"), ("source", "packed")):
         found = verify(tmp_path / folder, against=tmp_path / other)
@@ -192,7 +194,7 @@ def test_another_dtype_of_scales_gives_a_notice(copy: Any) -> None:
         part["weight_scale"] = torch.full_like(part["weight_scale"], 0.5).bfloat16()
 
     edit(bfloat, UP, recast)
-    found = verify(bfloat, unsealed=True)
+    found = verify(bfloat, asked=VerifyOptions(unsealed=True))
     assert found.ok and any("bfloat16" in notice for notice in found.notices)
 
 

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError, QuantkitError
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.verify import verify
 from quantkit.kernels import JUDGES, MATMULS, loader, missing, proof
 from quantkit.pipeline import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.kernels.operands import ONE_EACH, packed, weight
 from tests.kernels.products import on_gpu
@@ -216,11 +218,11 @@ def test_an_old_gpu_is_reported_before_anything_is_compiled(layout: str, old: No
 @pytest.mark.gpu
 def test_on_an_old_gpu_verify_proves_the_bits(gpu: None, old: None, tiny_llama: Path, tmp_path: Path) -> None:
     recipe = from_mapping({"scheme": {"format": "int4"}, "method": "rtn", "clip": "none", "layout": "marlin"})
-    quantize.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    quantize.quantize(tiny_llama, tmp_path / "out", recipe, run=RunOptions(device="cpu"))
     found = verify(tmp_path / "out")
     assert found.ok and found.kernel is None and "compute capability 7.5" in found.note
     with pytest.raises(KernelError, match=r"cannot be multiplied on cuda: this GPU has compute capability 7.5"):
-        verify(tmp_path / "out", device="cuda")
+        verify(tmp_path / "out", asked=VerifyOptions(device="cuda"))
 
 
 @pytest.mark.gpu

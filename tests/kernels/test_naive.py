@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.verify import verify
 from quantkit.kernels import JUDGES, MATMULS, driver, loader, proof
 from quantkit.pipeline import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.kernels.operands import CASES, ONE_EACH, differs, is_second_copy, weight
 from tests.kernels.products import TYPES, on_gpu, poisoned
@@ -116,7 +118,7 @@ def test_a_launch_that_the_driver_refuses_is_one_error_and_the_process_goes_on()
 )
 def test_verify_runs_the_kernels(layout: str, scheme: dict[str, object], tiny_llama: Path, tmp_path: Path) -> None:
     recipe = from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", "layout": layout})
-    quantize.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    quantize.quantize(tiny_llama, tmp_path / "out", recipe, run=RunOptions(device="cpu"))
     found = verify(tmp_path / "out")
     assert found.ok, found.failures
     assert {"reference", "naive kernel", "fast kernel"} <= found.to_dict()["seconds"].keys()
@@ -124,7 +126,7 @@ def test_verify_runs_the_kernels(layout: str, scheme: dict[str, object], tiny_ll
     assert found.multiplied == found.weights and len(found.errors) == len(found.rows)
     assert all(0 < error < proof.BOUND for error in found.errors) and found.bound == proof.BOUND
     assert "gave back" in found.note and found.to_dict()["multiplied"] == found.weights
-    bits = verify(tmp_path / "out", device="cpu")
+    bits = verify(tmp_path / "out", asked=VerifyOptions(device="cpu"))
     assert bits.ok and bits.kernel is None and "no kernel ran" in bits.note
 
 
@@ -132,7 +134,7 @@ def test_verify_fails_where_a_kernel_is_wrong(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = from_mapping({"scheme": {"format": "int4"}, "method": "rtn", "clip": "none", "layout": "marlin"})
-    quantize.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    quantize.quantize(tiny_llama, tmp_path / "out", recipe, run=RunOptions(device="cpu"))
 
     def wrong(x: Tensor, *rest: object, out: Tensor) -> Tensor:
         y = JUDGES["marlin"](x, *rest, out=out)

@@ -13,6 +13,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
@@ -88,7 +89,7 @@ def test_a_folder_of_bytes_has_the_right_sizes_and_verifies(tmp_path: Path) -> N
     assert set(src.modules()) == set(records)
     for module, q in records.items():
         assert src.size(module) == q.shape and src.quantized(module).equal(q)
-    found = verify(tmp_path / "bytes", unsealed=True)
+    found = verify(tmp_path / "bytes", asked=VerifyOptions(unsealed=True))
     assert found.ok and "weight is stored as uint8, quantkit writes int32" in found.notices
     module = next(iter(records))
     edit(tmp_path / "bytes", lambda tensors: tensors.pop(f"{module}.weight"))

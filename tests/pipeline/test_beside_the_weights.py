@@ -20,6 +20,7 @@ from quantkit.errors import CheckpointError, NumericError
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.command_line import call
 from tests.folders import TEXT, edit, gptq, restate, tensors
@@ -150,8 +151,8 @@ def test_a_dense_dtype_changes_a_pruned_model_after_the_choice(model: Path, cali
 def test_a_dense_dtype_spares_what_transformers_keeps_in_float32(tmp_path: Path) -> None:
     source = write_model("glm4_moe", tmp_path / "model", torch.float32, num_hidden_layers=1)
     asked = from_mapping({**RTN, "scheme": {"format": "int4", "group_size": 32}, "dense_dtype": "float16"})
-    planned = plan(source, asked, out=tmp_path / "out", min_share=0)
-    quantize(source, tmp_path / "out", asked, min_share=0)
+    planned = plan(source, asked, out=tmp_path / "out", run=RunOptions(min_share=0))
+    quantize(source, tmp_path / "out", asked, run=RunOptions(min_share=0))
     made, kept = Checkpoint(tmp_path / "out"), "model.layers.0.mlp.gate.e_score_correction_bias"
     assert made.dtype(kept) == torch.float32 and torch.equal(made.get(kept), Checkpoint(source).get(kept))
     assert made.dtype("model.norm.weight") == torch.float16
@@ -166,7 +167,7 @@ def test_norms_that_transformers_keeps_for_float16_alone_are_cast_to_bfloat16(tm
         asked = from_mapping(
             {**RTN, "scheme": {"format": "int4", "group_size": 32}, "layout": "gptq", "dense_dtype": dtype}
         )
-        quantize(source, tmp_path / dtype, asked, min_share=0)
+        quantize(source, tmp_path / dtype, asked, run=RunOptions(min_share=0))
         made = Checkpoint(tmp_path / dtype)
         assert made.dtype("model.layers.0.input_layernorm.weight") == made.dtype("model.norm.weight") == expected
         assert made.dtype("model.layers.0.self_attn.sinks") == getattr(torch, dtype)

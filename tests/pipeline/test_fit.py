@@ -17,7 +17,7 @@ from quantkit.pipeline import fit, quantize as pipeline
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning import survey
 from quantkit.recipes.files import load
-from quantkit.recipes.options import FitOptions
+from quantkit.recipes.options import FitOptions, RunOptions
 from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.html import page
 from quantkit.reporting.summary import summary
@@ -230,7 +230,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_folder(
     with faults(stop_at(operation, name, number)), pytest.raises(Killed):
         fit.quantize(small, tmp_path / "out", recipe(calib, method="rtn"), ASKED)
     assert not (tmp_path / "out").exists()
-    fit.quantize(small, tmp_path / "out", recipe(calib, method="rtn"), ASKED, resume=True)
+    fit.quantize(small, tmp_path / "out", recipe(calib, method="rtn"), ASKED, run=RunOptions(resume=True))
     assert same_but_card(tmp_path / "out", whole)
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
@@ -258,16 +258,16 @@ def test_a_kill_before_the_loss_increases_are_known_loses_no_finished_block(
     with pytest.raises(CheckpointError, match="holds an interrupted run's work"):
         fit.quantize(small, tmp_path / "out", recipe(calib), asked)
     with pytest.raises(CheckpointError, match=r"was begun with other settings \(target\)"):
-        fit.quantize(small, tmp_path / "out", recipe(calib), ASKED, resume=True)
+        fit.quantize(small, tmp_path / "out", recipe(calib), ASKED, run=RunOptions(resume=True))
     made: list[tuple[str, bool]] = []
 
-    def watched(model: Path, out: Path, *given: Any, **options: Any) -> Any:
-        made.append((out.name, options["resume"]))
+    def watched(model: Path, out: Path, asked: Any, run: RunOptions, **options: Any) -> Any:
+        made.append((out.name, run.resume))
         raise Killed
 
     monkeypatch.setattr(pipeline, "quantize", watched)
     with pytest.raises(Killed):
-        fit.quantize(small, tmp_path / "out", recipe(calib), asked, resume=True)
+        fit.quantize(small, tmp_path / "out", recipe(calib), asked, run=RunOptions(resume=True))
     assert made == [first]
 
 

@@ -19,6 +19,7 @@ from quantkit.core.sparsity import check, weight_mask
 from quantkit.errors import RecipeError
 from quantkit.io import files
 from quantkit.pipeline import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting.summary import summary
 from tests.algorithms.inputs import is_24
@@ -118,7 +119,7 @@ def test_finished_blocks_are_read_back_where_their_activations_are_lost(
         if not out.exists():
             resumable = any(tmp_path.glob("out.partial-*"))
             resumed += resumable
-            quantize.quantize(small_llama, out, recipe, resume=resumable)
+            quantize.quantize(small_llama, out, recipe, run=RunOptions(resume=resumable))
         assert hashes(out) == expected, stop
         files.remove(out)
     assert resumed > 1

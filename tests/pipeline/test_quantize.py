@@ -24,6 +24,7 @@ from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from quantkit.reporting.summary import summary
 from quantkit.text import sequences
@@ -39,7 +40,7 @@ def test_work_beside_the_computing_changes_no_byte_and_no_fact(
     for beside, budget in ((False, None), (True, 0)):
         monkeypatch.setitem(job.BESIDE, "cpu", beside)
         out = tmp_path / f"{beside}-{budget}"
-        reports.append(quantize(small_llama, out, from_mapping(gptq(str(calib))), act_budget=budget))
+        reports.append(quantize(small_llama, out, from_mapping(gptq(str(calib))), run=RunOptions(act_budget=budget)))
         assert hashes(out) == hashes(tmp_path / "False-None")
     assert len({digest(report) for report in reports}) == 1
 
@@ -51,7 +52,9 @@ def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
     for ahead in (False, True):
         monkeypatch.setitem(job.BESIDE, "cuda", ahead)
         monkeypatch.setitem(SAVED_BLOCKS, "cuda", 1)
-        quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(str(calib), gptq={})), device="cuda")
+        quantize(
+            small_llama, tmp_path / f"{ahead}", from_mapping(gptq(str(calib), gptq={})), run=RunOptions(device="cuda")
+        )
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 
 
@@ -78,7 +81,7 @@ def test_activations_that_overflow_late_leave_the_finished_blocks_for_resume(
     edit(model, lambda found: found[name].fill_(3e38))
     recipe = from_mapping(gptq(str(calib), skip=[".*layers.1.mlp.down_proj", "lm_head"]))
     with pytest.raises(NumericError, match=r"^model\.layers\.2\.self_attn\.q_proj, calibration document \d: "):
-        quantize(model, tmp_path / "out", recipe, min_share=0)
+        quantize(model, tmp_path / "out", recipe, run=RunOptions(min_share=0))
     (partial,) = tmp_path.glob("out.partial-*")
     assert [line["facts"]["block"] for line in read_journal(partial / JOURNAL)[1:]] == [0, 1]
     found = load_json(partial / REPORT)
@@ -103,15 +106,15 @@ def test_a_kill_while_a_file_is_half_written_costs_no_byte(
         out = tmp_path / f"{step}"
         for stop in (step, outside):  # once more while the resumed run goes on
             with faults(killer(stop)), pytest.raises(Killed):
-                quantize(model, out, recipe, resume=True)
-        quantize(model, out, recipe, resume=True)
+                quantize(model, out, recipe, run=RunOptions(resume=True))
+        quantize(model, out, recipe, run=RunOptions(resume=True))
         assert hashes(out) == hashes(tmp_path / "whole")
 
 
 def refusal(model: Path, out: Path, recipe: Recipe) -> str:
     """Resume a run that cannot be resumed; return what the message says after the folder's name."""
     with pytest.raises(CheckpointError) as error:
-        quantize(model, out, recipe, resume=True)
+        quantize(model, out, recipe, run=RunOptions(resume=True))
     return str(error.value).partition(" was begun with other settings, ")[2]
 
 
@@ -142,7 +145,7 @@ def test_resuming_with_another_recipe_names_each_value_and_the_options_that_brin
     assert refusal(small_llama, out, magnitude) == (
         "the command was quantize: use quantkit quantize, or use --overwrite"
     )
-    report = quantize(small_llama, out, recipe(), resume=True)
+    report = quantize(small_llama, out, recipe(), run=RunOptions(resume=True))
     assert sum(report["phases"].values()) == pytest.approx(report["totals"]["seconds"]), "the phases add up"
 
 
@@ -160,8 +163,8 @@ def test_the_date_in_a_chat_template_is_that_of_the_beginning(
     with faults(stop_at("rename", "config.json")), pytest.raises(Killed):
         quantize(model, out, recipe)
     monkeypatch.setattr(sequences, "present_date", lambda: "2027-01-01T06:00:00")
-    assert plan(model, recipe, out=out, resume=True).refusal is None
-    assert quantize(model, out, recipe, resume=True)["calibration"] == whole["calibration"]
+    assert plan(model, recipe, out=out, run=RunOptions(resume=True)).refusal is None
+    assert quantize(model, out, recipe, run=RunOptions(resume=True))["calibration"] == whole["calibration"]
     assert tensors(out) == tensors(tmp_path / "whole")
 
 
@@ -200,7 +203,7 @@ def test_resuming_with_other_versions_files_or_text_says_which(small_llama: Path
         "of the source config.json has changed: restore the source, or use --overwrite"
     )
     (model / "config.json").write_text(config)
-    quantize(model, out, recipe, resume=True)
+    quantize(model, out, recipe, run=RunOptions(resume=True))
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -214,9 +217,9 @@ def test_another_number_of_threads_is_refused_where_the_forward_may_depend_on_it
         torch.set_num_threads(threads + 1)
         if method == "gptq":
             with pytest.raises(CheckpointError, match="OMP_NUM_THREADS"):
-                quantize(small_llama, tmp_path / "out", recipe, resume=True)
+                quantize(small_llama, tmp_path / "out", recipe, run=RunOptions(resume=True))
             torch.set_num_threads(threads)
-        quantize(small_llama, tmp_path / "out", recipe, resume=True)
+        quantize(small_llama, tmp_path / "out", recipe, run=RunOptions(resume=True))
     finally:
         torch.set_num_threads(threads)
 
@@ -237,7 +240,7 @@ def test_a_resumed_run_is_compared_by_the_shards_that_it_has_used(
     if number == 0:
         assert refusal(source, tmp_path / "out", recipe).startswith(f"of the source {shard.name} has changed: ")
     else:
-        found = quantize(source, tmp_path / "out", recipe, resume=True)["source"]["files"]
+        found = quantize(source, tmp_path / "out", recipe, run=RunOptions(resume=True))["source"]["files"]
         assert found == Checkpoint(source).hashes()
 
 
@@ -264,5 +267,9 @@ def test_a_model_calibrated_through_its_language_model_says_so(calib: Path, tmp_
     folder = families.write("kosmos-2", tmp_path / "model")
     remark = "calibrated through text_model, on text alone: Kosmos2ForConditionalGeneration asks for other inputs"
     for method in ("gptq", "rtn"):
-        planned = plan(folder, from_mapping(gptq(str(calib), method=method, scheme={"group_size": 64})), device="cpu")
+        planned = plan(
+            folder,
+            from_mapping(gptq(str(calib), method=method, scheme={"group_size": 64})),
+            run=RunOptions(device="cpu"),
+        )
         assert (remark in planned.verdict.remarks) == (method == "gptq")

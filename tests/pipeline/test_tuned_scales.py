@@ -18,6 +18,7 @@ from quantkit.io.staging import JOURNAL
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.summary import summary
 from quantkit.text.sequences import Calibration
@@ -41,7 +42,7 @@ def recipe(steps: int = STEPS, **changes: Any) -> Recipe:
 
 
 def run(model: Path, out: Path, asked: Recipe, **options: Any) -> dict[str, Any]:
-    return quantize(model, out, asked, text=text(), device="cpu", **options)
+    return quantize(model, out, asked, text=text(), run=RunOptions(device="cpu", **options))
 
 
 def records(folder: Path) -> dict[str, QuantizedTensor]:
@@ -166,4 +167,4 @@ def test_a_device_without_memory_for_the_whole_model_is_refused_before_the_work(
 )
 def test_what_cannot_be_tuned_is_refused_in_a_line(changes: dict[str, Any], rule: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=rule):
-        quantize(small("llama", tmp_path / "model"), tmp_path / "out", recipe(**changes), device="cpu")
+        quantize(small("llama", tmp_path / "model"), tmp_path / "out", recipe(**changes), run=RunOptions(device="cpu"))

@@ -12,6 +12,7 @@ import pytest
 from quantkit.calibration import budget
 from quantkit.planning.survey import plan
 from quantkit.recipes.files import load
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call
 from tests.folders import hashes
@@ -95,7 +96,7 @@ def test_shapes_alone_decide(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = set()
     for count in (os.cpu_count() or 1, 1):
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        found.add(str(plan(model, from_mapping(text), device="cpu").calibration["sha256"]))
+        found.add(str(plan(model, from_mapping(text), run=RunOptions(device="cpu")).calibration["sha256"]))
     assert len(found) == 1
 
 

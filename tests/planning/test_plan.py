@@ -26,6 +26,7 @@ from quantkit.pipeline.inspection import describe
 from quantkit.planning.needs import Memory
 from quantkit.planning.plan import plan_pack, plan_quantize
 from quantkit.planning.survey import plan
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.layouts.samples import write_folder
 from tests.tiny_models import write_model
@@ -92,7 +93,7 @@ def test_planned_bytes_equal_those_of_the_output(
 ) -> None:
     planned = plan(sources[model], asked)
     planned.require()
-    report = quantize.quantize(sources[model], tmp_path / "out", asked, device="cpu", min_share=0)
+    report = quantize.quantize(sources[model], tmp_path / "out", asked, run=RunOptions(device="cpu", min_share=0))
     assert planned.output.bytes == tensor_bytes(tmp_path / "out")
     weights = sum(size for name, size in planned.files.items() if name.endswith(".safetensors"))
     assert weights == report["totals"]["bytes"]
@@ -235,8 +236,8 @@ def test_files_of_calibrated_committed_and_pruned_runs(
         "pruned": pruning_from_mapping({"method": "magnitude"}),
     }
     for name, asked in wanted.items():
-        planned = plan(sources["qwen2"], asked, min_share=0, device="cpu")
-        quantize.quantize(sources["qwen2"], tmp_path / name, asked, min_share=0, device="cpu")
+        planned = plan(sources["qwen2"], asked, run=RunOptions(min_share=0, device="cpu"))
+        quantize.quantize(sources["qwen2"], tmp_path / name, asked, run=RunOptions(min_share=0, device="cpu"))
         sizes = {path.name: path.stat().st_size for path in (tmp_path / name).iterdir()}
         assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.output.files.report_bytes
         assert sizes == planned.files, name

@@ -16,6 +16,7 @@ from quantkit.layouts import LAYOUTS
 from quantkit.names import Clip
 from quantkit.pipeline.quantize import quantize
 from quantkit.planning.survey import plan
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.folders import hashes
 from tests.layouts.samples import HELD, record
@@ -86,10 +87,10 @@ def test_a_folder_that_is_rounded_has_the_bytes_of_a_cpu(
     for device in ("cpu", "cuda"):
         held = torch.cuda.memory_allocated()  # by earlier tests
         torch.cuda.reset_peak_memory_stats()
-        report = quantize(model, tmp_path / device, recipe, device=device)
+        report = quantize(model, tmp_path / device, recipe, run=RunOptions(device=device))
     here, there = (hashes(tmp_path / device) for device in ("cpu", "cuda"))
     assert {**there, "README.md": ""} == {**here, "README.md": ""}  # the card names the report's hash
-    planned = plan(model, recipe, device="cuda").needs.memory.vram
+    planned = plan(model, recipe, run=RunOptions(device="cuda")).needs.memory.vram
     used = report["totals"]["peak_memory"]["vram"] - held
     assert 0 < used <= sum(planned.values())
 

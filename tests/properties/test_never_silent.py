@@ -17,6 +17,7 @@ from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.summary import summary
@@ -162,7 +163,9 @@ def test_a_loss_too_large_for_a_perplexity_is_refused(tmp_path: Path) -> None:
 def test_a_packed_folder_reports_its_own_facts(small_llama: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(small_llama, tmp_path / "source"))
     (source / "pytorch_model.bin").write_bytes(b"")  # ignored, with a notice
-    quantize(source, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "down_proj"]}), min_share=0.5)
+    quantize(
+        source, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "down_proj"]}), run=RunOptions(min_share=0.5)
+    )
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     (before, _), (found, text) = report_and_summary(tmp_path / "ct"), report_and_summary(tmp_path / "marlin")
     assert found["notices"] == before["notices"] != []

@@ -20,6 +20,7 @@ from quantkit.checkpoint.origin import checked, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, SEAL, load as load_report
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.verify import verify, verify_files
 from quantkit.io.files import hash_of_file
 from quantkit.io.json_files import load_json
@@ -104,7 +105,7 @@ def attack_outputs(found: Run) -> None:
     made = outputs(found.folder)
     for folder in made:
         with found.case(f"{folder.name}: intact"), checked(Checkpoint(folder)):
-            assert verify(folder, device="cpu").ok and verify_files(folder)[0] == []
+            assert verify(folder, asked=VerifyOptions(device="cpu")).ok and verify_files(folder)[0] == []
             quantkit.load(folder, device="cpu")
     for i, rng in found.draws("H4"):
         folder = rng.choice(made)
@@ -141,7 +142,7 @@ def rates(path: Path) -> dict[str, float]:
 
 def seen_in_an_output(folder: Path, tensor: str, whole: bool) -> None:
     """Ask `verify`, `inspect --check` and `load` for the name of the tensor."""
-    proof = verify(folder, device="cpu") if whole else None
+    proof = verify(folder, asked=VerifyOptions(device="cpu")) if whole else None
     assert proof is None or (not proof.ok and any(tensor in line for line in proof.failures)), proof
     assert any(tensor in line for line in verify_files(folder)[0]), tensor
     refused(partial(opened, folder), tensor)
@@ -165,7 +166,7 @@ def attack_texts(found: Run) -> None:
     for i in range(4):
         append_journal(journal, {"items": [f"a{i}"], "files": {}, "facts": {"loss": 0.5}, "bytes": i})
     lines = read_journal(journal)
-    (ours / "verify.json").write_text(json.dumps(verify(ours, device="cpu").to_dict()))
+    (ours / "verify.json").write_text(json.dumps(verify(ours, asked=VerifyOptions(device="cpu")).to_dict()))
     listed = [ours / name for name in load_report(ours)["files"] if not name.endswith(".safetensors")]
     recorded = load_report(ours)
 

@@ -17,6 +17,7 @@ from quantkit.io.json_files import load_json
 from quantkit.io.staging import JOURNAL
 from quantkit.models import block_runner
 from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.calibration.runs import QUICK
 from tests.command_line import call, refused
@@ -84,7 +85,7 @@ def test_killed_before_the_first_commit_the_same_bytes_follow(
     with faults(stop_at("write", name)), pytest.raises(Killed):
         quantize(small, out, aware(calib))
     assert not out.exists() and any(tmp_path.glob("out.partial-*"))
-    quantize(small, out, aware(calib), resume="fisher" in name)
+    quantize(small, out, aware(calib), run=RunOptions(resume="fisher" in name))
     assert hashes(out) == hashes(whole)
 
 
@@ -115,7 +116,7 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
     (partial,) = half.glob("out.partial-*")
     if damage is not None:
         damage(partial / name)
-    quantize(small, out, aware(calib), resume=True)
+    quantize(small, out, aware(calib), run=RunOptions(resume=True))
     assert hashes(out) == hashes(whole)
     assert (damage is not None) == ("gradients" in capsys.readouterr().err)
 
