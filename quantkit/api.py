@@ -277,9 +277,8 @@ def verify(
     print(proof.note)
     ```
     """
-    other = None if against is None else Path(against)
     (asked,), _ = built(options, VerifyOptions)
-    found = verify_folder(Path(folder), other, asked, reporter(progress))
+    found = verify_folder(Path(folder), against, asked, reporter(progress))
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 

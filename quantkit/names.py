@@ -48,13 +48,9 @@ KERNELS = {
     "tcfpx": "tcfpx",
     "quick": "quick",
 }
-#: The dtypes of `kernels.contract.ACTIVATIONS`.
-ACTIVATIONS = ("float16", "bfloat16")
 
 #: File of an output that holds the outcome of `verify`.
 VERIFICATION = "verify.json"
-#: Engines that `verify` asks.
-SERVERS = ("vllm",)
 
 #: Package that only some uses need -> its lowest version, as pyproject.toml has it, and its use.
 OPTIONAL = {

@@ -101,8 +101,12 @@ def rows_of(taken: Tensor, one: QuantizedTensor, other: QuantizedTensor) -> Quan
     taken, zeros = taken.unsqueeze(-1), None
     if one.zeros is not None and other.zeros is not None:
         zeros = torch.where(taken, one.zeros, other.zeros)
-    codes = torch.where(taken, one.codes, other.codes)
-    return QuantizedTensor(one.scheme, codes, torch.where(taken, one.scales, other.scales), zeros)
+    return QuantizedTensor(
+        one.scheme,
+        torch.where(taken, one.codes, other.codes),
+        torch.where(taken, one.scales, other.scales),
+        zeros,
+    )
 
 
 def descend(

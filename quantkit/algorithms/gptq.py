@@ -1,8 +1,8 @@
 """GPTQ: quantize a weight so that its outputs change least on the calibration tokens (ALGORITHMS 5
 to 9).
 
-Rows never interact. Linears that share an input are therefore solved as one tall weight, and
-`split` separates them.
+Rows never interact. Linears that share an input are therefore solved as one tall weight, whose
+solution has the rows of each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +21,6 @@ from quantkit.algorithms import coordinate_descent, rtn
 from quantkit.algorithms.hessian import (
     MATRICES,
     Factor,
-    check_size,
     damped,
     diagonal_losses,
     factorize,
@@ -128,7 +126,6 @@ def quantize(
     so.
     """
     check_weight(weight)
-    check_size(h, weight.shape[1])
     groups = scheme.groups(weight.shape[1])
     try:
         factor = factor or factorize(h, options, scheme.sparsity is not None)
@@ -217,17 +214,6 @@ def join(parts: Sequence[Solution]) -> Solution:
     }
     tensor = concatenated([part.tensor for part in parts])
     return Solution(tensor, loss, rtn_loss, norm, guard, parts[0].solver, changes, held_out)
-
-
-def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
-    """Split a joint solution into linears of `rows` rows each; ValueError if the rows do not add
-    up.
-    """
-    if sum(rows) != len(solution.loss):
-        raise ValueError(f"the parts have {sum(rows)} rows, the solution {len(solution.loss)}")
-    return [
-        solution.rows(slice(end - n, end)) for n, end in zip(rows, accumulate(rows), strict=True)
-    ]
 
 
 def _moved(weight: Tensor, survivors: Tensor) -> Tensor:

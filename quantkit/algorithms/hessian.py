@@ -262,8 +262,7 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
     """
     d = _difference(weight, tensor)
     dtype = product_dtype(d, factor_dtype(d.device))
-    matrix = terms(h, dtype)
-    losses = partial(_quadratic_forms, h=matrix, dtype=dtype)
+    losses = partial(_quadratic_forms, h=terms(h, dtype), dtype=dtype)
     parts = [partial(losses, rows) for rows in d.split(_ROWS[d.device.type])]
     return torch.cat(side_by_side(d.device, parts)).double().clamp_(min=0)
 

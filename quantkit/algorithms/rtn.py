@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.algorithms.hessian import check_size, live_diagonal
+from quantkit.algorithms.hessian import live_diagonal
 from quantkit.algorithms.numerics import (
     check_weight,
     divide,
@@ -58,8 +58,6 @@ def quantize(
     RecipeError as `check_signed` and `fixed_mask`.
     """
     check_weight(weight)
-    if hessian is not None:
-        check_size(hessian, weight.shape[1])
     check_signed(scheme, signed)
     groups = scheme.groups(weight.shape[1])
     rule: Json = {}

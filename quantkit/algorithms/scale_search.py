@@ -138,8 +138,8 @@ def fit_scales(
     else:
         errors = _errors(x, scales.masked_fill(overflow, torch.nan), zeros, fmt, error)
         errors.masked_fill_(overflow, torch.inf)
-        if error is square_error:
-            errors = _by_cpu(x, None, scales, zeros, errors, fmt)
+        if error is square_error and not x.is_cpu:
+            errors = _decided(x, None, scales, zeros, errors, fmt)
         best = errors.argmin(0, keepdim=True)
     chosen = scales.gather(0, best)[0].to(torch.float16)
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
@@ -195,7 +195,8 @@ def _least_square(
     scales, zeros = candidates.of(ratio[numbers], at)
     errors = _square_errors(x, at, scales, zeros, fmt)
     errors.masked_fill_(overflow(scales, zeros), torch.inf)
-    errors = _by_cpu(x, at, scales, zeros, errors, fmt)
+    if not x.is_cpu:
+        errors = _decided(x, at, scales, zeros, errors, fmt)
     best = errors == _least(errors, at, len(x))[at]
     first = torch.full_like(candidates.base, len(ratios), dtype=torch.int64)
     first.scatter_reduce_(0, at[best], numbers[best], "amin")
@@ -217,21 +218,11 @@ def _square_errors(
     return errors
 
 
-def _by_cpu(
-    x: Tensor, at: Tensor | None, scales: Tensor, zeros: Tensor | None, errors: Tensor, fmt: Format
-) -> Tensor:
-    """Return the squared `errors` with which a CPU chooses among candidates of the groups `x`.
-
-    All have one shape: `[c, m]`, or `[p]` with the groups `at`.
-    """
-    return errors if x.is_cpu else _decided(x, at, scales, zeros, errors, fmt)
-
-
 def _decided(
     x: Tensor, at: Tensor | None, scales: Tensor, zeros: Tensor | None, errors: Tensor, fmt: Format
 ) -> Tensor:
-    """Let a CPU add up the errors of candidates that are nearly the best; all worse become
-    infinite.
+    """Let a CPU add up the squared `errors` of candidates of the groups `x` that are nearly the
+    best; all worse become infinite. All have one shape: `[c, m]`, or `[p]` with the groups `at`.
 
     A GPU gives the bits of a CPU in all but sums, whose order differs. In any order a sum of g
     numbers errs by at most (g - 1) 2^-24 of it (Jeannerod and Rump, 2013), and zeros by nothing.

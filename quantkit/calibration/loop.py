@@ -374,8 +374,9 @@ def _rest(run: Run, solved: Mapping[str, Item]) -> Iterator[Item]:
         run.progress.check()
         with run.clock.phase("solve"):
             if (item := solved.get(name)) is None:
-                reason = "it is outside the blocks"
-                [item] = _uncalibrated(model.src, [name], goals, run.recipe, model.device, reason)
+                [item] = _uncalibrated(
+                    model.src, [name], goals, run.recipe, model.device, "it is outside the blocks"
+                )
         yield item
 
 

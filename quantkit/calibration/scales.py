@@ -173,8 +173,10 @@ class ScaleTuning:
     def _weights(self) -> dict[int, Tensor]:
         """Compute all quantized weights, by the id of the source's parameter."""
         apply: Any = _Dense.apply
-        pairs = self._scales.items()
-        return {self._ids[name]: apply(each.factors, each, self._dtype) for name, each in pairs}
+        return {
+            self._ids[name]: apply(each.factors, each, self._dtype)
+            for name, each in self._scales.items()
+        }
 
 
 class TunedScales:

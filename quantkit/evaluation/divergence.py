@@ -76,7 +76,8 @@ class TokenValues:
     def figures(self) -> Json:
         """Summarize the divergence by the fields of `Figures`."""
         values = torch.cat([*self.kl]).double().numpy()
-        low, high = interval(self.means()) or (None, None)
+        means = np.array([float(window.double().mean()) for window in self.kl])
+        low, high = interval(means) or (None, None)
         median, p99, p999 = np.quantile(values, (0.5, 0.99, 0.999)).tolist()
         return {
             "kld": float(values.mean()),
@@ -88,10 +89,6 @@ class TokenValues:
             "kld_p999": p999,
             "kld_above": float((values > FAR).mean()),
         }
-
-    def means(self) -> np.ndarray[Any, Any]:
-        """Return the mean divergence of each window, float64 `[n]`."""
-        return np.array([float(window.double().mean()) for window in self.kl])
 
 
 @dataclass(frozen=True, kw_only=True)

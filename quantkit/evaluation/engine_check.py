@@ -34,7 +34,6 @@ from quantkit.evaluation.options import VerifyOptions
 from quantkit.evaluation.perplexity import token_losses
 from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.models.weights import device_of, load_dense_model
-from quantkit.names import SERVERS
 from quantkit.progress import Clock, Progress
 from quantkit.text.sources import PACKAGED, load_documents
 from quantkit.text.tokenizer import affixes, load_tokenizer, token_ids
@@ -110,7 +109,7 @@ def require_engine(folder: Path, asked: VerifyOptions) -> None:
     elif asked.engine_args:
         raise RecipeError(
             Words(Option("engine_args"), "are of an engine, and none is named"),
-            Words("add", Option("engine", SERVERS[0])),
+            Words("add", Option("engine", "vllm")),
         )
 
 

@@ -59,8 +59,9 @@ class Opened:
     def require_decoder_only(self) -> None:
         """Raise CheckpointError for a model whose text does not continue its prompt."""
         config = config_of(self.src)
-        what = "and evaluations need a model that continues its prompt"
-        require_decoder_only(self.src, config, what)
+        require_decoder_only(
+            self.src, config, "and evaluations need a model that continues its prompt"
+        )
         require_continuing(self.src, config)
 
     def digest(self) -> str:

@@ -174,7 +174,7 @@ def write(verification: Verification, folder: Path) -> Path:
 
 def verify(
     folder: Path,
-    against: Path | None = None,
+    against: str | Path | None = None,
     asked: VerifyOptions = VerifyOptions(),
     progress: Progress = QUIET,
 ) -> Verification:
@@ -201,7 +201,7 @@ def verify(
 
 
 def _check_bits(
-    folder: Path, against: Path | None, asked: VerifyOptions, progress: Progress
+    folder: Path, against: str | Path | None, asked: VerifyOptions, progress: Progress
 ) -> Verification:
     """Check the files and the packed weights."""
     place, clock = device_of(asked.device), Clock(torch.device("cpu"))

@@ -219,9 +219,6 @@ def _own_kernel(
     return None, f"no kernel takes {scheme.label} of [{n}, {k}]: each call decodes the weight"
 
 
-NOTHING = Outside([], [])
-
-
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The output, the needs and the verdict of a run of `quantize` or `pack`.
@@ -407,7 +404,7 @@ def plan_pack(
     out: Path | None = None,
     pad: bool = False,
     requantize: bool = False,
-    outside: Outside = NOTHING,
+    outside: Outside,
 ) -> Plan:
     """Plan to rewrite a quantized checkpoint in another layout, without reading its values.
 

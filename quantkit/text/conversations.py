@@ -235,8 +235,9 @@ class ChatTemplate:
         try:
             moment = datetime.fromisoformat(self.date if asked is None else asked)
         except (TypeError, ValueError) as error:
-            way = "write it as 2026-01-31"
-            raise RecipeError(f"{asked!r} is no date", way, subject=NOW) from error
+            raise RecipeError(
+                f"{asked!r} is no date", "write it as 2026-01-31", subject=NOW
+            ) from error
         template = self.tokenizer.get_chat_template(given.get("chat_template"), given.get("tools"))
         given["chat_template"] = CLOCK + template
         parts = {part: moment.strftime(part) for part in DIRECTIVE.findall(template)}
@@ -369,7 +370,10 @@ def _content(content: Any, role: str | None, dropped: list[str], where: str) -> 
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    if role in ("tool", CALL) and not all(map(_is_part, parts)):
+    are_parts = all(
+        isinstance(part, dict) and part.get("type") in (*TEXT_PARTS, *OTHER_PARTS) for part in parts
+    )
+    if role in ("tool", CALL) and not are_parts:
         return json.dumps(content, ensure_ascii=False, default=str)
     read = [_part(part) for part in parts]
     lost = [kind for kind, text in read if text is None]
@@ -387,10 +391,6 @@ def _part(part: Any) -> tuple[str, str | None]:
     if kind not in TEXT_PARTS:
         return str(kind), None
     return kind, "" if text is None and "type" in part else text if isinstance(text, str) else None
-
-
-def _is_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in (*TEXT_PARTS, *OTHER_PARTS)
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

@@ -14,10 +14,9 @@ from quantkit import names
 from quantkit.api import build_recipe
 from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import OTHERS, SECTIONS, Command, did_you_mean
-from quantkit.core.formats import FORMATS, dtype_name
+from quantkit.core.formats import FORMATS
 from quantkit.errors import RecipeError
 from quantkit.kernels import MATMULS
-from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from tests.command_line import ROOT, call, commands
 
@@ -72,7 +71,6 @@ def test_the_names_of_choices_are_those_of_the_tables() -> None:
     assert tuple(FORMATS) == names.FORMATS
     assert tuple(LAYOUTS) == names.LAYOUTS
     assert tuple(MATMULS) == tuple(names.KERNELS)
-    assert tuple(map(dtype_name, ACTIVATIONS)) == names.ACTIVATIONS
 
 
 def test_options_that_decide_the_output_are_in_sections() -> None:

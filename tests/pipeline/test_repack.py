@@ -15,6 +15,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, load
 from quantkit.io.files import hash_of
 from quantkit.layouts import LAYOUTS
+from quantkit.models.outside import Outside
 from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
 from quantkit.planning.plan import plan_pack
@@ -114,7 +115,7 @@ def test_no_more_is_read_than_the_budget_holds(
         return get(self, name)
 
     monkeypatch.setattr(Checkpoint, "get", spied)
-    planned = plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out")
+    planned = plan_pack(src, LAYOUTS["gptq"], outside=Outside([], []), out=tmp_path / "out")
     sizes = convert.Repacker(src, planned, {}, False)
     given: list[str] = []
     for item in convert.repacked(src, src.logical(), planned, {}, False, Progress(quiet=True)):

@@ -21,6 +21,7 @@ from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.io.safetensors_files import RESERVED
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
+from quantkit.models.outside import Outside
 from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.inspection import describe
 from quantkit.planning.needs import Memory
@@ -120,7 +121,7 @@ def packed(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("target", ["marlin", "gptq", "gptq-v2", "compressed-tensors"])
 def test_planned_bytes_of_a_conversion(target: str, packed: Path, tmp_path: Path) -> None:
-    planned = plan_pack(Checkpoint(packed), LAYOUTS[target])
+    planned = plan_pack(Checkpoint(packed), LAYOUTS[target], outside=Outside([], []))
     planned.require()
     convert.pack(packed, tmp_path / "b", target)
     assert planned.output.bytes == tensor_bytes(tmp_path / "b")
@@ -211,7 +212,7 @@ def test_a_conversion_lists_every_weight_that_the_target_cannot_hold(sources: di
     cases = (("fp6", "marlin", "tcfpx or"), ("fp6", "gptq", "compressed-tensors"), ("asym", "tcfpx", "compressed"))
     for source, target, other in cases:
         src = Checkpoint(tmp_path / source)
-        planned = plan_pack(src, LAYOUTS[target])
+        planned = plan_pack(src, LAYOUTS[target], outside=Outside([], []))
         assert {misfit.module for misfit in planned.verdict.misfits} == set(src.modules())
         with pytest.raises(LayoutError, match=f"--layout {other}") as error:
             planned.require()
@@ -266,7 +267,9 @@ def test_a_disk_that_is_too_small_for_a_conversion_is_a_problem(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    planned = plan_pack(Checkpoint(packed), LAYOUTS["marlin"], out=tmp_path / "not" / "there" / "yet")
+    planned = plan_pack(
+        Checkpoint(packed), LAYOUTS["marlin"], outside=Outside([], []), out=tmp_path / "not" / "there" / "yet"
+    )
     assert planned.needs.disk_free == 1000
     with pytest.raises(LayoutError, match="free some"):
         planned.require()

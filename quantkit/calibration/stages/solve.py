@@ -79,8 +79,9 @@ class Solve(Stage):
         for name, why in block.uncalled.items():
             with block.run.clock.phase("solve"):
                 weight = block.run.model.weights.source(name)
-                goal = block.goals[name]
-                [item] = solve_uncalibrated({name: weight}, goal, block.run.recipe, why)
+                [item] = solve_uncalibrated(
+                    {name: weight}, block.goals[name], block.run.recipe, why
+                )
             block.put_back(item)
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
@@ -296,7 +297,7 @@ def _gptq(
                 **part.facts,
             },
         )
-        for part in gptq.split(joint, [len(w) for w in by_row["weight"].values()])
+        for part in _split(joint, [len(w) for w in by_row["weight"].values()])
     ]
 
 
@@ -463,8 +464,8 @@ def _facts(weight: Tensor, value: QuantizedTensor | Tensor) -> dict[str, Any]:
     return {**_counts_of_pruned(value), **norms, "tokens": 0}
 
 
-def _split(tall: QuantizedTensor | Tensor, counts: list[int]) -> list[QuantizedTensor | Tensor]:
-    """Divide solved rows among weights that have so many."""
+def _split(tall: Any, counts: list[int]) -> list[Any]:
+    """Divide solved rows among weights that have so many: a tensor, a record or a solution."""
     if isinstance(tall, Tensor):
         return [*tall.split(counts)]
     rows = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
