@@ -208,8 +208,9 @@ def _steps(fmt: Format, device: torch.device) -> Tensor:
     values = sorted(set(fmt.values))
     gaps = [b - a for a, b in pairwise(values)]
     nearest = [min(pair) for pair in zip([gaps[0], *gaps], [*gaps, gaps[-1]], strict=True)]
-    steps = [nearest[values.index(value)] for value in fmt.values]
-    return torch.tensor(steps, dtype=torch.float32, device=device)
+    return torch.tensor(
+        [nearest[values.index(value)] for value in fmt.values], dtype=torch.float32, device=device
+    )
 
 
 def _range(fmt: Format, zeros: Tensor | None) -> tuple[Tensor | float, Tensor | float]:

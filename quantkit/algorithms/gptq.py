@@ -233,8 +233,13 @@ def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reaso
     tensor, facts = rtn.quantize(weight, scheme, clip=options.clip, signed=options.signed)
     loss = row_losses(weight, tensor, h)
     guard = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
-    dead = int((h.diagonal() == 0).sum())
-    solver = {"fallback": "rtn", "reason": reason, "rungs": [], "dead_columns": dead, **facts}
+    solver = {
+        "fallback": "rtn",
+        "reason": reason,
+        "rungs": [],
+        "dead_columns": int((h.diagonal() == 0).sum()),
+        **facts,
+    }
     return Solution(tensor, loss, loss.clone(), row_losses(weight, None, h), guard, solver)
 
 

@@ -133,9 +133,10 @@ def explaining(model: BlockRunner, instead: str) -> Iterator[None]:
             isinstance(error, QuantkitError) and not isinstance(error, CheckpointError)
         ):
             raise
-        kind = type(model.text).__name__
         raise CheckpointError(
-            f"{kind} has no gradient ({reason(error)})", instead, subject=model.src.path
+            f"{type(model.text).__name__} has no gradient ({reason(error)})",
+            instead,
+            subject=model.src.path,
         ) from error
 
 

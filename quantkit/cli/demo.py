@@ -121,8 +121,13 @@ def _run(folder: Path, progress: Progress) -> Json:
     for name, recipe in RECIPES.items():
         progress.note(f"quantize  {name}")
         options = {**recipe, "calib": str(calibration), "samples": SAMPLES, "max_length": WINDOW}
-        shown = progress if progress.verbose else None
-        api.quantize(MODEL, folder / name, device="cpu", progress=shown, **options)
+        api.quantize(
+            MODEL,
+            folder / name,
+            device="cpu",
+            progress=progress if progress.verbose else None,
+            **options,
+        )
     progress.note(f"pack      {SOURCE} -> {PACKED}")
     pack(folder / SOURCE, folder / PACKED, "marlin")
     methods = {

@@ -96,8 +96,9 @@ def inspect(
 
 
 def _failed(folder: Path, failures: Sequence[str]) -> str:
-    count = counted(len(failures), "failure")
-    return f"Error: {folder} is not what it should be: {count}, see above"
+    return (
+        f"Error: {folder} is not what it should be: {counted(len(failures), 'failure')}, see above"
+    )
 
 
 @options.command("report", "quantkit report ./model-int4 --html ./model-int4.html", computes=False)
@@ -144,13 +145,15 @@ def format_verification(found: Verification, progress: Progress) -> str:
         return "\n".join([*failures, last])
     shown = [row for row in found.rows if row.problem and not progress.verbose] or found.rows
     most = len(shown) if progress.verbose else MOST_ROWS
+    marks = {True: "ok", False: "FAILED", None: "-"}
+    marks = {True: "ok", False: "FAILED", None: "-"}
     proofs = ("repack", "digest", "against", *(("product",) if found.kernel else ()))
     rows = [
         (
             row.module,
             list(row.shape),
             row.scheme,
-            *(_passed(getattr(row, proof)) for proof in proofs),
+            *(marks[getattr(row, proof)] for proof in proofs),
         )
         for row in shown[:most]
     ]
@@ -164,10 +167,6 @@ def format_verification(found: Verification, progress: Progress) -> str:
     lines += failures
     lines += [f"note: {notice}" for notice in found.notices]
     return "\n".join([*lines, last])
-
-
-def _passed(value: bool | None) -> str:
-    return {True: "ok", False: "FAILED", None: "-"}[value]
 
 
 def format_checks(

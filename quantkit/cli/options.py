@@ -408,11 +408,10 @@ model = click.argument("model", shell_complete=folders)
 folder = click.argument("checkpoint", type=PATH)
 checkpoint = click.argument("checkpoint", shell_complete=folders)
 
-_everything = "Show every option, and every key of --set, and stop."
 _help_all = partial(
     flag,
     "--help-all",
-    _everything,
+    "Show every option, and every key of --set, and stop.",
     is_eager=True,
     expose_value=False,
     callback=_show_everything,
@@ -423,15 +422,13 @@ def out(*, unless: Sequence[str] = (), required: bool = True) -> Callable[[Funct
     """Make the option for the folder that a command writes; the eager flags `unless` make it
     optional.
     """
-    callback = needed_unless(*unless) if unless else None
-    help_text = "Folder to write; it must not exist yet."
     return click.option(
         "-o",
         "--out",
         type=PATH,
         required=required and not unless,
-        callback=callback,
-        help=help_text,
+        callback=needed_unless(*unless) if unless else None,
+        help="Folder to write; it must not exist yet.",
     )
 
 

@@ -197,8 +197,12 @@ def _built(
     counts = Counter(pattern for pattern, _ in override)
     if twice := [pattern for pattern, count in counts.items() if count > 1]:
         raise click.UsageError(f"--override gives {twice[0]!r} two schemes: leave one")
-    keys = from_pairs(settings, keys_of(RecipeKeys))
-    return api.build_recipe(recipe, override=dict(override), settings=keys, **given)
+    return api.build_recipe(
+        recipe,
+        override=dict(override),
+        settings=from_pairs(settings, keys_of(RecipeKeys)),
+        **given,
+    )
 
 
 def format_plan(found: Plan, progress: Progress) -> str:
@@ -217,8 +221,8 @@ def format_plan(found: Plan, progress: Progress) -> str:
 
 
 def _linears(output: Output) -> str:
-    dense = len(output.rows) - len(output.quantized)
-    return f"{len(output.quantized)} linears quantized, {dense} left dense"
+    done = len(output.quantized)
+    return f"{done} linears quantized, {len(output.rows) - done} left dense"
 
 
 def _schemes(output: Output) -> str:
@@ -328,9 +332,8 @@ def _serving(found: Serving) -> str:
         "scheme",
         "kernel",
     )
-    lines = [show.table(header, rows)]
-    lines += [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
-    return "\n".join(lines)
+    notes = (f"[{number}] {source}" for number, source in enumerate(sources, start=1))
+    return "\n".join([show.table(header, rows), *notes])
 
 
 def _kernel(kind: Kind, sources: list[str]) -> str:
@@ -400,8 +403,7 @@ def convert(
         found = recast.conversions()
         rows = [(f"{c.source}-to-{c.target}", c.verdict) for c in found]
         conversions = {"conversions": [asdict(c) for c in found]}
-        table = show.table(("conversion", "verdict"), rows)
-        emit(show.as_json(conversions) if as_json else table)
+        emit(show.as_json(conversions) if as_json else show.table(("conversion", "verdict"), rows))
         return
     _use_one_thread_an_operation(asked)
     report = api.convert(pair, checkpoint, out, progress=progress, **vars(asked)).report

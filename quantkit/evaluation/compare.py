@@ -351,8 +351,12 @@ class Rows:
             return None
         journal = self._journal(entry)
         values = {key: journal.value(name) for key, name in self._names.items()}
-        known: Row = {"recipe": entry.name, **journal.value("made")}
-        known |= {"calibration": entry.calib or "", "seed": entry.seed if entry.calib else ""}
+        known: Row = {
+            "recipe": entry.name,
+            **journal.value("made"),
+            "calibration": entry.calib or "",
+            "seed": entry.seed if entry.calib else "",
+        }
         for label in self._texts:
             known |= {f"text:{label}:{key}": each for key, each in values["text", label].items()}
         if self._tasks is not None:
@@ -425,14 +429,16 @@ class Rows:
         width = 8.0 * src.dtype_of_model.itemsize
         if src.low_bit is not None:
             width = 8 * src.source_bytes / sum(prod(src.shape(name)) for name in src.names())
-        facts = {
+        return {
             "precision": src.low_bit or f"{width:.0f} bits",
             "grouping": "",
             "method": "",
             "stored": "dense",
             "bits": width,
+            "bytes": src.source_bytes,
+            "seconds": 0.0,
+            **self._machine(),
         }
-        return {**facts, "bytes": src.source_bytes, "seconds": 0.0, **self._machine()}
 
     def _made(self, entry: Entry, folder: Path) -> Row:
         report, recipe = self._quantized(entry, folder), entry.recipe
@@ -447,15 +453,17 @@ class Rows:
         else:
             width = totals["bits_per_weight"]
             size = round((width or 0.0) * totals["quantized_weights"] / 8) + totals["dense_bytes"]
-        facts = {
+        return {
             "precision": form,
             "grouping": grouping,
             "method": f"{recipe.method}+tune" if recipe.tune else recipe.method,
             "stored": stored,
             "bits": width,
             "calibration_tokens": report["calibration"].get("tokens"),
+            "bytes": size,
+            "seconds": round(totals["seconds"], 2),
+            **self._machine(),
         }
-        return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
 
     def _quantized(self, entry: Entry, folder: Path) -> Json:
         """Return the report of a row's folder, which is made if it is not there."""

@@ -221,8 +221,9 @@ def kld(
     """
     pieces = cut([reference, model], tokenizer, text, **protocol)
     found = token_values(reference, model, pieces, progress)
-    tokens = sum(map(len, found.kl))
-    return Divergence(**found.figures(), **pieces.protocol, tokens=tokens, data=data)
+    return Divergence(
+        **found.figures(), **pieces.protocol, tokens=sum(map(len, found.kl)), data=data
+    )
 
 
 def token_values(

@@ -238,8 +238,13 @@ def cut(
     rows = [table.weight.shape[0] for table in tables]
     require_one_vocabulary(rows[-1], rows[0])
     check_tokens(max(int(read.max()), *front, 0), rows[0])
-    prefix = torch.tensor(front, dtype=torch.int64)
-    return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(read))
+    return Windows(
+        read.unfold(0, window, stride),
+        torch.tensor(front, dtype=torch.int64),
+        stride,
+        rule,
+        len(read),
+    )
 
 
 def require_one_vocabulary(ours: int, theirs: int) -> None:

@@ -172,10 +172,13 @@ def _load(
             wrong = wrong or _unanswerable(task, doc, number) or _null(task, doc, number)
     except Exception as error:  # of lm-eval, the hub, a task's own code: they share no class
         if local is None and (found := hub.reasons(error, name, "data set")):
-            folder = Option("data", Words("DIR"))
             raise CheckpointError(
                 *found,
-                Words("give a folder with", folder, ", which benchmarks/task_data.py fills"),
+                Words(
+                    "give a folder with",
+                    Option("data", Words("DIR")),
+                    ", which benchmarks/task_data.py fills",
+                ),
                 subject=name,
             ) from error
         raise CheckpointError(

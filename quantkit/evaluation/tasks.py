@@ -139,8 +139,12 @@ class Exam:
                 name: _asked(task, options.shots, options.limit)
                 for name, task in self._tasks.items()
             }
-        about = {name: getattr(options, name) for name in ("seed", "batch_size", "chat_template")}
-        self.about: Json = {**about, "lm_eval": __version__}
+        self.about: Json = {
+            "seed": options.seed,
+            "batch_size": options.batch_size,
+            "chat_template": options.chat_template,
+            "lm_eval": __version__,
+        }
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be asked so."""
@@ -191,12 +195,12 @@ class Exam:
                     else None,
                     "values": [float(each) for each in values] if is_mean else None,
                 }
-        facts = {
+        return {
+            "metrics": metrics,
             "truncated": lm.truncated,
             "weights": describe_weights(model),
             "batch_size": about["batch_size"],
         }
-        return {"metrics": metrics, **facts}
 
     def scores(self, answers: JsonView, others: JsonView | None = None) -> list[TaskScore]:
         """Return the scores of all tasks, compared in pairs with another model's."""

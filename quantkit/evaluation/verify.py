@@ -359,10 +359,13 @@ def _check_digests(paths: list[Path]) -> tuple[bool, list[str], list[str]]:
         for tensor in tensors or ()
     ]
     sealed = bool(found) and None not in found
-    compared = "weights were compared with the digests in their files"
-    what = compared if sealed else "the weight files have no digests"
-    rest = "and no other file was compared with a recorded hash"
-    return sealed, lines, [f"no {report.REPORT}: {what}, {rest}"]
+    what = (
+        "weights were compared with the digests in their files"
+        if sealed
+        else "the weight files have no digests"
+    )
+    notice = f"no {report.REPORT}: {what}, and no other file was compared with a recorded hash"
+    return sealed, lines, [notice]
 
 
 def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -> Iterator[str]:

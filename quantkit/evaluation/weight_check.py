@@ -94,9 +94,12 @@ def _missing_weights(
 ) -> Iterator[str]:
     """Name each module that the folder, the report or the other checkpoint lacks."""
     if layers is not None:
-        lacks = f"is in {REPORT} and has no packed weight"
-        extra = f"has a packed weight that {REPORT} lacks"
-        yield from only_in_one(modules, layers, lacks, extra)
+        yield from only_in_one(
+            modules,
+            layers,
+            f"is in {REPORT} and has no packed weight",
+            f"has a packed weight that {REPORT} lacks",
+        )
     if other is not None:
         place = f"packed in {other.path}"
         yield from only_in_one(modules, other.modules(), f"is {place} only", f"is not {place}")

@@ -427,8 +427,8 @@ def _as_planned(
     has those of its report that still hold.
     """
     _check_scales(q)
-    padded = src.is_padded(row.module)
-    true = src.true_size(row.module) if padded else q.shape  # headers may know k only roughly
+    # Headers may know k only roughly.
+    true = src.true_size(row.module) if src.is_padded(row.module) else q.shape
     scheme = row.goal if isinstance(row.goal, Scheme) else q.scheme
     shape = row.padded or true
     facts = dict(before)

@@ -104,8 +104,7 @@ def tensors(src: Checkpoint) -> list[tuple[str, list[int], str]]:
 def _readers(src: Checkpoint) -> list[str]:
     assert src.layout is not None and src.schemes is not None
     linears = {module: (src.scheme(module), src.size(module)) for module in src.modules()}
-    padded = any(map(src.is_padded, linears))
-    dense = src.schemes.ignore
+    padded, dense = any(map(src.is_padded, linears)), src.schemes.ignore
     return opened_by(Folder(src.layout.NAME, linears, dense, padded, src.config, tied=src.is_tied))
 
 

@@ -137,8 +137,9 @@ def _lead(
     estimated = estimated and not progress.quiet and not run.resume and here.count == 1
     if estimated and job.model.device.type == "cpu":
         with clock.phase("probe"):
-            evaluated = 0 if measure is None else measure.tokens
-            duration, why = estimate_duration(job, run, progress.note, evaluated)
+            duration, why = estimate_duration(
+                job, run, progress.note, 0 if measure is None else measure.tokens
+            )
         found = f"{format_range(*duration)}, by a probe of one block" if duration else None
         progress.note(*(why if found is None else [found]))
     src, recipe = job.src, job.recipe
@@ -235,10 +236,9 @@ def _tune_scales(
     if not any("tuned_scales" in line["facts"] for line in writer.done):
         with clock.phase("tune scales"):
             src, packed = job.src, writer.opened({**job.plan.output.config})
-            calib, steps = job.recipe.calibration, job.recipe.tune_scales
             try:
                 tuning = ScaleTuning(job.model, packed, job.text.sequences, progress)
-                tuned, found = tuning.run(steps, calib.seed)
+                tuned, found = tuning.run(job.recipe.tune_scales, job.recipe.calibration.seed)
             except (CheckpointError, NumericError, torch.OutOfMemoryError) as error:
                 tuned, found = {}, {"steps": 0, "reason": reason(error)}  # the weights are good
             changed, facts = dict[str, Tensor](), dict[str, Any]()

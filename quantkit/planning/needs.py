@@ -139,9 +139,12 @@ class Memory:
             yield f"peak memory is estimated at {_gb(ram)}, {_gb(free)} are free here"
         there = peak._gpu_memory()
         if there is not None and peak.least_vram <= there < vram:
-            way = _smaller(peak.vram) or OTHER_DEVICE
-            estimate = f"peak GPU memory is estimated at {_gb(vram)},"
-            yield Words(estimate, self._there(there), ":", way)
+            yield Words(
+                f"peak GPU memory is estimated at {_gb(vram)},",
+                self._there(there),
+                ":",
+                _smaller(peak.vram) or OTHER_DEVICE,
+            )
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
         """Return the estimate for calibration sequences that have `tokens` tokens in all."""
@@ -251,8 +254,13 @@ class Needs:
         ways = [Words("free some or use another", Option("out"))]
         gradients = self.disk.get(GRADIENTS, 0)
         if gradients and gradients == max(self.disk.values()):
-            large = f": {format_bytes(gradients)} are for gradients"
-            ways.append(Words("use", Setting("output_aware", False), large))
+            ways.append(
+                Words(
+                    "use",
+                    Setting("output_aware", False),
+                    f": {format_bytes(gradients)} are for gradients",
+                )
+            )
         return CheckpointError(
             f"the run takes {format_bytes(needed)} of disk and {format_bytes(self.disk_free)} are "
             "free",
@@ -375,8 +383,11 @@ def calibrated_memory(
         ]
         vram = {part: size for part, size in parts.items() if part not in stores or part in fit}
         host |= dict.fromkeys(fit, 0) | ({READ: parts[READ]} if READ in parts else {})
-        cuda = {"CUDA": CUDA_DEVICE, **vram}
-        return Memory({"program": program, **host}, cuda, token_bytes=sizes.token)
+        return Memory(
+            {"program": program, **host},
+            {"CUDA": CUDA_DEVICE, **vram},
+            token_bytes=sizes.token,
+        )
 
     others = [placed(each) for each in passes]
     if recipe.tune_scales:
@@ -394,8 +405,8 @@ def calibrated_memory(
     waiting = found.pass_bytes * sizes.tokens
     if sizes.on_gpu:
         return _beside(sizes, found, waiting, gpu_memory)
-    most = most_waiting(activations, act_budget, None)
-    return replace(found, ram={**found.ram, PASSES: min(most, waiting)})
+    held = min(waiting, most_waiting(activations, act_budget, None))
+    return replace(found, ram={**found.ram, PASSES: held})
 
 
 def _of_block(sizes: Sizes, peaks: Sequence[Peaks]) -> dict[str, int]:

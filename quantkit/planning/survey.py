@@ -469,8 +469,11 @@ def require_runnable(
         kept = {name: why for name, why in job.model.kept_dense.items() if name in job.goals}
         if len(kept) + 1 >= len(job.goals) and kept:  # all but a head
             first, why = next(iter(kept.items()))
-            rule = f"nothing to {what}: every linear stays dense, {first} for {why}"
-            raise RecipeError(rule, "take a larger model of this family", subject=job.src.path)
+            raise RecipeError(
+                f"nothing to {what}: every linear stays dense, {first} for {why}",
+                "take a larger model of this family",
+                subject=job.src.path,
+            )
         raise RecipeError(
             "every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip"))
         )

@@ -384,12 +384,13 @@ def _of_text(recipe: Recipe, model: BlockRunner) -> Iterator[str]:
 
 def _idle(recipe: Recipe) -> list[str]:
     """Name the keys of a recipe without text that have no effect, and another value than usual."""
-    sections = ("calibration", "gptq")
-    keys = [key for key in keys_of(type(recipe)) if key.path[0] in sections and key.default]
     idle = [
         key
-        for key in keys
-        if key.default is not ... and reduce(getattr, key.path, recipe) != key.default
+        for key in keys_of(type(recipe))
+        if key.path[0] in ("calibration", "gptq")
+        and key.default
+        and key.default is not ...
+        and reduce(getattr, key.path, recipe) != key.default
     ]
     named = [part for key in idle for part in (",", Setting(key.keyword))][1:]
     return [Words("rounding reads no text: no weight depends on", *named)] if idle else []

@@ -79,8 +79,7 @@ def _parsed(text: str | IO[str], subject: object, what: str, way: str) -> Any:
     except OSError:
         raise
     except Exception as error:  # yaml also raises errors of int(), date() and recursion
-        rule = f"not a YAML {what} ({reason(error)})"
-        raise RecipeError(rule, way, subject=subject) from error
+        raise RecipeError(f"not a YAML {what} ({reason(error)})", way, subject=subject) from error
 
 
 def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> Json:

@@ -105,18 +105,24 @@ def _differences(before: JsonView, now: JsonView, keys: Sequence[Key]) -> Iterat
         undone = (Option("device", "cpu"), "") if was == "cpu" else ("", f"run on {was}")
         yield Difference(_was("device", was, now["device"]), *undone)
     elif before.get("compute_dtype") != now["compute_dtype"]:  # the dtype follows the device
-        clause = _was("the compute dtype", before.get("compute_dtype"), now["compute_dtype"])
-        yield Difference(clause, words="restore the source's config.json")
+        yield Difference(
+            _was("the compute dtype", before.get("compute_dtype"), now["compute_dtype"]),
+            words="restore the source's config.json",
+        )
     elif same_recipe and THREADS in now and before.get(THREADS) != now[THREADS]:
         was = before.get(THREADS, "not recorded")
         remedy = f"set {THREADS}={was}" if THREADS in before else "run with the threads of then"
         yield Difference(_was(THREADS, was, now[THREADS]), words=remedy)
     elif same_recipe and SOLVER in now and before.get(SOLVER, "torch") != now[SOLVER]:
-        clause = _was("the solver", before.get(SOLVER, "torch"), now[SOLVER])
-        yield Difference(clause, words="install or remove CuPy as then")
+        yield Difference(
+            _was("the solver", before.get(SOLVER, "torch"), now[SOLVER]),
+            words="install or remove CuPy as then",
+        )
     elif same_recipe and PRODUCTS in now and before.get(PRODUCTS) != now[PRODUCTS]:
-        clause = _was("the dtype of tuning", before.get(PRODUCTS), now[PRODUCTS])
-        yield Difference(clause, words="continue on a CPU like that one")
+        yield Difference(
+            _was("the dtype of tuning", before.get(PRODUCTS), now[PRODUCTS]),
+            words="continue on a CPU like that one",
+        )
     if "source" in now and before.get("source") != now["source"]:
         yield _files(before.get("source") or {}, now["source"])
     if (

@@ -233,11 +233,16 @@ class RecipeKeys:
 
 def pruning_keys(declared: type = RecipeKeys) -> list[Key]:
     """List the keys of `prune`, with the values that they have there."""
-    what = "Which two of four weights stay"
     return [
         each
         if each.pruning is True
-        else replace(each, type=each.pruning, help=what, usual="sparsegpt", more="")
+        else replace(
+            each,
+            type=each.pruning,
+            help="Which two of four weights stay",
+            usual="sparsegpt",
+            more="",
+        )
         for each in keys_of(declared)
         if each.pruning
     ]

@@ -64,8 +64,9 @@ def schemes(report: JsonView) -> str:
     )
     if len(counts) < 2:
         return str(report.get("scheme"))
-    found = counts.most_common()
-    return " + ".join(f"{scheme} ({leaf or count})" for (scheme, leaf), count in found)
+    return " + ".join(
+        f"{scheme} ({leaf or count})" for (scheme, leaf), count in counts.most_common()
+    )
 
 
 def same_values(report: JsonView) -> tuple[str, str]:
@@ -268,9 +269,11 @@ def _behind(layers: Iterable[JsonView]) -> Iterator[str]:
     for source, found in _by_source(layers).items():
         names = [f"{name} {ratio:.2f}" for ratio, name in found if ratio > 1]
         if names:
-            what = f"{len(names)} of {len(found)} linears are behind rounding on {source}:"
-            more = f"{_listed(names)}; if such text matters, add it with"
-            yield Words(what, more, Setting("calib", FILE))
+            yield Words(
+                f"{len(names)} of {len(found)} linears are behind rounding on {source}:",
+                f"{_listed(names)}; if such text matters, add it with",
+                Setting("calib", FILE),
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

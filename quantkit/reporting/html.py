@@ -93,11 +93,11 @@ def _proof(report: JsonView, verification: JsonView | None) -> tuple[str, str, s
             "verify.json is about other files: run quantkit verify FOLDER again",
         )
     linears, weights = (number(verification.get(key)) or 0 for key in ("linears", "weights"))
-    note = verification.get("note", "")
     return (
         "good",
         "✓ verified",
-        f"yes, {linears:.0f} linears and {weights:,.0f} weights bit by bit; {note}",
+        f"yes, {linears:.0f} linears and {weights:,.0f} weights bit by bit; "
+        f"{verification.get('note', '')}",
     )
 
 

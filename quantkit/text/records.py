@@ -88,8 +88,9 @@ def decoded(path: Path) -> str:
         return text
     except UnicodeError as error:
         at = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
-        rule = f"is not UTF-8 text ({at})"
-        raise CheckpointError(rule, "convert it first", subject=path) from error
+        raise CheckpointError(
+            f"is not UTF-8 text ({at})", "convert it first", subject=path
+        ) from error
 
 
 def read_bytes(path: Path) -> bytes:
@@ -329,8 +330,11 @@ def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
         rows = json.loads(decoded(path))
         json.dumps(rows, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
     except (ValueError, RecursionError) as error:
-        way = f"repair the file: one array, or a record {RECORD} a line"
-        raise CheckpointError(f"is not JSON ({reason(error)})", way, subject=path) from error
+        raise CheckpointError(
+            f"is not JSON ({reason(error)})",
+            f"repair the file: one array, or a record {RECORD} a line",
+            subject=path,
+        ) from error
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
         yield f"{path}: record {number}", row
 

@@ -308,8 +308,11 @@ def _files_of(source: str, split: str | None, kind: Kind) -> tuple[list[Path], l
 def _file(source: str, option: Setting | Option) -> Path:
     path = Path(source)
     if path.is_dir():
-        rule = "is a folder, and a text to judge by is one file"
-        raise CheckpointError(rule, Words("give one of its files with", option), subject=source)
+        raise CheckpointError(
+            "is a folder, and a text to judge by is one file",
+            Words("give one of its files with", option),
+            subject=source,
+        )
     if not path.is_file():
         ways = [Words(f"give a {', '.join(SUFFIXES)} file with", option), f"use {', '.join(NAMED)}"]
         rule = "no such text"

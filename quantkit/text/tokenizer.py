@@ -67,9 +67,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
             merges.dropout = None
     except (Exception, SystemExit) as error:  # each class fails in its own way on damaged files
         if not trust_remote_code and model_folder.names_code(folder):
-            rule = "its tokenizer asks to run code that comes with the model"
-            way = Words("add", Option("trust_remote_code", True), "if you trust it")
-            raise CheckpointError(rule, way, subject=folder) from error
+            raise CheckpointError(
+                "its tokenizer asks to run code that comes with the model",
+                Words("add", Option("trust_remote_code", True), "if you trust it"),
+                subject=folder,
+            ) from error
         needed = {package for pattern, package in PACKAGES.items() if any(folder.glob(pattern))}
         missing = " ".join(package for package in sorted(needed) if find_spec(package) is None)
         if missing and not (folder / "tokenizer.json").exists():

@@ -158,8 +158,11 @@ def _tuned_item(
     common: Mapping[str, Any],
 ) -> Item:
     """Give a solved linear its tuned value, and add the facts of tuning."""
-    changed = int((tuned.codes != start.codes).sum())
-    facts = {**(item.facts or {}), **common, "tuned_changed": changed}
+    facts = {
+        **(item.facts or {}),
+        **common,
+        "tuned_changed": int((tuned.codes != start.codes).sum()),
+    }
     return item._replace(
         value=tuned, facts=tuned_facts(facts, source, tuned, bool(common["tuned_step"]))
     )
