@@ -199,15 +199,10 @@ def _add_products(total: Tensor, x: Tensor) -> None:
     width = max(-(-k // _PANELS), _LEAST_WIDTH[total.device.type])
     bounds = [(a, min(a + width, k)) for a in range(0, k, width)]
     # The largest first, so that several threads end together.
-    side_by_side(total.device, [partial(_add_panel, total, x, a, b) for a, b in reversed(bounds)])
-
-
-def _add_panel(total: Tensor, x: Tensor, a: int, b: int) -> None:
-    panel = total[a:b, :b]
-    if x.dtype == torch.float32:
-        panel.addmm_(x[:, a:b].T, x[:, :b])
-    else:
-        torch.addmm(panel, x[:, a:b].T, x[:, :b], out_dtype=torch.float32, out=panel)
+    panels = [
+        partial(product, (x[:, a:b].T,), (x[:, :b],), total[a:b, :b]) for a, b in reversed(bounds)
+    ]
+    side_by_side(total.device, panels)
 
 
 def check_size(h: Tensor, k: int) -> None:

@@ -77,14 +77,14 @@ def renew(matrix: Terms, rows: slice, x: Tensor) -> None:
 
 
 def product(a: Terms, b: Terms, to: Tensor | None = None, alpha: int = 1) -> Tensor:
-    """Return `a @ b`, or add it `alpha` times to `to`. Of bfloat16 terms it is float32, and errs by
-    1e-5: the product of the two lower terms is left out.
+    """Return `a @ b`, or add it `alpha` times to `to`. Of half-precision terms it is float32. Two
+    terms of bfloat16 err by 1e-5: the product of the two lower ones is left out.
     """
     if to is not None and not a[0].shape[1]:
         return to
     for i, x in enumerate(a):
         for y in b[: 2 - i]:
-            if x.dtype != torch.bfloat16:
+            if x.itemsize > 2:
                 to = x @ y if to is None else to.addmm_(x, y, alpha=alpha)
             elif to is None:
                 to = torch.mm(x, y, out_dtype=torch.float32)

@@ -6,7 +6,8 @@ import click
 from click.shell_completion import get_completion_class
 
 from quantkit.cli import demo, doctor, evaluate, inspect, quantize, show
-from quantkit.cli.options import choice, command, group
+from quantkit.cli.options import command, group
+from quantkit.cli.parsing import Choice
 from quantkit.cli.process import emit
 from quantkit.progress import Progress
 from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
@@ -15,7 +16,6 @@ from quantkit.version import __version__
 #: The shells that can complete, and the variable through which their script asks; click derives the
 #: same name.
 SHELLS, VARIABLE = ("bash", "zsh", "fish"), "_QUANTKIT_COMPLETE"
-HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 #: The commands, in the order of the help.
 COMMANDS = (
     quantize.quantize,
@@ -38,7 +38,7 @@ COMMANDS = (
     None,
     "quantkit quantize ./Llama-3.2-1B -o ./Llama-3.2-1B-int4 --calib wikitext2",
     commands=COMMANDS,
-    context_settings=HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.version_option(__version__, prog_name="quantkit")
 def quantkit() -> None:
@@ -55,7 +55,7 @@ def quantkit() -> None:
     quantkit,
     computes=False,
 )
-@click.argument("shell", type=choice(SHELLS))
+@click.argument("shell", type=Choice(SHELLS))
 def completion(shell: str, as_json: bool, progress: Progress) -> None:
     """Print the script that lets SHELL complete.
 

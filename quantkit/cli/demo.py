@@ -114,8 +114,6 @@ def _write_texts(folder: Path) -> None:
 
 def _run(folder: Path, progress: Progress) -> Json:
     from quantkit import api
-    from quantkit.evaluation.verify import verify
-    from quantkit.pipeline.convert import pack
 
     calibration, evaluation = folder / CALIBRATED_ON, folder / EVALUATED_ON
     for name, recipe in RECIPES.items():
@@ -129,14 +127,14 @@ def _run(folder: Path, progress: Progress) -> Json:
             **options,
         )
     progress.note(f"pack      {SOURCE} -> {PACKED}")
-    pack(folder / SOURCE, folder / PACKED, "marlin")
+    api.pack(folder / SOURCE, folder / PACKED, "marlin")
     methods = {
         **{name: options["method"] for name, options in RECIPES.items()},
         PACKED: "as above, repacked",
     }
     for name in methods:
         progress.note(f"verify    {name}")
-        proof = verify(folder / name, folder / SOURCE if name == PACKED else None)
+        proof = api.verify(folder / name, folder / SOURCE if name == PACKED else None)
         if not proof.ok:
             raise CheckpointError(f"{name}: does not verify: {proof.failures[0]}")
     rows = [_row(MODEL, "as it is", evaluation, None, progress)]

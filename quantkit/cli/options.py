@@ -264,11 +264,6 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def choice(values: Iterable[str]) -> Choice:
-    """Make an option's type that takes one of `values`."""
-    return Choice(list(values))
-
-
 def text(
     name: str, metavar: str, help: str, complete: Any = None, **more: Any
 ) -> Callable[[Function], Function]:
@@ -382,7 +377,7 @@ def _option(key: Key, of_recipe: bool = False) -> Callable[[Function], Function]
     elif key.is_switch:
         more |= {"is_flag": True, "help": f"{key.help}."}
     elif key.values:
-        more["type"] = choice(key.values)
+        more["type"] = Choice(key.values)
     elif key.number is not None:
         more["type"] = key.number if of_recipe else _range(key)
     if key.metavar:
@@ -432,4 +427,4 @@ def out(*, unless: Sequence[str] = (), required: bool = True) -> Callable[[Funct
     )
 
 
-layout = click.option("--layout", type=choice(LAYOUTS), required=True, help="Layout to write.")
+layout = click.option("--layout", type=Choice(LAYOUTS), required=True, help="Layout to write.")

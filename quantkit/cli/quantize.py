@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options, show
-from quantkit.cli.options import choice, command, declared, recipe_options, setting, text
-from quantkit.cli.parsing import needed_unless, section
+from quantkit.cli.options import command, declared, recipe_options, setting, text
+from quantkit.cli.parsing import Choice, needed_unless, section
 from quantkit.cli.process import emit
 from quantkit.core.units import format_bytes, format_range
 from quantkit.engines.tables import TARGETS
@@ -153,7 +153,7 @@ def prune(
     "Output",
     click.option(
         "--target",
-        type=choice(TARGETS),
+        type=Choice(tuple(TARGETS)),
         help="Program that will load the output: shows its kernels.",
     ),
 )

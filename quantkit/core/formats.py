@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-LARGEST_HALF = 65504.0
 SMALLEST_SCALE = 2.0**-20
 
 
@@ -63,7 +62,10 @@ class Format:
     @cached_property
     def largest_weight(self) -> float:
         """The largest dequantized weight: codes times scales, both within float16."""
-        return min(LARGEST_HALF, torch.finfo(self.scale_dtype).max * self.scale_unit * self.largest)
+        return min(
+            torch.finfo(torch.float16).max,
+            torch.finfo(self.scale_dtype).max * self.scale_unit * self.largest,
+        )
 
     @property
     def smallest_scale(self) -> float:
@@ -169,8 +171,6 @@ def floating(name: str, ebits: int, mbits: int, layout: str = "compressed-tensor
 INT4 = integer("int4", 4)
 FP6 = floating("fp6", ebits=3, mbits=2, layout="humming")
 FP5 = floating("fp5", ebits=3, mbits=1, layout="humming")
-FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)
-FP5_E2M2 = floating("fp5-e2m2", ebits=2, mbits=2)
 
 #: One tensor scale for all weights, so that linears that engines join share it: 2^-7 gives scales
 #: from 2^-13 to 3.5.
@@ -201,8 +201,8 @@ FORMATS = {
         integer("int8", 8),
         FP6,
         FP5,
-        FP6_E2M3,
-        FP5_E2M2,
+        floating("fp6-e2m3", ebits=2, mbits=3),
+        floating("fp5-e2m2", ebits=2, mbits=2),
         NVFP4,
         MXFP4,
     )

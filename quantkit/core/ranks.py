@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from quantkit.core.threads import divide
 from quantkit.errors import Option, QuantkitError, Words, is_out_of_memory, reason
@@ -238,8 +238,6 @@ class Ranks:
         self, value: T, error: BaseException | None
     ) -> list[tuple[T, BaseException | None]] | None:
         """Exchange values and errors; None if a rank has died."""
-        from torch import distributed
-
         found: list[Any] = [None] * self.count
         try:
             distributed.all_gather_object(
@@ -263,8 +261,6 @@ class Ranks:
         """Let tensors move. A rank that fails meanwhile cannot report it: the others notice when it
         ends.
         """
-        from torch import distributed
-
         self.lost = True
         try:
             if self._nccl is None and any(
@@ -291,8 +287,6 @@ class Ranks:
         """Exchange tensors between ranks, all at once and in both directions. Returns the received
         values.
         """
-        from torch import distributed
-
         found: dict[tuple[int, int], list[Tensor]] = {}
         operations: dict[bool, list[Any]] = {False: [], True: []}
 
@@ -332,8 +326,6 @@ _RANKS: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
 
 def ranks() -> Ranks:
     """Find the ranks of the process group that this process has joined, or ALONE."""
-    from torch import distributed
-
     if (
         not (distributed.is_available() and distributed.is_initialized())
         or distributed.get_world_size() == 1

@@ -44,8 +44,6 @@ EVENTS = {
     "zero_scales": "have rows whose stored scale is 0",
     "all_zero": "are 0 throughout in the source, as a broken merge leaves them",
 }
-#: The totals that explain a size.
-SIZES = ("source_bytes", "bytes", "dense_bits")
 #: The scheme that is suggested for embeddings and heads: the least loss of the usual ones.
 SAVING = "int8:channel"
 #: The least ratio in a geometric mean.
@@ -113,7 +111,9 @@ def explained_size(report: JsonView) -> Iterator[str]:
     blocks take over a quarter.
     """
     totals = report.get("totals", {})
-    before, after, bits = (errors.number(totals.get(key)) for key in SIZES)
+    before, after, bits = (
+        errors.number(totals.get(key)) for key in ("source_bytes", "bytes", "dense_bits")
+    )
     if not before or not after:
         return
     if after > 1.01 * before:

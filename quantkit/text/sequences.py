@@ -17,7 +17,7 @@ from fractions import Fraction
 from itertools import chain
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -125,15 +125,22 @@ def draw_calibration(
             source, text_column=text_column, split=split, skip_bad_records=skip_bad_records
         )
         characters = max(characters, found.characters)
-        tokens = _Tokens(found, copy(template), share)
         others = ceil(more * share)
-        amount = _Amount(counts[source], max_length, most_tokens * share, max(others, SPARE))
-        drawn, facts = _draw(tokens, amount, seed, lengths, notices)
+        draw = _Draw(
+            found,
+            copy(template),
+            share,
+            counts[source],
+            max_length,
+            most_tokens * share,
+            max(others, SPARE),
+        )
+        drawn, facts = _drawn(draw, seed, lengths, notices)
         sequences, spare[name] = drawn[: facts["sequences"]], drawn[facts["sequences"] :]
         further += spare[name][:others]
-        notices += [f"{name}: {line}" for line in _remarks(tokens)]
+        notices += [f"{name}: {line}" for line in _remarks(draw)]
         plain += [] if found.conversations else [name]
-        template.is_dated |= tokens.template.is_dated
+        template.is_dated |= draw.template.is_dated
         each.append({"source": name, "share": float(share), **facts, **_digest(sequences)})
         every += sequences
     if plain == [PACKAGED] and len(each) == 1:
@@ -282,8 +289,10 @@ def _digest(sequences: Sequence[Tensor]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """Tokenize the documents of one source, conversations by the chat template.
+class _Draw:
+    """Documents of one source that are tokenized, conversations by the chat template, and how much
+    is drawn of them: at most `samples` sequences, fewer if they have `tokens` together, and up to
+    `more` behind them.
 
     `share` is the part of all samples that the source has in a mixture.
     """
@@ -291,12 +300,16 @@ class _Tokens:
     found: Documents
     template: ChatTemplate
     share: Fraction
+    samples: int
+    max_length: int
+    tokens: float
+    more: int
 
     def fewer(self, held: int) -> Words:
         """Advise the most `--samples` of the whole mixture for which this source suffices."""
         return Words("use", Setting("samples", int(held / self.share)))
 
-    def of(self, order: Iterable[int]) -> Iterator[Tensor]:
+    def tokenized(self, order: Iterable[int]) -> Iterator[Tensor]:
         """Yield the tokens of documents, without conversations that the template refuses, if some
         may be broken.
         """
@@ -310,76 +323,62 @@ class _Tokens:
             yield token_ids(self.template.tokenizer, text, special=special)
 
 
-def _remarks(tokens: _Tokens) -> Iterator[str]:
+def _remarks(draw: _Draw) -> Iterator[str]:
     """Note the parts of a source that the drawn text lacks."""
-    left_out = tokens.found.left_out
-    talks = [text for text in tokens.found.texts if isinstance(text, Conversation)]
+    left_out, template = draw.found.left_out, draw.template
+    talks = [text for text in draw.found.texts if isinstance(text, Conversation)]
     if left_out:
         yield f"{len(left_out)} records were left out: {left_out.why}"
     if left_out.broken:
         yield f"the first broken record: {left_out.broken[0]}"
-    if unread := tokens.found.unread:
+    if unread := draw.found.unread:
         yield f"files of another kind than most are not read, {len(unread)} in all: {unread[0]}"
     if dropped := Counter(kind for talk in talks for kind in talk.dropped):
         kinds = ", ".join(f"{count} {kind}" for kind, count in dropped.items())
         yield f"{dropped.total()} parts of messages are no text and were left out: {kinds}"
-    if pair := tokens.found.pair:
+    if pair := draw.found.pair:
         asked, made = " and ".join(pair[:-1]), "make conversations"
-        if not has_chat_template(tokens.template.tokenizer):
+        if not has_chat_template(template.tokenizer):
             made = "are joined by a blank line, as the model has no chat template"
         yield f"questions in {asked} and answers in {pair[-1]} {made}"
-    if merged := tokens.template.merged:
+    if merged := template.merged:
         yield (
             f"the model's chat template refuses system messages: those of {merged} conversations "
             "went into the user's first turn"
         )
-    template = tokens.template
     if unread := names_unread(template.tokenizer, talks, template.arguments) if talks else ():
         yield f"the model's chat template does not read {_listed(unread)}"
     if unread := tuple(dict.fromkeys(key for talk in talks for key in talk.unread)):
         yield f"keys of records that are not given to the chat template: {_listed(unread)}"
 
 
-class _Amount(NamedTuple):
-    """The text that is drawn of one source: at most `samples` sequences, fewer if they have
-    `tokens` together, and up to `more` behind them.
-    """
-
-    samples: int
-    max_length: int
-    tokens: float
-    more: int
-
-
-def _draw(
-    tokens: _Tokens, amount: _Amount, seed: int, lengths: Lengths, notices: list[str]
+def _drawn(
+    draw: _Draw, seed: int, lengths: Lengths, notices: list[str]
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Draw an amount of one source. Returns all sequences and the facts of the samples; adds to
+    """Draw from one source. Returns all sequences and the facts of the samples; adds to
     `notices`.
     """
-    max_length = amount.max_length
-    generator, found = torch.Generator().manual_seed(seed), tokens.found
-    name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed
-    if found.undivided and amount.samples > len(found.texts) and lengths == "own":
-        rule, draw = f"no blank lines, windows of {max_length} tokens", _fixed
+    generator, found, max_length = torch.Generator().manual_seed(seed), draw.found, draw.max_length
+    rule, cut = found.rule, _own if lengths == "own" else _fixed
+    if found.undivided and draw.samples > len(found.texts) and lengths == "own":
+        rule, cut = f"no blank lines, windows of {max_length} tokens", _fixed
         notices.append(
-            f"{name}: has no blank line between documents: windows of {max_length} tokens were cut"
+            f"{name_of_text(found.source)}: has no blank line between documents: windows of "
+            f"{max_length} tokens were cut"
         )
-    sequences, facts = draw(tokens, amount, generator)
+    sequences, facts = cut(draw, generator)
     count = facts["sequences"]
     total = sum(map(len, sequences[:count]))
     left_out = {"left_out": len(found.left_out)} if found.left_out else {}
     return sequences, {"rule": rule, "sequences": count, "tokens": total, **facts, **left_out}
 
 
-def _own(
-    tokens: _Tokens, amount: _Amount, generator: torch.Generator
-) -> tuple[list[Tensor], dict[str, Any]]:
-    found, max_length = tokens.found, amount.max_length
+def _own(draw: _Draw, generator: torch.Generator) -> tuple[list[Tensor], dict[str, Any]]:
+    found, max_length = draw.found, draw.max_length
     sequences: list[Tensor] = []
     facts: dict[str, Any] = {}
     cut = skipped = total = 0
-    for each in tokens.of(torch.randperm(len(found.texts), generator=generator).tolist()):
+    for each in draw.tokenized(torch.randperm(len(found.texts), generator=generator).tolist()):
         if len(each) < 2:
             skipped += 1
             continue
@@ -392,35 +391,34 @@ def _own(
             cut += 1
         sequences.append(each)
         total += len(each)
-        if not facts and (len(sequences) == amount.samples or total >= amount.tokens):
+        if not facts and (len(sequences) == draw.samples or total >= draw.tokens):
             facts = {"documents": len(found.texts), "cut": cut, "skipped": skipped}
             facts["sequences"] = len(sequences)
-        if facts and len(sequences) == facts["sequences"] + amount.more:
+        if facts and len(sequences) == facts["sequences"] + draw.more:
             break
     if facts:
         return sequences, facts
     left_out = (
         f"; {len(found.left_out)} records left out: {found.left_out.why}" if found.left_out else ""
     )
-    fewer = Words(tokens.fewer(len(sequences)), ", or") if sequences else "use"
+    fewer = Words(draw.fewer(len(sequences)), ", or") if sequences else "use"
     raise CheckpointError(
-        f"holds {len(sequences)} usable documents, {amount.samples} were asked for "
+        f"holds {len(sequences)} usable documents, {draw.samples} were asked for "
         f"({found.rule}{left_out})",
         Words(fewer, "a longer", Setting("calib"), "file"),
         subject=found.source,
     )
 
 
-def _fixed(
-    tokens: _Tokens, amount: _Amount, generator: torch.Generator
-) -> tuple[list[Tensor], dict[str, Any]]:
-    found, max_length = tokens.found, amount.max_length
-    samples = int(min(amount.samples, ceil(min(amount.tokens, 2**63) / max_length)))
-    stream = torch.cat([torch.empty(0, dtype=torch.int64), *tokens.of(range(len(found.texts)))])
+def _fixed(draw: _Draw, generator: torch.Generator) -> tuple[list[Tensor], dict[str, Any]]:
+    found, max_length = draw.found, draw.max_length
+    samples = int(min(draw.samples, ceil(min(draw.tokens, 2**63) / max_length)))
+    tokens = draw.tokenized(range(len(found.texts)))
+    stream = torch.cat([torch.empty(0, dtype=torch.int64), *tokens])
     windows = len(stream) // max_length
     if windows < samples:
         short = len(stream) // samples
-        ways = [tokens.fewer(windows)] if windows else []
+        ways = [draw.fewer(windows)] if windows else []
         if not windows and short > 1:
             ways = [Words("use", Setting("max_length", short))]
         raise CheckpointError(
@@ -430,7 +428,7 @@ def _fixed(
             Words("a longer" if ways else "use a longer", Setting("calib"), "file"),
             subject=found.source,
         )
-    chosen = torch.randperm(windows, generator=generator)[: samples + amount.more].tolist()
+    chosen = torch.randperm(windows, generator=generator)[: samples + draw.more].tolist()
     sequences = [stream[i * max_length : (i + 1) * max_length].clone() for i in chosen]
     facts = {"documents": len(found.texts), "cut": 0, "skipped": 0, "sequences": samples}
     return sequences, facts

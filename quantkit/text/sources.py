@@ -54,8 +54,6 @@ SAVED = ("dataset_dict.json", "state.json")
 #: licence.
 PACKAGED = "packaged"
 PACKAGED_FILE = Path(__file__).parents[1] / "calibration_text" / "text.jsonl.gz"
-#: Documents that never calibrate, one of each kind.
-HELD_OUT_FILE = PACKAGED_FILE.with_name("held_out.json")
 
 #: Names that papers have for the test texts of others.
 AS_IN_PAPERS = {"ptb-new": "ptb", "c4-new": "c4"}
@@ -220,8 +218,9 @@ def load_documents(
 
 
 def held_out_documents() -> dict[str, str]:
-    """Return packaged text that never calibrates, by kind."""
-    return cast("dict[str, str]", json.loads(HELD_OUT_FILE.read_text("utf-8")))
+    """Return packaged text that never calibrates, a document of each kind."""
+    text = PACKAGED_FILE.with_name("held_out.json").read_text("utf-8")
+    return cast("dict[str, str]", json.loads(text))
 
 
 def load_evaluation_text(source: str, option: str = "data") -> tuple[str, str]:
