@@ -6,6 +6,7 @@ reads it.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -48,9 +49,9 @@ def load_json(path: Path, *, special_floats: bool = False) -> Json:
             raise CheckpointError(
                 f"{size} bytes of JSON are more than the limit of {MOST_BYTES}", subject=path
             )
-        return parse(
-            files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats
-        )
+        data = files.read_exactly(file, 0, size, path).numpy().tobytes()
+    require_no_mark(data, path)
+    return parse(data, path, special_floats)
 
 
 def dump_json(value: Mapping[str, Any], *, special_floats: bool = False) -> bytes:
@@ -149,6 +150,18 @@ def parse(data: bytes, path: Path, special_floats: bool = False) -> Json:
                     f"has an unpaired surrogate in {shown(text)}", AGAIN, subject=path
                 )
     return value
+
+
+def require_no_mark(data: bytes, path: Path) -> None:
+    """Raise CheckpointError for a text that begins with a byte order mark, as PowerShell writes it:
+    transformers reads UTF-8 without one.
+    """
+    if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise CheckpointError(
+            "begins with a byte order mark, with which transformers cannot read it",
+            "save it as UTF-8 without one",
+            subject=path,
+        )
 
 
 def entries(value: Any, path: Path, depth: int = 0, named: str = "") -> Iterator[tuple[str, Any]]:

@@ -354,7 +354,7 @@ def front_matter(folder: Path) -> tuple[dict[str, Any], str | None]:
     if not os.path.lexists(folder / "README.md"):
         return {}, None
     with files.open_regular(inside(folder, "README.md")) as file, files.guarded(folder):
-        text = file.read(CARD_LIMIT).decode("utf-8", errors="replace")
+        text = file.read(CARD_LIMIT).decode("utf-8-sig", errors="replace")
     found = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.DOTALL | re.MULTILINE)
     if found is None:
         return {}, None

@@ -60,7 +60,7 @@ def load_named_or_scheme(recipe: str) -> JsonView:
 def load(path: Path) -> Json:
     """Read the mapping of a recipe file; RecipeError if it is no YAML mapping or repeats a key."""
     try:
-        with path.open(encoding="utf-8") as file:  # yaml names the file in its messages
+        with path.open("rb") as file:  # yaml finds UTF-16, and names the file in its messages
             mapping = _parsed(file, path, "recipe", _COMPARE)
     except OSError as error:
         raise RecipeError(
@@ -73,7 +73,7 @@ def load(path: Path) -> Json:
     return mapping
 
 
-def _parsed(text: str | IO[str], subject: object, what: str, way: str) -> Any:
+def _parsed(text: str | IO[bytes], subject: object, what: str, way: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except OSError:

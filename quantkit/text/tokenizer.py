@@ -23,7 +23,7 @@ from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.gguf_config import ORIGINAL
 from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
 from quantkit.io import hub, model_folder
-from quantkit.io.json_files import AGAIN, load_json
+from quantkit.io.json_files import AGAIN, load_json, require_no_mark
 from quantkit.text.conversations import ChatTemplate, Conversation, has_chat_template
 
 if TYPE_CHECKING:
@@ -116,8 +116,10 @@ def require_readable_tokenizer(folder: Path) -> None:
 
     for name in filter(PARSED.search, model_folder.opened(folder)):
         path, rule, way = folder / name, "no file of a tokenizer or processor", AGAIN
+        data = path.read_bytes()
+        require_no_mark(data, path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = data.decode()
             found: Any = text if name.endswith(".jinja") else None
             if name == "tokenizer.json":
                 Tokenizer.from_str(text)

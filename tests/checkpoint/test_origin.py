@@ -96,6 +96,12 @@ def test_a_card_that_says_nothing_usable_is_no_error(card: str, tmp_path: Path) 
     assert any("licence and tags were not taken over" in notice for notice in notices) == broken
 
 
+def test_a_byte_order_mark_hides_no_licence(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8-sig")
+    assert facts(folder)["license"] == "mit"
+
+
 def test_a_card_that_links_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     folder = dense_folder(tmp_path / "m")
     (tmp_path / "card.md").write_text("x")

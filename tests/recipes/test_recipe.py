@@ -218,6 +218,12 @@ def test_a_repeated_key_is_refused_instead_of_the_last_one_winning(text: str, tm
         read(text, tmp_path)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_recipe_of_another_editor_is_read_the_same(encoding: str, tmp_path: Path) -> None:
+    (path := tmp_path / "recipe.yaml").write_bytes("# für\r\nmethod: rtn\r\nskip: [é]\r\n".encode(encoding))
+    assert load(path) == {"method": "rtn", "skip": ["é"]}
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -79,6 +79,25 @@ def test_a_pattern_that_was_published_wrong_and_corrected_since_is_noted(tmp_pat
 OPEN = "{% for m in messages %}{{ m.content }}"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_byte_order_mark_is_named_and_no_reason_to_download_again(tmp_path: Path, name: str, encoding: str) -> None:
+    folder, packed = write_model("llama", tmp_path / "m"), tmp_path / "packed"
+    (folder / "chat_template.jinja").write_text(OPEN + "{% endfor %}")
+    quantkit.quantize(folder, packed, method="rtn", group_size=64, clip="none", layout="gptq")
+    for path in (folder / name, packed / name):
+        path.write_text(path.read_text(), encoding=encoding)
+    for write in (
+        lambda: quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64),
+        lambda: quantkit.pack(packed, tmp_path / "out", "compressed-tensors"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{name}: begins with a byte order mark.*: save it as UTF-8 without"):
+            write()
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [
