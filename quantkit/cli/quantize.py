@@ -221,8 +221,8 @@ def format_plan(found: Plan, progress: Progress) -> str:
 
 
 def _linears(output: Output) -> str:
-    done = len(output.quantized)
-    return f"{done} linears quantized, {len(output.rows) - done} left dense"
+    dense = [row for row in output.rows if row.goal is None and row.bytes]  # no tied head
+    return f"{len(output.quantized)} linears quantized, {len(dense)} left dense"
 
 
 def _schemes(output: Output) -> str:

@@ -42,7 +42,7 @@ from quantkit.io.json_files import dump_json, without_folders
 from quantkit.io.model_folder import RECIPE, has_chat_template
 from quantkit.io.safetensors_files import read_header
 from quantkit.io.staging import publish as publish_folder
-from quantkit.layouts.schemes import Schemes, is_embedding, is_head
+from quantkit.layouts.schemes import Schemes, is_head
 from quantkit.models.meta_model import auto_class, config_of
 from quantkit.names import Json, JsonView
 from quantkit.pipeline.inspection import OURS, THEIRS, TRIED, open_folder
@@ -247,8 +247,6 @@ def finish(
     src, partial, layout = writer.like, writer.partial, writer.layout
     true = {layer["name"]: layer.get("true_shape") for layer in report["layers"]}
     config = output_config(src, layout, schemes, true, report.get("recipe_sha256"))
-    if src.is_tied and any(map(is_embedding, true)):  # they are the head, and packed
-        report["dense"] = [name for name in report["dense"] if not is_head(name)]
     weights = sum(
         n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"])
     )
@@ -260,6 +258,8 @@ def finish(
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
         **({} if layout is None else _dense(partial, writer.hashes(), report)),
     }
+    if src.is_tied:  # the embeddings are the head
+        report["dense"] = [name for name in report["dense"] if not is_head(name)]
 
     names = {
         src.path: src.path.name,

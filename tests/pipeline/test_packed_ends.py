@@ -114,13 +114,17 @@ def test_embeddings_in_any_format_are_read_back(
 
 
 @pytest.mark.parametrize(("family", "dense"), [("qwen2", []), ("llama", ["lm_head"])])
-def test_a_head_that_is_the_packed_embeddings_is_not_said_to_be_dense(
+def test_a_head_that_is_the_embeddings_is_not_said_to_be_dense(
     family: str, dense: list[str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     report = made(folders[family], tmp_path / "out", "compressed-tensors", "int4:g32", embeddings="int8")
     packed = quantkit.pack(tmp_path / "out", tmp_path / "humming", layout="humming").report
-    for found in (report, packed):
+    plain = made(folders[family], tmp_path / "plain", "compressed-tensors", "int4:g32")
+    pruned = quantkit.prune(folders[family], tmp_path / "pruned", method="magnitude").report
+    for found in (report, packed, plain, pruned):
         assert found["dense"] == dense
+    assert plain["totals"]["tied_head"] == (not dense)
+    assert f"14 quantized, {len(dense)} left dense" in call("plan", folders[family], "--group-size", 32).stdout
     assert Checkpoint(tmp_path / "out").is_tied == (not dense)
 
 
