@@ -392,7 +392,7 @@ def plan_quantize(
         tuple(misfits),
         tuple(verdicts.ways_out(misfits, goals, layout, recipe, None)),
         tuple(src.notices),
-        verdicts.layout_remarks(output),
+        verdicts.layout_remarks(output, recipe.calibrated),
     )
     return Plan(output, Needs(memory, disk_free=free_disk(out)), found)
 
@@ -441,7 +441,7 @@ def plan_pack(
         tuple(misfits),
         tuple(verdicts.ways_out(misfits, schemes, layout, None, src.layout)),
         (*src.notices, *recast),
-        verdicts.layout_remarks(output),
+        verdicts.layout_remarks(output, src.layout is layout),
         () if problem is None else (problem,),
     )
     return Plan(output, needs, verdict)

@@ -19,8 +19,10 @@ from quantkit.core.quantized_tensor import Goal, Scheme, is_sparse, label
 from quantkit.core.sparsity import quads
 from quantkit.core.threads import grouped
 from quantkit.engines import readers
+from quantkit.engines.joined import is_expert
 from quantkit.errors import (
     CheckpointError,
+    Command,
     LayoutError,
     Option,
     QuantkitError,
@@ -55,6 +57,12 @@ COARSE = Words(
     "0.33.0 rounds its activations too on an H100 or H200: unless an engine asks for it, use",
     Setting("format", "int4"),
     Setting("group_size", 64),
+)
+#: The remark for rows with one scale whose sums no text measured (docs/layouts.md 9b).
+UNMEASURED = Words(
+    "vLLM's Humming kernels add up a row in float16 before its scale is applied, and no text "
+    "measures these sums, which give NaN beyond 65504: check the folder with",
+    Command("verify", Words("OUT"), Option("engine", "vllm")),
 )
 TIED = "a linear tied to the embeddings has no weight of its own, theirs serves both"
 FILLED = "to fill it up with zeros"
@@ -306,9 +314,9 @@ def layout_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None
     return None
 
 
-def layout_remarks(output: Output) -> tuple[str, ...]:
+def layout_remarks(output: Output, measured: bool) -> tuple[str, ...]:
     """List the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and
-    10).
+    10). `measured`: whether a text measures the sums of its rows.
     """
     folder, layout = output.folder, output.layout
     if folder is None or layout is None:
@@ -316,6 +324,9 @@ def layout_remarks(output: Output) -> tuple[str, ...]:
     found = readers.refusals(folder)
     limits = (say(folder) for layouts, say in readers.CAUTIONS if folder.layout in layouts)
     found += filter(None, limits)
+    forms = {(scheme, *shape, is_expert(m)) for m, (scheme, shape) in folder.linears.items()}
+    if not measured and any(readers.sums_in_float16(folder.layout, *form) for form in forms):
+        found.append(UNMEASURED)
     if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
         found.append(layout.ZEROS_NOTICE)
     padded = [row for row in output.quantized if row.padded]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import quantkit
 from quantkit.checkpoint import report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
@@ -90,6 +91,27 @@ def test_what_a_calibrated_run_did_otherwise_is_reported(tmp_path: Path, calib: 
     assert f"3 of 13 linears {EVENTS['dead_columns']}: 120" in text
     assert found["calibration"]["cut"] > 0 and f"{found['calibration']['cut']} documents cut, 0 skipped" in text
     assert "ignored: pytorch_model.bin" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_said"),
+    [
+        ({"format": "fp6"}, True),
+        ({"format": "int6", "group_size": "channel"}, True),
+        ({"format": "fp6", "layout": "tcfpx", "pad": True}, False),
+        ({"format": "int4", "group_size": 64}, False),
+        ({"format": "fp6", "method": "gptq"}, False),
+    ],
+)
+def test_rows_that_may_overflow_in_vllm_and_were_not_measured_are_named(
+    asked: dict[str, Any], is_said: bool, small_llama: Path, calib: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"method": "rtn", **asked, **({"calib": calib["data"], "samples": 2} if "method" in asked else {})}
+    assert any("no text measures" in line for line in quantkit.plan(small_llama, **options).notices) == is_said
+    if asked.get("layout") == "tcfpx":
+        quantkit.quantize(small_llama, tmp_path / "a", clip="none", **options)
+        packed = quantkit.pack(tmp_path / "a", tmp_path / "b", "humming").report
+        assert any("no text measures" in line for line in packed["layout_notices"])
 
 
 def test_options_without_effect_and_rounding_instead_of_gptq_are_reported(
