@@ -21,7 +21,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -288,6 +288,18 @@ def reason(error: BaseException) -> str:
     """Shorten another library's exception to one line that fits into a message of quantkit."""
     text = " ".join(str(error).split())
     return (f"{type(error).__name__} {text}".strip() if len(text.split()) < 2 else text)[:200]
+
+
+@contextmanager
+def named_by_key(keys: Mapping[str, str]) -> Iterator[None]:
+    """Spell these keywords as `--set KEY=VALUE` too, in a command without their options."""
+    before = KEYS.copy()
+    KEYS.update(keys)
+    try:
+        yield
+    finally:
+        KEYS.clear()
+        KEYS.update(before)
 
 
 @contextmanager

@@ -172,10 +172,8 @@ def compare(
     from quantkit.evaluation import compare as evaluation
     from quantkit.recipes.files import from_pairs, merge
 
-    over = merge(
-        {"calibration": {"samples": samples, "max_length": max_length}},
-        from_pairs(settings, keys_of(RecipeKeys)),
-    )
+    length = {"calibration": {"samples": samples, "max_length": max_length}}
+    over = merge(merge({}, length), from_pairs(settings, keys_of(RecipeKeys)))
     found = evaluation.compare(model, out, asked, over, progress)
     plain = {**asdict(found), "path": str(found.path)}
     emit(show.as_json(plain) if as_json else format_comparison(found, progress))

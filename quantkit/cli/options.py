@@ -38,7 +38,7 @@ from quantkit.cli.parsing import (
 )
 from quantkit.cli.process import STOP, exits, joined, results_alone, started
 from quantkit.core.memory_limits import require_memory_for_imports, uncollected
-from quantkit.errors import Option, QuantkitError, RecipeError
+from quantkit.errors import Option, QuantkitError, RecipeError, named_by_key
 from quantkit.keys import OPTIONS, Key, built, keys_of
 from quantkit.names import LAYOUTS, Json
 from quantkit.progress import Progress
@@ -163,6 +163,10 @@ def _show_everything(ctx: click.Context, param: click.Parameter, value: bool) ->
         ctx.exit()
 
 
+#: Options whose value a key has in another form.
+NOT_AS_KEYS = ("asym", "override")
+
+
 def command(
     name: str,
     example: str,
@@ -182,7 +186,7 @@ def command(
     def decorate(function: Function) -> Command:
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
-            with joined() as together, exits(), results_alone(), together():
+            with joined() as together, named_by_key(lacking), exits(), results_alone(), together():
                 if not shared and started() > 1:
                     raise RecipeError(
                         f"{started()} processes were started, and quantkit {name} uses one: start "
@@ -194,6 +198,8 @@ def command(
                 function(progress=Progress(quiet=quiet, verbose=verbose, stop=STOP), **options)
 
         own = vars(run).pop("__click_params__", [])
+        flags = {*NOT_AS_KEYS, *(option.name for option in own)}
+        lacking = {each.keyword: each.name for each in keys if each.keyword not in flags}
         for option in (
             _help_all(hidden=not keys),
             flag("-v", "Say more about what is done and found.", "--verbose"),

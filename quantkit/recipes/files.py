@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any, get_args, get_origin
 
 import yaml
 
@@ -100,7 +100,8 @@ def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> Json:
             )
         key = known[name]
         like = "write it like [a, b] or {a: b}, with quotes around a text that has : or ,"
-        value = _parsed(text, name, "value", like) if text[:1] in ("[", "{") else text
+        alone = [text] if get_origin(key.type) is tuple else text
+        value = _parsed(text, name, "value", like) if text[:1] in ("[", "{") else alone
         value = {"on": True, "off": False}.get(text, value) if key.is_switch else value
         found = merge(found, _nested(key.path, key.read(value, strict=False)))
     return found

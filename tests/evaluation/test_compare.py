@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 import shutil
 import statistics
 from dataclasses import replace
@@ -18,13 +20,16 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit import compare
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.cli.commands import quantkit as quantkit_cli
 from quantkit.evaluation import compare as comparing
 from quantkit.io.staging import claimed
+from quantkit.keys import keys_of
 from quantkit.models.weights import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.files import load_named_or_scheme, merge
+from quantkit.recipes.files import from_pairs, load_named_or_scheme, merge
 from quantkit.recipes.options import RunOptions
 from quantkit.recipes.recipe import from_mapping
+from quantkit.recipes.schema import RecipeKeys
 from quantkit.reporting.recipe_table import (
     QUALITY,
     TASKS,
@@ -288,3 +293,29 @@ def test_a_folder_of_something_else_is_not_touched(small_llama: Path, tmp_path: 
 def _figures(rows: Any) -> list[dict[str, Any]]:
     """Return rows without what the clock says."""
     return [{key: value for key, value in row.items() if key not in ("seconds", "command")} for row in rows]
+
+
+def test_the_command_of_a_row_can_be_given_when_options_were_left_out(
+    small_llama: Path, tmp_path: Path, texts: Path
+) -> None:
+    line = ("--recipes", "int4:g64:gptq", "--calib", texts / "calib.txt", "--samples", 2, "--set", "gptq.descent=0")
+    judged = ("--text", texts / "judge.txt", "--window", 32, "--tokens", 64)
+    call("compare", small_llama, "-o", tmp_path / "table", *line, *judged)
+    (row,) = [row for row in read_csv(tmp_path / "table" / "compare.csv") if row["command"]]
+    call("plan", *shlex.split(row["command"])[2:])
+
+
+@pytest.mark.parametrize(
+    "recipe", ["int4:g96:rtn", "int4:g64:rtn --set layout=tcfpx", "int4-tuned --samples 2 --max-length 32"]
+)
+def test_a_refused_row_names_only_options_that_compare_has_and_takes(
+    recipe: str, small_llama: Path, tmp_path: Path, texts: Path
+) -> None:
+    name, *more = recipe.split()
+    asked = ("compare", small_llama, "--text", texts / "judge.txt", "--calib", texts / "calib.txt", "--recipes", name)
+    said = call(*asked, *more, "-o", tmp_path / "table", "-q", code=None).stderr
+    ways = [way.rstrip(",:") for way in re.findall(r"--set \S+", said)]
+    known = {option for param in quantkit_cli.commands["compare"].params for option in param.opts}
+    assert ways and set(re.findall(r"--[a-z-]+", said)) <= known, said
+    pairs = [way.removeprefix("--set ") for way in ways if "=" in way]
+    assert from_pairs(pairs, keys_of(RecipeKeys)), "and takes them"
