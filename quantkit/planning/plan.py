@@ -20,6 +20,7 @@ import torch
 
 from quantkit.calibration.budget import launchers, rounders, rounding_bytes
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import load as load_report
 from quantkit.core.quantized_tensor import Goal, Scheme, label
 from quantkit.core.threads import AHEAD, grouped
 from quantkit.engines.joined import is_expert, joined_name
@@ -392,7 +393,7 @@ def plan_quantize(
         tuple(misfits),
         tuple(verdicts.ways_out(misfits, goals, layout, recipe, None)),
         tuple(src.notices),
-        verdicts.layout_remarks(output, recipe.calibrated),
+        verdicts.layout_remarks(output, layout.NAME if layout and recipe.calibrated else None),
     )
     return Plan(output, Needs(memory, disk_free=free_disk(out)), found)
 
@@ -436,12 +437,13 @@ def plan_pack(
     memory = streamed_memory(src, [src.size(module) for module in schemes])
     needs = Needs(memory, {"output": output.bytes}, free_disk(out))
     problem = needs.disk_problem(out)
+    measured = src.layout.NAME if src.layout and load_report(src.path).get("calibration") else None
     recast = (f"{count} of {len(rows)} linears: {change}" for change, count in became.items())
     verdict = verdicts.Verdict(
         tuple(misfits),
         tuple(verdicts.ways_out(misfits, schemes, layout, None, src.layout)),
         (*src.notices, *recast),
-        verdicts.layout_remarks(output, src.layout is layout),
+        verdicts.layout_remarks(output, measured),
         () if problem is None else (problem,),
     )
     return Plan(output, needs, verdict)

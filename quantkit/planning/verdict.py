@@ -314,9 +314,9 @@ def layout_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None
     return None
 
 
-def layout_remarks(output: Output, measured: bool) -> tuple[str, ...]:
+def layout_remarks(output: Output, measured: str | None) -> tuple[str, ...]:
     """List the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and
-    10). `measured`: whether a text measures the sums of its rows.
+    10). `measured`: the layout for which a text measures the sums of rows, None without a text.
     """
     folder, layout = output.folder, output.layout
     if folder is None or layout is None:
@@ -325,7 +325,8 @@ def layout_remarks(output: Output, measured: bool) -> tuple[str, ...]:
     limits = (say(folder) for layouts, say in readers.CAUTIONS if folder.layout in layouts)
     found += filter(None, limits)
     forms = {(scheme, *shape, is_expert(m)) for m, (scheme, shape) in folder.linears.items()}
-    if not measured and any(readers.sums_in_float16(folder.layout, *form) for form in forms):
+    known = {form for form in forms if measured and readers.sums_in_float16(measured, *form)}
+    if any(readers.sums_in_float16(folder.layout, *form) for form in forms - known):
         found.append(UNMEASURED)
     if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
         found.append(layout.ZEROS_NOTICE)

@@ -108,10 +108,11 @@ def test_rows_that_may_overflow_in_vllm_and_were_not_measured_are_named(
 ) -> None:
     options = {"method": "rtn", **asked, **({"calib": calib["data"], "samples": 2} if "method" in asked else {})}
     assert any("no text measures" in line for line in quantkit.plan(small_llama, **options).notices) == is_said
-    if asked.get("layout") == "tcfpx":
+    if asked["format"] == "fp6":
         quantkit.quantize(small_llama, tmp_path / "a", clip="none", **options)
-        packed = quantkit.pack(tmp_path / "a", tmp_path / "b", "humming").report
-        assert any("no text measures" in line for line in packed["layout_notices"])
+        other = "humming" if "layout" in asked else "compressed-tensors"
+        packed = quantkit.pack(tmp_path / "a", tmp_path / "b", other).report
+        assert any("no text measures" in line for line in packed["layout_notices"]) == (options["method"] == "rtn")
 
 
 def test_options_without_effect_and_rounding_instead_of_gptq_are_reported(
