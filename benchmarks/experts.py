@@ -235,10 +235,10 @@ def rows(args: argparse.Namespace, where: torch.device) -> Iterator[dict[str, An
                 first = {**common, "model": model, "batch": m, "scheme": scheme.label, "active": round(one.active, 1)}
                 ours = {**first, "kernel": layout, "tile": up.kernel.tile(m, shape[3])}
                 yield from timed(ours, calls(up, down, one), least, DRAWS * len(down.stacks), error)
-                for tile in up.kernel.tiles if args.sweep else ():
-                    if tile.m != ours["tile"]:
-                        others = other_tile(up, down, one, tile.m)
-                        yield from timed({**ours, "tile": tile.m}, others, least, DRAWS, error)
+                for tile, _ in up.kernel.costs if args.sweep else ():
+                    if tile != ours["tile"]:
+                        others = other_tile(up, down, one, tile)
+                        yield from timed({**ours, "tile": tile}, others, least, DRAWS, error)
                 if layout != "marlin":
                     continue
                 theirs = vllm_layer(up, down, one)

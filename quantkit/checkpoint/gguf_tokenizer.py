@@ -311,9 +311,15 @@ def _by_transformers(architecture: str, tokens: list[str], stated: Mapping[str, 
     # transformers 5.20 moved it.
     place = find_spec("transformers.integrations.gguf") and "transformers.integrations.gguf"
     convert: Any = import_module(place or "transformers.integrations").convert_gguf_tokenizer
-    names = {"tokenizer_type": "model", "pre_tokenizer_type": "pre"}
-    names |= {name: name for name in ("precompiled_charsmap", "bos_token_id", "eos_token_id")}
-    names |= {"unk_token_id": "unknown_token_id", "pad_token_id": "padding_token_id"}
+    names = {
+        "tokenizer_type": "model",
+        "pre_tokenizer_type": "pre",
+        "precompiled_charsmap": "precompiled_charsmap",
+        "bos_token_id": "bos_token_id",
+        "eos_token_id": "eos_token_id",
+        "unk_token_id": "unknown_token_id",
+        "pad_token_id": "padding_token_id",
+    }
     values = {name: stated.get(f"{PREFIX}{key}") for name, key in names.items()}
     lists = {name: list_of(stated, name) for name in ("scores", "token_type", "merges")}
     backend, _ = convert(

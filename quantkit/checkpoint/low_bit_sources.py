@@ -327,9 +327,8 @@ def _weight(
             AGAIN,
         )
     scale = next((prefix + end for end in scheme.scales if prefix + end in stored), None)
-    needed = [] if scheme.symmetric else [prefix + ZERO]
-    needed += [prefix + DIVISOR] if form.divisor else []
-    missing = [part for part in needed if part not in stored]
+    needed = {ZERO: not scheme.symmetric, DIVISOR: form.divisor}
+    missing = [prefix + end for end in needed if needed[end] and prefix + end not in stored]
     if scale is None or missing:
         absent = prefix + scheme.scales[0] if scale is None else missing[0]
         raise CheckpointError(f"{name} is {scheme.title} and has no {absent}", AGAIN)

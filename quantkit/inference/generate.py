@@ -166,8 +166,6 @@ def _write(
     # The decoder of an encoder-decoder begins with a token of its own.
     before, begun = ([], 1) if has_encoder else (ids.tolist(), len(ids))
     ends = ends_of(model.generation_config, tokenizer)
-    options = {**chosen, "use_cache": True, "max_new_tokens": max_new_tokens}
-    options |= {"eos_token_id": ends or None, "return_dict_in_generate": False}
 
     def text(tokens: Sequence[int]) -> str:
         return continuation(tokenizer, before, tokens[begun:], ends)
@@ -189,7 +187,11 @@ def _write(
                 streamer=streamer,
                 tokenizer=tokenizer,
                 logits_processor=[require_numbers],
-                **options,
+                use_cache=True,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=ends or None,
+                return_dict_in_generate=False,
+                **chosen,
             )
         # Restrictions of the model are checked only here, and not all of them.
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -197,8 +199,7 @@ def _write(
             raise CheckpointError(rule, "mend it", subject=tokenizer.name_or_path) from error
     seconds = time.perf_counter() - start
     made = output[0].tolist()
-    weights = describe_weights(model)
-    return Generated(prompt, text(made), len(made) - begun, seconds, weights)
+    return Generated(prompt, text(made), len(made) - begun, seconds, describe_weights(model))
 
 
 def _streamer(text: Callable[[Sequence[int]], str], listener: Listener) -> Any:

@@ -401,7 +401,6 @@ class FusedLinear(PackedWeight, SharedProduct):
         super().__init__()
         self.parts = tuple(parts)  # empty once fused; torch registers no submodules from a tuple
         self.is_fused = False
-        self.forget_products()
         for index, part in enumerate(parts):
             part.fused, part.index = self, index
 
@@ -459,7 +458,7 @@ class FusedLinear(PackedWeight, SharedProduct):
         return None if self.bias is None else self.bias.detach()[self.rows[index]]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
-        self.forget_products()
+        self.cached = self.traced = None
         super()._apply(fn, recurse)
         return self
 

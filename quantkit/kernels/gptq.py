@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,23 +30,18 @@ TUNED = 8
 SEARCHERS, RESIDENT, WAVES, TOGETHER = 128, 3, 4, 8
 
 GRIDS = ("Integers", "IntegersWithZero", "Floats")
-SWEEPS = tuple(
-    f"gptq_sweep<{grid}, {sparse}>"
-    for grid in (*GRIDS, "Exact")
-    for sparse in ("false", "true")
-    if (grid, sparse) not in (("Exact", "false"), ("IntegersWithZero", "true"))
-)
-SEARCHES = tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SEARCHED)
-DESCENTS = tuple(f"gptq_descent<{grid}>" for grid in GRIDS)
-FOURS = tuple(f"gptq_fours<{grid}>" for grid in ("Integers", "Exact"))
-TUNES = tuple(f"gptq_tune<{grid}>" for grid in GRIDS)
 #: CUDA source -> its template instances, in the order of their use.
 SOURCES = {
-    "gptq_sweep": SWEEPS,
-    "gptq_search": SEARCHES,
-    "gptq_descent": DESCENTS,
-    "gptq_fours": FOURS,
-    "gptq_tune": TUNES,
+    "gptq_sweep": tuple(
+        f"gptq_sweep<{grid}, {sparse}>"
+        for grid in (*GRIDS, "Exact")
+        for sparse in ("false", "true")
+        if (grid, sparse) not in (("Exact", "false"), ("IntegersWithZero", "true"))
+    ),
+    "gptq_search": tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SEARCHED),
+    "gptq_descent": tuple(f"gptq_descent<{grid}>" for grid in GRIDS),
+    "gptq_fours": tuple(f"gptq_fours<{grid}>" for grid in ("Integers", "Exact")),
+    "gptq_tune": tuple(f"gptq_tune<{grid}>" for grid in GRIDS),
 }
 
 
@@ -113,9 +108,7 @@ def round_block(
         else [x if x is None else x.contiguous() for x in pattern]
     )
     instance = f"gptq_sweep<{name}, {'false' if pattern is None else 'true'}>"
-    function = loader.load("gptq_sweep", SWEEPS, t.device)[instance]
-    arguments = [t, d, w, v, *given, *mask, grid, n, b, v.stride(0)]
-    driver.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+    _launch_columns(instance, t, d, w, v, *given, *mask, grid, n, b, v.stride(0))
 
 
 def descend_block(
@@ -131,9 +124,8 @@ def descend_block(
     b, n = v.shape
     name, grid = grid_of(fmt, columns.zeros is not None)
     h = h if h.stride(1) == 1 else h.contiguous()
-    function = loader.load("gptq_descent", DESCENTS, v.device)[f"gptq_descent<{name}>"]
-    arguments = [v, e, slope, h, *columns, grid, n, b, h.stride(0), int(frozen)]
-    driver.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+    others = (grid, n, b, h.stride(0), int(frozen))
+    _launch_columns(f"gptq_descent<{name}>", v, e, slope, h, *columns, *others)
 
 
 def descend_fours(
@@ -148,10 +140,8 @@ def descend_fours(
     b, n = v.shape
     name, grid = grid_of(fmt, False)
     h = h if h.stride(1) == 1 else h.contiguous()
-    function = loader.load("gptq_fours", FOURS, v.device)[f"gptq_fours<{name}>"]
     given = (None, None) if columns is None else (columns.scales, columns.group_of)
-    arguments = [v, e, slope, h, *given, grid, n, b, h.stride(0)]
-    driver.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+    _launch_columns(f"gptq_fours<{name}>", v, e, slope, h, *given, grid, n, b, h.stride(0))
 
 
 def search_errors(
@@ -169,12 +159,11 @@ def search_errors(
     name, grid = grid_of(fmt, zeros is not None)
     x, scales, transposed = x.contiguous(), scales.contiguous(), r.transpose(1, 2).contiguous()
     errors = torch.empty_like(scales)
-    function = loader.load("gptq_search", SEARCHES, x.device)[f"gptq_search<{name}, {g}>"]
     held = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
     blocks = min(max(1, WAVES * held // groups), -(-m // groups * TOGETHER // SEARCHERS))
     zeros = None if zeros is None else zeros.contiguous()
     arguments = [x, scales, zeros, transposed, errors, grid, m // groups, groups, candidates]
-    driver.launch(function, (blocks, groups), (SEARCHERS,), arguments, shared=4 * g * g)
+    _launch(f"gptq_search<{name}, {g}>", (blocks, groups), SEARCHERS, arguments, 4 * g * g)
     return errors
 
 
@@ -195,19 +184,25 @@ def tune(
     float32 and contiguous, on a device that `runs_on` accepts.
     """
     name, grid = grid_of(fmt, start[1] is not None)
-    function = loader.load("gptq_tune", TUNES, dense.device)[f"gptq_tune<{name}>"]
     groups = moved[2].numel()
-    arguments = [
-        dense,
-        gradient.contiguous(),
-        *moved,
-        *start,
-        grid,
-        step,
-        groups,
-        dense.numel() // groups,
-    ]
-    driver.launch(function, (-(-groups // TUNED),), (32 * TUNED,), arguments)
+    sizes = (groups, dense.numel() // groups)
+    arguments = [dense, gradient.contiguous(), *moved, *start, grid, step, *sizes]
+    _launch(f"gptq_tune<{name}>", (-(-groups // TUNED),), 32 * TUNED, arguments)
+
+
+def _launch_columns(instance: str, *arguments: Any) -> None:
+    """Launch an instance for columns; the first argument is a tensor of them, `[b, n]`."""
+    blocks = (-(-arguments[0].shape[1] // ROWS),)
+    _launch(instance, blocks, THREADS, arguments, 4 * COLUMNS * COLUMNS)
+
+
+def _launch(
+    instance: str, blocks: tuple[int, ...], threads: int, arguments: Sequence[Any], shared: int = 0
+) -> None:
+    """Launch an instance, whose name begins with its source's, where its first argument is."""
+    source = instance.partition("<")[0]
+    function = loader.load(source, SOURCES[source], arguments[0].device)[instance]
+    driver.launch(function, blocks, (threads,), arguments, shared)
 
 
 def grid_of(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:

@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +31,6 @@ from quantkit.kernels.tiles import RESERVED, THREADS, ceil
 
 #: Mean rows of an expert from which on nearly all of its tiles are full.
 MANY_ROWS = 256.0
-
-
-class Rows(NamedTuple):
-    """The rows of a tile, and the predicted microseconds of a large weight with as many."""
-
-    m: int
-    cost: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +77,10 @@ class GroupedKernel:
         )
 
     @functools.cached_property
-    def tiles(self) -> tuple[Rows, ...]:
-        """List the tiles by their rows."""
-        found = {tile.m: Rows(tile.m, tile.cost) for tile in self.kernel.choice.tiles}
-        if self.hopper is not None:
-            found |= {rows: Rows(rows, cost) for rows, cost in ROWS.items()}
-        return tuple(found.values())
+    def costs(self) -> tuple[tuple[int, float], ...]:
+        """The rows of each tile, and the predicted microseconds of a large weight with as many."""
+        found = {tile.m: tile.cost for tile in self.kernel.choice.tiles}
+        return tuple((found if self.hopper is None else found | ROWS).items())
 
     def load(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load all kernels that a layer of experts needs, for a dtype; not in a
@@ -106,7 +96,7 @@ class GroupedKernel:
 
     def tile(self, m: int, topk: int) -> int:
         """Choose the rows of a tile for `route`, for m tokens with `topk` experts each."""
-        return choose(self.tiles, m * topk / self.experts).m
+        return choose(self.costs, m * topk / self.experts)
 
     def launch(
         self,
@@ -217,9 +207,11 @@ def _planned(
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(tiles: tuple[Rows, ...], mean: float) -> Rows:
-    """Choose the tile that costs least if rows are on experts at random, `mean` on each."""
-    return min(tiles, key=lambda tile: expected_tiles(mean, tile.m) * tile.cost)
+def choose(costs: tuple[tuple[int, float], ...], mean: float) -> int:
+    """Choose the rows of the tile that costs least if rows are on experts at random, `mean` on
+    each; `costs` are those of `GroupedKernel`.
+    """
+    return min(costs, key=lambda each: expected_tiles(mean, each[0]) * each[1])[0]
 
 
 def expected_tiles(mean: float, rows: int) -> float:

@@ -404,19 +404,14 @@ def _codes_of_carrier(fmt: Format) -> Tensor:
 
 
 def _weights(scheme: Scheme) -> Weights:
+    by_group = "group" if scheme.format.scale_unit == 1 else "tensor_group"
     return Weights(
         num_bits=8 if _format_of(scheme) == FLOAT else scheme.format.bits,
         type="float" if scheme.format.is_float else "int",
         symmetric=scheme.symmetric,
-        strategy=_strategy(scheme),
+        strategy="channel" if scheme.group_size is None else by_group,
         group_size=scheme.group_size,
     )
-
-
-def _strategy(scheme: Scheme) -> str:
-    if scheme.group_size is None:
-        return "channel"
-    return "group" if scheme.format.scale_unit == 1 else "tensor_group"
 
 
 def _format_of(scheme: Scheme) -> str:

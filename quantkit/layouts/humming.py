@@ -37,8 +37,9 @@ from quantkit.names import Json, JsonView
 
 #: A config's name for each format. Codes of integers are unsigned there, and half of their number
 #: is zero.
-DTYPES = {f"float{fmt.bits}{fmt.split}": fmt for fmt in (FP6, FP5)}
-DTYPES |= {f"uint{fmt.bits}": fmt for fmt in FORMATS.values() if not fmt.is_float}
+DTYPES = {f"float{fmt.bits}{fmt.split}": fmt for fmt in (FP6, FP5)} | {
+    f"uint{fmt.bits}": fmt for fmt in FORMATS.values() if not fmt.is_float
+}
 _NAMES = {fmt: name for name, fmt in DTYPES.items()}
 
 

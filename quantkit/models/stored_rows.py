@@ -51,14 +51,12 @@ class CachedProduct(NamedTuple):
 class SharedProduct:
     """Base of a class that multiplies an input with all rows at once, by `multiply`, for `readers`
     parts.
-
-    Its constructor calls `forget_products`.
     """
 
     multiply: Callable[[Tensor], Tensor]
     readers: int
-    cached: CachedProduct | None
-    traced: tuple[Tensor, Tensor, tuple[int, ...]] | None
+    cached: CachedProduct | None = None
+    traced: tuple[Tensor, Tensor, tuple[int, ...]] | None = None
 
     def product(self, x: Tensor, index: int) -> Tensor:
         """Return the product of all parts for the part `index`: look it up, or compute it and cache
@@ -69,10 +67,6 @@ class SharedProduct:
             if torch.compiler.is_compiling()
             else self._cached_product(x, index)
         )
-
-    def forget_products(self) -> None:
-        """Drop the cached product."""
-        self.cached = self.traced = None
 
     def _cached_product(self, x: Tensor, index: int) -> Tensor:
         cached, version = self.cached, _version(x)
@@ -125,7 +119,6 @@ class StoredLinear(SharedProduct):
 
     def __init__(self, linear: nn.Module) -> None:
         self.linear, self.readers = linear, 0
-        self.forget_products()
 
     def multiply(self, x: Tensor) -> Tensor:
         """Call the linear."""

@@ -197,11 +197,12 @@ class EngineConfig:
         """Return the scheme of a linear, None if it is dense; ValueError for linears of several
         schemes that the engine joins.
         """
-        names = self.members(prefix)
-        schemes = self._schemes(prefix, names)
-        if len(set(schemes.values())) > 1:
-            raise self._mixed(schemes)
-        return schemes[names[0]]
+        whole = self.treatment(prefix)
+        if whole != self.schemes.default:  # on disk they may be joined too
+            return whole
+        schemes = {name: self.treatment(name) for name in self.members(prefix)}
+        self._require_alike(schemes)
+        return next(iter(schemes.values()))
 
     def head(self, prefix: str) -> tuple[str, Scheme] | None:
         """Return the name in the folder and the scheme of a packed output head, or of packed
@@ -239,8 +240,7 @@ class EngineConfig:
             for name, scheme in self.tables.items()
             if leaf in ("", name.rpartition(".")[2]) or not name
         }
-        if len(set(found.values())) > 1:
-            raise self._mixed(found)
+        self._require_alike(found)
         return next(((name or prefix, scheme) for name, scheme in found.items()), None)
 
     def scheme_of_experts(self, prefix: str, names: Iterable[str]) -> Scheme | None:
@@ -252,18 +252,19 @@ class EngineConfig:
             return None
         first: dict[Scheme | None, str] = {}
         for name in names:
-            first.setdefault(None if self.is_dense(name) else self.scheme(name), name)
-        if len(first) > 1:
-            raise self._mixed({name: scheme for scheme, name in first.items()})
+            first.setdefault(self.treatment(name), name)
+        self._require_alike({name: scheme for scheme, name in first.items()})
         return next(iter(first))
 
-    def _mixed(self, schemes: Mapping[str, Scheme | None]) -> ValueError:
-        mixed = ", ".join(
-            f"{name} {'dense' if s is None else s.label}" for name, s in schemes.items()
-        )
-        return ValueError(
-            f"{self.ENGINE} joins {mixed}: quantize them alike, with --set fused_alike=true"
-        )
+    def _require_alike(self, schemes: Mapping[str, Scheme | None]) -> None:
+        """Raise ValueError unless linears that the engine joins have one scheme."""
+        if len(set(schemes.values())) > 1:
+            mixed = ", ".join(
+                f"{name} {'dense' if s is None else s.label}" for name, s in schemes.items()
+            )
+            raise ValueError(
+                f"{self.ENGINE} joins {mixed}: quantize them alike, with --set fused_alike=true"
+            )
 
     def check_stored(self, name: str, suffix: str, tensor: Tensor) -> None:
         """Raise LayoutError if an engine has changed a tensor of the linear `name` before it hands
@@ -285,13 +286,9 @@ class EngineConfig:
             for member in self.packed_modules_mapping.get(leaf, usual)
         ]
 
-    def _schemes(self, prefix: str, names: list[str]) -> dict[str, Scheme | None]:
-        """Find the scheme of each linear that is joined, None for a dense one; on disk they may be
-        joined too.
-        """
-        if self.is_dense(prefix) or self.scheme(prefix) != self.schemes.default:
-            return dict.fromkeys(names, None if self.is_dense(prefix) else self.scheme(prefix))
-        return {name: None if self.is_dense(name) else self.scheme(name) for name in names}
+    def treatment(self, name: str) -> Scheme | None:
+        """Give the scheme of the linear that the engine calls `name`, None if it is dense."""
+        return None if self.is_dense(name) else self.scheme(name)
 
     def is_dense(self, name: str) -> bool:
         """Return True if the config leaves the linear, which the engine calls `name`, dense."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -255,16 +255,6 @@ class PackedVocabularyMethod(PackedLinearMethod):
         return found[..., : layer.embedding_dim]
 
 
-class ExpertSizes(NamedTuple):
-    """The features of a layer of experts: of tokens, between both products, and between them on a
-    rank.
-    """
-
-    hidden: int
-    inner: int
-    inner_of_rank: int
-
-
 class PackedExpertsMethod(PackedMethod):
     """Loads the experts of a layer and multiplies with them: the first base of an engine's method.
 
@@ -274,20 +264,25 @@ class PackedExpertsMethod(PackedMethod):
     activation: Callable[[Any], str]
 
     def register_experts(
-        self, layer: Any, numbers: Sequence[int], sizes: ExpertSizes, place: tuple[int, int]
+        self,
+        layer: Any,
+        numbers: Sequence[int],
+        hidden: int,
+        inner: tuple[int, int],
+        place: tuple[int, int],
     ) -> None:
         """Register a parameter for each suffix of the layout, for the experts of this rank, which
         `numbers` names.
 
-        `place` is the rank, and the number of ranks that share each expert. LayoutError if experts
-        cannot be split over them, or no kernel takes them; KernelError if none runs here.
+        `hidden` are the features of a token, `inner` those between both products: all, and those of
+        a rank. `place` is the rank, and the number of ranks that share each expert. LayoutError if
+        experts cannot be split over them, or no kernel takes them; KernelError if none runs here.
         """
         *firsts, down = self.names
-        hidden, inner, of_rank = sizes
         both = []
         for leaves, size, columns in (
-            (firsts, (inner, of_rank), (hidden, hidden)),
-            ([down], (hidden, hidden), (inner, of_rank)),
+            (firsts, inner, (hidden, hidden)),
+            ([down], (hidden, hidden), inner),
         ):
             experts = [
                 [Part(f"{self.prefix}.{number}.{leaf}", *size) for leaf in leaves]

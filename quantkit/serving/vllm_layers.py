@@ -19,7 +19,6 @@ from quantkit.errors import QuantkitError, Setting, Words
 from quantkit.inference.products import FUNCTIONS, UNGATED
 from quantkit.serving.engine_config import EngineConfig, reordered
 from quantkit.serving.methods import (
-    ExpertSizes,
     PackedExpertsMethod,
     PackedLinearMethod,
     PackedMethod,
@@ -204,9 +203,10 @@ class QuantkitExpertsMethod(
         numbers = sorted(
             found, key=lambda number: number if mapped is None else int(mapped[number])
         )
-        parallel, inner = self.moe.moe_parallel_config, self.moe.intermediate_size
-        sizes = ExpertSizes(hidden_size, inner, intermediate_size_per_partition)
-        self.register_experts(layer, numbers, sizes, (parallel.tp_rank, parallel.tp_size))
+        parallel = self.moe.moe_parallel_config
+        inner = (self.moe.intermediate_size, intermediate_size_per_partition)
+        place = (parallel.tp_rank, parallel.tp_size)
+        self.register_experts(layer, numbers, hidden_size, inner, place)
 
     def activation(self, layer: Any) -> str:
         return str(layer.activation.value)

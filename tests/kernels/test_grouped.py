@@ -69,11 +69,11 @@ def test_every_tile_of_every_scheme(
     one = experts(layout, label, n, k, 4, "cuda", portable)
     if one.kernel.hopper is None and not portable:
         pytest.skip("the portable kernels multiply here")
-    for tile, gather, weighted in itertools.product(one.kernel.tiles, (True, False), (True, False)):
-        for last in (1, tile.m - 1, tile.m, 2 * tile.m + 1):
-            counts = {0: last, 2: tile.m + 1, -1: 3}
+    for (rows, _), gather, weighted in itertools.product(one.kernel.costs, (True, False), (True, False)):
+        for last in (1, rows - 1, rows, 2 * rows + 1):
+            counts = {0: last, 2: rows + 1, -1: 3}
             counts[3] = sum(counts.values()) % 2
-            agrees(one, shuffled(counts, topk=2), dtype, tile.m, gather, weighted)
+            agrees(one, shuffled(counts, topk=2), dtype, rows, gather, weighted)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -83,7 +83,7 @@ def test_shapes_of_models(layout: str, label: str, n: int, k: int, count: int, t
     one = experts(layout, label, n, k, count, "cuda")
     random = torch.Generator().manual_seed(n)
     for m, gather in itertools.product((1, 2, 16, 64, 700), (True, False)):
-        for tile in [None, 64, one.kernel.tiles[-1].m] if m == 700 else [None]:
+        for tile in [None, 64, one.kernel.costs[-1][0]] if m == 700 else [None]:
             drawn = torch.rand(m, count, generator=random).argsort(1)[:, :topk]
             agrees(one, drawn.contiguous(), dtype, tile, gather, weighted=not gather)
 
@@ -92,10 +92,10 @@ def test_shapes_of_models(layout: str, label: str, n: int, k: int, count: int, t
 def test_unit_vectors_give_back_every_weight_of_every_expert(layout: str, label: str, n: int, k: int) -> None:
     one = experts(layout, label, n, k, 4, "cuda")
     unit = torch.eye(k, dtype=torch.float16, device="cuda")
-    for tile in one.kernel.tiles:
+    for rows, _ in one.kernel.costs:
         ids = torch.arange(4, device="cuda").repeat(k, 1)
-        y = product(one, unit, route(ids, 4, tile.m)).view(k, 4, n)
-        assert torch.equal(y.permute(1, 2, 0), one.dense.half()), tile
+        y = product(one, unit, route(ids, 4, rows)).view(k, 4, n)
+        assert torch.equal(y.permute(1, 2, 0), one.dense.half()), rows
 
 
 @pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])

@@ -224,7 +224,8 @@ def test_the_plain_kernels_of_the_frame_multiply_as_before() -> None:
 @pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
 def test_few_rows_of_an_expert_get_small_tiles_and_many_get_large_ones(layout: str, label: str) -> None:
     tiles = LAUNCHERS[layout].kernels(Scheme.parse(label), 256, 1152).routed.choice.tiles
-    sizes = [grouped.choose(tiles, mean).m for mean in (1 / 16, 1, 4, 20, 60, 255.9, 256, 4096)]
+    costs = tuple((tile.m, tile.cost) for tile in tiles)
+    sizes = [grouped.choose(costs, mean) for mean in (1 / 16, 1, 4, 20, 60, 255.9, 256, 4096)]
     assert sizes == sorted(sizes) and sizes[:3] == [8, 8, 8] and sizes[-1] >= 64
     assert len({tile.m for tile in tiles}) == len(tiles), "the rows of a tile name it"
 
