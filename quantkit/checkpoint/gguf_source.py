@@ -295,11 +295,12 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         "architectures": [type(module).__name__],
         "dtype": dtype_name(read.dtype),
     }
-    for key in ("_name_or_path", "_model_name_or_path", "quantization_config"):
-        described.pop(key, None)
+    kept = sorted(
+        described.keys() - {"_name_or_path", "_model_name_or_path", "quantization_config"}
+    )
     files.write_atomic(
         folder / "config.json",
-        json_files.dump_json(dict(sorted(described.items())), special_floats=True),
+        json_files.dump_json({key: described[key] for key in kept}, special_floats=True),
     )
     generation = GenerationConfig.from_model_config(config)
     if ends := gguf_tokenizer.ends_of(stated):

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from quantkit.algorithms.numerics import row_slices
 from quantkit.checkpoint.stored_tensors import Derived, Read
+from quantkit.core.formats import NVFP4
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
 
-#: The value of each E2M1 code; a byte has two codes, the first in its low bits.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)], device="cpu")
+#: The values of the two E2M1 codes of each byte, the first in its low bits.
+E2M1_PAIRS = torch.tensor(
+    [[NVFP4.values[byte & 15], NVFP4.values[byte >> 4]] for byte in range(256)], device="cpu"
+)
 
 
 class LowBitWeight(NamedTuple):
@@ -63,7 +65,7 @@ def unpack_words(bits: int, words: Tensor) -> Tensor:
     / bits]`.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    codes = words.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(2**bits - 1)
     return codes.flatten(1).float().sub_(2 ** (bits - 1))
 
 

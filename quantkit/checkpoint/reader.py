@@ -478,8 +478,9 @@ def _of_file(folder: Path, module: str) -> Iterator[None]:
     try:
         yield
     except LayoutError as error:
-        subject = Words(folder, ":", module)
-        raise CheckpointError(error.rule, *error.ways_out, subject=subject) from error
+        raise CheckpointError(
+            error.rule, *error.ways_out, subject=Words(folder, ":", module)
+        ) from error
 
 
 def _find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[str, dict[str, str]]:

@@ -91,8 +91,7 @@ def load(
     print(packed.model.layers[1].self_attn.q_proj)  # a PackedLinear with the stored tensors
     ```
     """
-    folder = resolve(str(checkpoint), revision, trust_remote_code)
-    src = Checkpoint(folder, trust_remote_code)
+    src = Checkpoint(resolve(str(checkpoint), revision, trust_remote_code), trust_remote_code)
     with checked(src, check):
         model = _load(src, device, device_map, dtype)
     if notice := getattr(getattr(model, "hf_quantizer", None), "decoded_once", None):
@@ -197,15 +196,14 @@ def _from_pretrained(
         config.transformers_weights = names[0]  # whatever its name is
     model: PreTrainedModel
     try:
-        options: Any = {
-            "device_map": device_map,
-            "dtype": dtype,
-            "trust_remote_code": runs_code(src),
-        }
-        auto: Any = auto_class(src, config)
         with building(), silent_transformers():
-            model, loading = auto.from_pretrained(
-                src.path, config=config, output_loading_info=True, **options
+            model, loading = auto_class(src, config).from_pretrained(
+                src.path,
+                config=config,
+                output_loading_info=True,
+                device_map=device_map,
+                dtype=dtype,
+                trust_remote_code=runs_code(src),
             )
     except (QuantkitError, torch.OutOfMemoryError):
         raise
@@ -315,11 +313,17 @@ def _opened(cls: Any, config: Any, dtype: torch.dtype, forms: Forms) -> dict[str
         name: torch.empty(shape, dtype=stored, device="meta")
         for name, (stored, shape) in forms.items()
     }
-    options: Any = {"dtype": dtype, "device_map": {"": "meta"}, "output_loading_info": True}
     try:
         # compressed-tensors has bars of its own.
         with building(), silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
-            _, found = cls.from_pretrained(None, config=config, state_dict=states, **options)
+            _, found = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=states,
+                dtype=dtype,
+                device_map={"": "meta"},
+                output_loading_info=True,
+            )
     except ImportError as error:
         raise NotTried(reason(error)) from error
     except Exception as error:  # each quantizer has its own

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from quantkit import kernels
 from quantkit.core.formats import dtype_name
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, Shape, Tensors
+from quantkit.core.threads import grouped
 from quantkit.engines.joined import SIBLINGS
 from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.inference.products import (
@@ -111,10 +112,12 @@ class PackedWeight(nn.Module):
             delattr(self, suffix)
         self.layout, self.scheme, (self.n, self.k) = layout, scheme, stored_size
         self.suffixes, self.out, self.decoded = tuple(tensors), out, None
-        if has_kernel(layout, scheme, stored_size, tensors):
-            self.handle = linear_product(layout, scheme, stored_size, self.suffixes, out).handle
-        else:
-            self.handle = decoded_product(layout, scheme, self.suffixes, out).handle
+        product = (
+            linear_product(layout, scheme, stored_size, self.suffixes, out)
+            if has_kernel(layout, scheme, stored_size, tensors)
+            else decoded_product(layout, scheme, self.suffixes, out)
+        )
+        self.handle = product.handle
         for suffix, tensor in tensors.items():
             self.register_parameter(suffix, nn.Parameter(tensor, requires_grad=False))
 
@@ -131,8 +134,7 @@ class PackedWeight(nn.Module):
             return nn.functional.linear(x, decoded, bias)
         tensors = [parameters[suffix] for suffix in self.suffixes]
         others = [] if bias is None else [bias]
-        product: Tensor = torch.ops.quantkit.multiply(x, tensors, others, self.handle, self.out)
-        return product
+        return cast(Tensor, torch.ops.quantkit.multiply(x, tensors, others, self.handle, self.out))
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Return a packed tensor or the bias by its name."""
@@ -235,8 +237,7 @@ class PackedLinear(PackedWeight):
     def keep_decoded(self, dtype: torch.dtype) -> None:
         """Decode the weight to a dtype once, for all products with activations of that dtype."""
         with torch.inference_mode(False):
-            weight = self.record().dequantize(dtype)
-            self.decoded = weight[:, : self.in_features].contiguous()
+            self.decoded = self.record().dequantize(dtype)[:, : self.in_features].contiguous()
 
     @property
     def device(self) -> torch.device:
@@ -359,16 +360,9 @@ class PackedEmbedding(PackedLinear):
     def rows(self, numbers: Tensor) -> Tensor:
         """Decode the rows with these numbers, int64 `[t]`: `[t, k]`."""
         tensors = self.packed()
-        found: Tensor = torch.ops.quantkit.gather(
-            numbers,
-            [*tensors.values()],
-            [*tensors],
-            self.layout,
-            self.scheme.label,
-            self.k,
-            self.dense_dtype,
-        )
-        return found[:, : self.in_features]
+        table = ([*tensors.values()], [*tensors], self.layout, self.scheme.label, self.k)
+        found = torch.ops.quantkit.gather(numbers, *table, self.dense_dtype)
+        return cast(Tensor, found[:, : self.in_features])
 
     def prepare_kernel(self) -> str | None:
         """Check the packed tensors, since gathering reads no shape. It needs no kernel."""
@@ -450,8 +444,7 @@ class FusedLinear(PackedWeight, SharedProduct):
 
     def packed_part(self, index: int) -> dict[str, Tensor]:
         """Slice the packed tensors of one part out of the stack, by suffix."""
-        rows = self.stored_rows[index]
-        return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, rows)
+        return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, self.stored_rows[index])
 
     def bias_part(self, index: int) -> Tensor | None:
         """Slice the bias `[out_features]` of one part; None without a bias."""
@@ -491,12 +484,9 @@ def sibling_linears(model: nn.Module) -> Iterator[list[PackedLinear]]:
                 for child in children
                 if isinstance(child, PackedLinear) and child._owner is child
             ]
-            while len(found) > 1:  # an override may give some of them another scheme
-                alike = [part for part in found if _fusion_key(part) == _fusion_key(found[0])]
-                found = [part for part in found if not any(part is other for other in alike)]
-                if len(alike) > 1 and not any(
-                    part.device.type == "meta" for part in alike
-                ):  # meta means offloaded
+            # An override may give some of them another scheme. Those on meta are offloaded.
+            for alike in grouped((_fusion_key(part), part) for part in found).values():
+                if len(alike) > 1 and alike[0].device.type != "meta":
                     yield alike
 
 

@@ -415,15 +415,14 @@ def as_matrix(x: Tensor, k: int) -> Tensor:
 def multiply(
     x: Tensor, tensors: list[Tensor], others: list[Tensor], handle: int, out: int
 ) -> Tensor:
-    """Multiply activations with a weight that was prepared, on a CPU decoded: `[..., out]`,
-    contiguous.
+    """Multiply activations on a GPU with a weight that was prepared: `[..., out]`, contiguous.
 
     `others` are the bias `[out]` of a linear, if it has one; of experts, weights and numbers `[m,
     topk]`. `x` `[..., k]` may have no padding, no rows, any strides and any address. KernelError
     for a kind of weight that was not prepared.
     """
     product = PRODUCTS.get((handle, out)) or _unprepared(handle, out)
-    if isinstance(product, ExpertsProduct) and x.is_cuda:
+    if isinstance(product, ExpertsProduct):
         return product.multiply(x, tensors, *others)
     if not isinstance(product, LinearProduct):
         return product.decode(x, tensors, *others)
@@ -443,6 +442,13 @@ def multiply(
         kernel.launch(weight, x, packed, bias, y)
     y = y[:, :out].contiguous() if n != out else y
     return y if len(shape) == 2 else y.view(*shape[:-1], out)
+
+
+def _on_cpu(
+    x: Tensor, tensors: list[Tensor], others: list[Tensor], handle: int, out: int
+) -> Tensor:
+    product = PRODUCTS.get((handle, out)) or _unprepared(handle, out)
+    return product.decode(x, tensors, *others)
 
 
 def _fake(x: Tensor, tensors: list[Tensor], others: list[Tensor], handle: int, out: int) -> Tensor:
@@ -506,7 +512,7 @@ LIBRARY.define(
 )
 LIBRARY.impl("gather", gather, "CompositeExplicitAutograd")
 LIBRARY.impl("multiply", multiply, "CUDA")
-LIBRARY.impl("multiply", multiply, "CPU")
+LIBRARY.impl("multiply", _on_cpu, "CPU")
 torch.library.register_fake(OPERATOR, _fake, lib=LIBRARY)
 torch.library.register_fake(ROWS, _fake_rows, lib=LIBRARY)
 torch.library.register_autograd(OPERATOR, _backward, lib=LIBRARY)

@@ -69,7 +69,6 @@ def swap(outline: Outline) -> Linears:
     for module in src.modules():
         (state, *_), pattern = outline.names.place(f"{module}.weight")
         path = state.removesuffix(".weight")
-        owner, _, leaf = path.rpartition(".")
         dense = None if pattern else modules.get(path)
         if dense is None and not undeclared(outline.names, src, [f"{module}.weight"]):
             continue  # a packed draft layer
@@ -83,7 +82,7 @@ def swap(outline: Outline) -> Linears:
         linears[module] = packed = _packed_skeleton(src, module, dense)
         if wide.search(state):
             packed.dense_dtype = torch.float32
-        setattr(model.get_submodule(owner), leaf, packed)
+        model.set_submodule(path, packed)
         if path in outline.held:
             outline.held[path].linear = packed
         if isinstance(packed, PackedEmbedding):
@@ -110,9 +109,8 @@ def _share(outline: Outline, module: str, path: str) -> Linears:
             model.config.tie_word_embeddings = False
             continue
         user = state.removesuffix(".weight")
-        owner, _, leaf = user.rpartition(".")
         packed = _packed_skeleton(outline.src, module, model.get_submodule(user))
-        setattr(model.get_submodule(owner), leaf, packed)
+        model.set_submodule(user, packed)
         ties |= {f"{user}.{suffix}": f"{path}.{suffix}" for suffix in packed.suffixes}
         shared[user] = packed
     return shared

@@ -273,6 +273,7 @@ def check_config(config: Json, path: Path, trust_remote_code: bool = False) -> N
                     "remove the key",
                     subject=path,
                 )
+    for key, value in entries(config, path):
         if key == "model_type" and not (value is None or isinstance(value, str)):
             raise CheckpointError(
                 f"model_type is {shown(value)}, and must be text",

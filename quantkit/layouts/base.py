@@ -232,8 +232,7 @@ class Layout(ABC):
     def write_config(self, schemes: Schemes) -> Json:
         """Make the `quantization_config` that public readers of the layout expect."""
         self.check_all(schemes)
-        entries: Json = msgspec.to_builtins(self.config(schemes))
-        return {"quant_method": self.QUANT_METHODS[0], **entries}
+        return {"quant_method": self.QUANT_METHODS[0], **msgspec.to_builtins(self.config(schemes))}
 
     def read_config(self, config: JsonView) -> Schemes | None:
         """Read the schemes from a `quantization_config`; None if it is of another layout.

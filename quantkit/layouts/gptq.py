@@ -173,8 +173,7 @@ class Gptq(Layout):
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         label = config.get("format") or config.get("checkpoint_format") or Gptq.LABEL
-        is_ours = label in (self.LABEL, *self.ALIASES)
-        return is_ours and config.get("is_marlin_format") is not True
+        return label in (self.LABEL, *self.ALIASES) and config.get("is_marlin_format") is not True
 
     def schemes(self, config: GptqConfig) -> Schemes:
         settings = GptqConfig.settings(config.scheme)

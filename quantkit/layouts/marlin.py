@@ -131,8 +131,7 @@ class Marlin(Layout):
         (docs/layouts.md 5.5).
         """
         stored = tensors[self.TENSORS[-1]]
-        order = self.SCALE_ORDERS[len(stored) > 1]
-        scales = order.inverse(stored, (len(stored), shape[0])).t()
+        scales = self.SCALE_ORDERS[len(stored) > 1].inverse(stored, (len(stored), shape[0])).t()
         return scales, None, self.code_unpacker(tensors, shape)
 
     def code_packer(self, tensors: Tensors, shape: Shape) -> OnRows:

@@ -186,10 +186,10 @@ class BlockRunner(LanguageModel):
         last = len(self.blocks)
         with self.fast_products():
             passed = self._passed_on(last, State(hidden), wide=True)
-            found: Tensor = self._interception.run_behind(
-                lambda: self.text(**self._asked(tokens)).logits[0], Pass(last, passed)
+            out = self._interception.run_behind(
+                partial(self.text, **self._asked(tokens)), Pass(last, passed)
             )
-        return found
+            return cast("Tensor", out.logits[0])
 
     def takes_batches(self, index: int) -> bool:
         """Return True if a block can run on several documents at a time; one must have entered a
@@ -341,8 +341,7 @@ class BlockRunner(LanguageModel):
     def _run(self, index: int, tokens: Tensor, passed: Passed) -> Passed | None:
         """Run a block on its stored input, and return its output; None if a watcher stopped it."""
         shape = (tokens.shape, passed.hidden.dtype, torch.is_autocast_enabled(self.device.type))
-        compare = partial(self._unchanging, index, tokens, passed)
-        given = self._repeated.get(index, shape, compare)
+        given = self._repeated.get(index, shape, partial(self._unchanging, index, tokens, passed))
         self.ran_alone = given is not None
         if given is None:
             return self._pass(tokens, Pass(index, passed)).output

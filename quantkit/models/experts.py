@@ -77,6 +77,8 @@ class UnfusedExperts(nn.Module):
     `use_experts_implementation`.
     """
 
+    _act: Callable[[Tensor], Tensor]
+
     def __init__(
         self, module: nn.Module, fused: Fused, leaves: dict[str, str], home: tuple[str, int]
     ) -> None:
@@ -95,9 +97,8 @@ class UnfusedExperts(nn.Module):
             type(module), "_apply_gate", None
         )
         inner = module.get_submodule("mlp") if "mlp" in held else module
-        self._act: Callable[[Tensor], Tensor]
-        act = getattr(inner, "act_fn", None) or getattr(inner, "activation_fn", None)
-        vars(self)["_act"] = act  # past nn.Module, which would register it a second time
+        # Past nn.Module, which would register it a second time.
+        vars(self)["_act"] = getattr(inner, "act_fn", None) or getattr(inner, "activation_fn", None)
         bias = any(parameter.endswith(BIAS) for parameter in module._parameters)
         dtype = next(module.parameters()).dtype
         singles = [nn.Module() for _ in range(fused.experts)]
@@ -402,9 +403,8 @@ def _fused(module: nn.Module) -> Fused | None:
     if form is None and not (hasattr(module, "has_gate") or hasattr(module, "identity_expert")):
         return None
     form = form or ExpertClass()
-    parameters: dict[str, tuple[str, ...]] = {"up_proj": ("up",), "down_proj": ("down",)}
-    if getattr(module, "has_gate", True):
-        parameters = dict(form.parameters)
+    ungated = {"up_proj": ("up",), "down_proj": ("down",)}
+    parameters = dict(form.parameters if getattr(module, "has_gate", True) else ungated)
     transposed = frozenset(form.transposed)
     if hasattr(module, "is_transposed"):
         transposed = frozenset(parameters if module.is_transposed else ())

@@ -62,14 +62,13 @@ class Passed(NamedTuple):
     left: dict[str, dict[Any, Any]]
 
 
+@dataclass(eq=False)
 class Needed(Exception):
     """Record that the model uses a block's return value `number`, counted after the
     hidden state.
     """
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    number: int
 
 
 class Unused(Tensor):

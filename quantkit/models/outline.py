@@ -112,8 +112,7 @@ class Outline:
             is_alone = self.states.stored.get(table) == head and head not in packed
             if is_alone and is_head(head.removesuffix(".weight")):
                 shape, dtype = self.src.shape(head), self.src.dtype(head)
-                read = partial(_read, head)
-                self.src.derive({table: Derived(shape, dtype, (head,), read)})
+                self.src.derive({table: Derived(shape, dtype, (head,), partial(_read, head))})
                 self.src.notices.append(f"{head} is written as {table}, to which it is tied")
                 self.states = self.names.match(self.src)
 

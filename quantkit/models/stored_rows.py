@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +122,7 @@ class StoredLinear(SharedProduct):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Call the linear."""
-        y: Tensor = self.linear(x)
-        return y
+        return cast("Tensor", self.linear(x))
 
 
 class LinearRows(nn.Module):
