@@ -237,8 +237,10 @@ def _scheme(weights: Weights, fmt: Any) -> Scheme:
     strategy = weights.strategy or unstated  # as the library takes it
     form = FORMATS.get((str(fmt), kind))
     if form is None or bits not in form.bits:
-        what = f"{kind}{bits} weights of compressed-tensors in format {str(fmt)!r:.40}"
-        raise CheckpointError(f"{what} are not read", ORIGINAL)
+        raise CheckpointError(
+            f"{kind}{bits} weights of compressed-tensors in format {str(fmt)!r:.40} are not read",
+            ORIGINAL,
+        )
     block: Block = None
     if strategy == "block":
         block = _block(weights.block_structure, "block_structure")

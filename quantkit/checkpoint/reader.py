@@ -126,8 +126,10 @@ class Checkpoint(StoredTensors):
             self.supply(source.files, source.tensors)
             self.home, self.source_bytes = source.files[0].path, source.nbytes
             self.low_bit = source.form
-            read = f"source weights are {source.form}, {self._dequantized()}{source.loss}"
-            self.notices += (*source.notices, read)
+            self.notices += (
+                *source.notices,
+                f"source weights are {source.form}, {self._dequantized()}{source.loss}",
+            )
         json_files.check_sizes(self.config, path / CONFIG, len(self.names()), self.source_bytes)
         self.layout: Layout | None = None
         self.schemes: Schemes | None = None
@@ -311,8 +313,10 @@ class Checkpoint(StoredTensors):
             plain = {stored: _OUTER.sub("", name) for stored, name in plain.items()}
         if "text_config" not in self.config and all(map(_OF_TEXT.match, plain.values())):
             plain = {stored: n.replace("language_model.", "", 1) for stored, n in plain.items()}
-        why = "a wrapper of the model, such as torch.compile, DDP, FSDP or PEFT, made it longer"
-        wrapped = self._rename(plain, why)
+        wrapped = self._rename(
+            plain,
+            "a wrapper of the model, such as torch.compile, DDP, FSDP or PEFT, made it longer",
+        )
         stated = self.config.get(QUANTIZATION)
         ours = isinstance(stated, dict) and "quantkit" in stated  # which states modules by name
         for before, bare in _BARE.items() if not ours else ():
@@ -375,8 +379,12 @@ class Checkpoint(StoredTensors):
         weights, dtype = {}, self.dtype_of_model
         for module, parts in self._modules.items():
             inputs, subject = tuple(parts.values()), (self.path, module)
-            decode = partial(_decode, layout, self.scheme(module), subject, parts, dtype)
-            weights[f"{module}.weight"] = Derived(self.size(module), dtype, inputs, decode)
+            weights[f"{module}.weight"] = Derived(
+                self.size(module),
+                dtype,
+                inputs,
+                partial(_decode, layout, self.scheme(module), subject, parts, dtype),
+            )
         self.derive(weights)
         self.layout, self.schemes, self._modules = None, None, {}
         self.low_bit = f"{layout.NAME} (act-order)"
@@ -425,8 +433,11 @@ class Checkpoint(StoredTensors):
         rows = ((), (1,))  # also of counters and positions
         if all(self.dtype(n) in _DENSE or self.shape(n)[:-1] in rows for n in self.names()):
             what = f"{self._section} from {CONFIG}" if where == CONFIG else where
-            rule = f"{where} states weights quantized by {method}, and all weights are dense"
-            raise CheckpointError(rule, f"remove {what}, which is out of date", subject=self.path)
+            raise CheckpointError(
+                f"{where} states weights quantized by {method}, and all weights are dense",
+                f"remove {what}, which is out of date",
+                subject=self.path,
+            )
 
     def _true_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the true shapes in the `quantkit` key. CheckpointError for an impossible shape."""

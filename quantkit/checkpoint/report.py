@@ -252,9 +252,11 @@ def load(folder: Path) -> Json:
         for kinds in _KINDS:
             msgspec.convert(report, kinds)
     except msgspec.ValidationError as error:
-        rule = f"is no report of quantkit: {str(error).replace('`', '').replace(' - at ', ' at ')}"
         raise CheckpointError(
-            rule, "restore the file", "quantize or pack again", subject=path
+            f"is no report of quantkit: {str(error).replace('`', '').replace(' - at ', ' at ')}",
+            "restore the file",
+            "quantize or pack again",
+            subject=path,
         ) from None
     if SEAL in report and report[SEAL] != seal(report):
         raise CheckpointError(

@@ -103,11 +103,15 @@ class StoredTensors:
         self.unlisted: dict[str, _Place] = {}
         for shard, header in headers.items():
             for name, info in header.items():
-                read = partial(_read, path, shard, info)
                 if chosen.get(name, shard.name) == shard.name:
                     where = self._where if name in chosen else self.unlisted
-                    held = frozenset([shard.name])
-                    where[name] = _Place(info.shape, info.dtype, read, held, (shard, info))
+                    where[name] = _Place(
+                        info.shape,
+                        info.dtype,
+                        partial(_read, path, shard, info),
+                        frozenset([shard.name]),
+                        (shard, info),
+                    )
 
     def admit(self, names: Iterable[str]) -> None:
         """Read these `unlisted` tensors too."""
@@ -119,8 +123,12 @@ class StoredTensors:
         self._supplied |= {file.name: file.path for file in files}
         held = frozenset(file.name for file in files)
         for name, derived in tensors.items():
-            compute = partial(derived.compute, self.get)  # which has no inputs to read
-            self._where[name] = _Place(derived.shape, derived.dtype, compute, held)
+            self._where[name] = _Place(
+                derived.shape,
+                derived.dtype,
+                partial(derived.compute, self.get),  # which has no inputs to read
+                held,
+            )
 
     def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:
         """Replace stored tensors by tensors computed from them, each in the place of its first

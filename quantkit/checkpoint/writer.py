@@ -147,8 +147,11 @@ class CheckpointWriter:
         rows = [line.pop("stored", {}) for line in self.done]
         for name, digest in committed.items():
             if not digest:
-                flushed = [row for each in rows for row in each.get(name, ())]
-                self._file = SafetensorsWriter(partial / name, self._header_bytes, flushed)
+                self._file = SafetensorsWriter(
+                    partial / name,
+                    self._header_bytes,
+                    [row for each in rows for row in each.get(name, ())],
+                )
             elif files.hash_of_file(partial / name, digest) != digest:
                 raise changed(partial / name)
 
@@ -204,10 +207,14 @@ class CheckpointWriter:
         if self._file is not None:
             unit.files[self._file.path.name] = ""
             stored[self._file.path.name] = self._file.flush()
-        sizes = {"bytes": unit.bytes, "packed_bytes": unit.packed_bytes}
-        self._record(
-            {"files": unit.files, "items": list(unit.items), "facts": facts, **sizes}, stored
-        )
+        line = {
+            "files": unit.files,
+            "items": list(unit.items),
+            "facts": facts,
+            "bytes": unit.bytes,
+            "packed_bytes": unit.packed_bytes,
+        }
+        self._record(line, stored)
         self._written.update(unit.items)
         self._unit = _Unit()
 

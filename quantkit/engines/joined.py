@@ -137,8 +137,10 @@ def quantization_config(
     """Make the public config of a layout and the `quantkit` key; `modules` are the quantized
     linears.
     """
-    public = layout.write_config(with_joined_names(schemes, modules))
-    return {**public, "quantkit": quantkit_key(layout.NAME, schemes, __version__, recipe_sha256)}
+    return {
+        **layout.write_config(with_joined_names(schemes, modules)),
+        "quantkit": quantkit_key(layout.NAME, schemes, __version__, recipe_sha256),
+    }
 
 
 def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:

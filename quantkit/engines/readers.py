@@ -417,11 +417,13 @@ def refusals(folder: Folder) -> list[str]:
     if mixed:
         where, labels = mixed[0]
         more = f" (and {len(mixed) - 1} more such groups)" if len(mixed) > 1 else ""
-        rule = (
-            f"{where} mix {_list(sorted(labels))}{more}; engines that join them, such as vLLM, "
-            "will not open this"
+        lines.append(
+            Words(
+                f"{where} mix {_list(sorted(labels))}{more}; engines that join them, such as vLLM, "
+                "will not open this folder:",
+                TRAITS["split"].way_out,
+            )
         )
-        lines.append(Words(rule, "folder:", TRAITS["split"].way_out))
     return lines
 
 
@@ -432,8 +434,10 @@ def refusal(folder: Folder, engine: Engine) -> tuple[str, str | None] | None:
     """
     reasons = [reasons for _, reasons in readers_of(folder, [engine])]
     if not reasons:
-        way_out = Words("use another", Setting("layout"))
-        return f"it does not read the layout {folder.layout}", way_out
+        return (
+            f"it does not read the layout {folder.layout}",
+            Words("use another", Setting("layout")),
+        )
     if not all(reasons):
         return None
     first = TRAITS[min(reasons, key=len)[0]]

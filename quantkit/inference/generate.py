@@ -195,8 +195,11 @@ def _write(
             )
         # Restrictions of the model are checked only here, and not all of them.
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            rule = f"no text can be written as its generation_config.json says ({reason(error)})"
-            raise CheckpointError(rule, "mend it", subject=tokenizer.name_or_path) from error
+            raise CheckpointError(
+                f"no text can be written as its generation_config.json says ({reason(error)})",
+                "mend it",
+                subject=tokenizer.name_or_path,
+            ) from error
     seconds = time.perf_counter() - start
     made = output[0].tolist()
     return Generated(prompt, text(made), len(made) - begun, seconds, describe_weights(model))

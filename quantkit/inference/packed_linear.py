@@ -286,9 +286,8 @@ class PackedLinear(PackedWeight):
     def extra_repr(self) -> str:
         stored = [self.n, self.k]
         padded = f", stored as {stored}" if stored != [self.out_features, self.in_features] else ""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        biased = self._owner.bias is not None
-        return f"{sizes}, bias={biased}, {self.layout}, {self.scheme.label}{padded}"
+        own = f"bias={self._owner.bias is not None}, {self.layout}, {self.scheme.label}{padded}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {own}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         before, decoded, self.decoded = self.device, self.decoded, None
@@ -341,8 +340,10 @@ class PackedEmbedding(PackedLinear):
         """
         if self.device.type != "meta":
             empty = torch.empty(0, dtype=self.dense_dtype, device=self.device)
-            first = {"dtype_of_rows": nn.Parameter(empty, requires_grad=False)}
-            self._parameters = {**first, **self._parameters}
+            self._parameters = {
+                "dtype_of_rows": nn.Parameter(empty, requires_grad=False),
+                **self._parameters,
+            }
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -498,9 +499,8 @@ def _fusion_key(part: PackedLinear) -> tuple[object, ...]:
 
 @functools.cache
 def _warn_decoded(why: str) -> None:
-    reason = in_python(why)
     warnings.warn(
-        f"packed weights are decoded at each call, which is slow: {reason}",
+        f"packed weights are decoded at each call, which is slow: {in_python(why)}",
         RuntimeWarning,
         stacklevel=2,
     )

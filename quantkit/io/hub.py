@@ -68,8 +68,9 @@ def snapshot(
     if only is not None:
         files = ", ".join(name for name in listing if name.endswith(".gguf")) or "no GGUF file"
         raise CheckpointError(f"has no file {only}, it has {files}", subject=model)
-    way = model_folder.way_to_weights(listing, model)
-    raise CheckpointError(f"has no .safetensors weights{way}", subject=model)
+    raise CheckpointError(
+        f"has no .safetensors weights{model_folder.way_to_weights(listing, model)}", subject=model
+    )
 
 
 def reasons_of_data(error: BaseException, name: str) -> tuple[str, ...]:

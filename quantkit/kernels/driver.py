@@ -201,8 +201,14 @@ def launch(
         f"{len(arg)}s" if isinstance(arg, bytes) else INTEGER if isinstance(arg, int) else POINTER
         for arg in args
     )
-    plan = Plan(function, grid, block, shared)
-    _launch(plan, kinds, values, device, stream_state(device), early=False)
+    _launch(
+        Plan(function, grid, block, shared),
+        kinds,
+        values,
+        device,
+        stream_state(device),
+        early=False,
+    )
 
 
 @functools.cache

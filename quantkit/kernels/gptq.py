@@ -185,8 +185,16 @@ def tune(
     """
     name, grid = grid_of(fmt, start[1] is not None)
     groups = moved[2].numel()
-    sizes = (groups, dense.numel() // groups)
-    arguments = [dense, gradient.contiguous(), *moved, *start, grid, step, *sizes]
+    arguments = [
+        dense,
+        gradient.contiguous(),
+        *moved,
+        *start,
+        grid,
+        step,
+        groups,
+        dense.numel() // groups,
+    ]
     _launch(f"gptq_tune<{name}>", (-(-groups // TUNED),), 32 * TUNED, arguments)
 
 

@@ -185,8 +185,9 @@ class HopperKernel(Instances):
         weight_map = maps(tuple([tensor.data_ptr() for tensor in packed]))
         read = packed if bias is None else [*packed, bias]
         early = READS.valid(read)
-        given = (packed[-1], bias, out)
-        state = driver.submit(plan, device, (x_map, *weight_map), given, (), (m,), early)
+        state = driver.submit(
+            plan, device, (x_map, *weight_map), (packed[-1], bias, out), (), (m,), early
+        )
         if not (early or state.graph):  # a captured launch has not read anything yet
             READS.remember(read)
 
@@ -272,9 +273,14 @@ class RoutedHopper(HopperKernel):
             if tile.shared and tile.tokens in ROWS
         }
         choice = replace(kernel.choice, tiles=tuple(tiles.values()), scaled_by_group=False)
-        halves = kernel.choice.scaled_by_group
         return cls(
-            kernel.source, kernel.variant, choice, kernel.tensor_maps, stride, n_unit, halves
+            kernel.source,
+            kernel.variant,
+            choice,
+            kernel.tensor_maps,
+            stride,
+            n_unit,
+            halves=kernel.choice.scaled_by_group,
         )
 
     @property
@@ -316,9 +322,14 @@ class RoutedHopper(HopperKernel):
         x_map = tensor_map(gathered.data_ptr(), tuple(gathered.shape), (tile.tokens, 64), 2, True)
         maps = weight_maps(self, tile, n, k, routing.experts)
         weight_map = maps(tuple([tensor.data_ptr() for tensor in packed]))
-        behind = (routing.list, weights, powers)
-        sizes = (routing.max_tiles,)
-        driver.submit(plan, device, (x_map, *weight_map), (packed[-1], y), behind, sizes)
+        driver.submit(
+            plan,
+            device,
+            (x_map, *weight_map),
+            before=(packed[-1], y),
+            behind=(routing.list, weights, powers),
+            sizes=(routing.max_tiles,),
+        )
 
 
 @functools.lru_cache(maxsize=4096)

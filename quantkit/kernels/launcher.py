@@ -160,8 +160,11 @@ class Launcher:
                 f"the fast {weight.layout} kernels write {wanted} as their activations are, not "
                 f"{asked}"
             )
-        fastest = self.fastest(scheme, n, k, x.device, portable)
-        kernel = self.kernels(scheme, n, k).naive if naive else fastest
+        kernel = (
+            self.kernels(scheme, n, k).naive
+            if naive
+            else self.fastest(scheme, n, k, x.device, portable)
+        )
         kernel.launch(weight, x, [named[suffix] for suffix in weight.tensors], bias, out, tile)
         return out
 
@@ -221,8 +224,12 @@ class Marlin(Launcher):
             )
             for group in self.GROUPS
         }
-        routed = {group: RoutedHopper.of(hopper[group]) for group in (128, None)}
-        self.table = kernels_of("marlin", portable, hopper, routed)
+        self.table = kernels_of(
+            "marlin",
+            portable,
+            hopper,
+            routed={group: RoutedHopper.of(hopper[group]) for group in (128, None)},
+        )
 
     def weight(self, scheme: Scheme, n: int, k: int) -> Weight:
         if scheme.format != INT4 or not scheme.symmetric or scheme.group_size not in self.GROUPS:
@@ -230,8 +237,10 @@ class Marlin(Launcher):
                 "the marlin kernel takes symmetric int4 in groups of 128, 64, 32 or none, not "
                 f"{scheme.label}"
             )
-        g = scheme.groups(k)
-        tensors = {"B": (torch.int32, (k // 16, 2 * n)), "s": (torch.float16, (g, n))}
+        tensors = {
+            "B": (torch.int32, (k // 16, 2 * n)),
+            "s": (torch.float16, (scheme.groups(k), n)),
+        }
         return Weight("marlin", tensors, n, k, n_unit=64, k_unit=16, group=scheme.group_size or k)
 
     def key(self, scheme: Scheme, n: int, k: int) -> int | None:
@@ -350,8 +359,9 @@ class Quick(Launcher):
             )
             for group in self.HOPPER_GROUPS
         }
-        routed = {128: RoutedHopper.of(hopper[128])}
-        self.table = kernels_of("quick", portable, {**hopper, None: None}, routed)
+        self.table = kernels_of(
+            "quick", portable, {**hopper, None: None}, routed={128: RoutedHopper.of(hopper[128])}
+        )
 
     def weight(self, scheme: Scheme, n: int, k: int) -> Weight:
         if scheme.format != INT4 or scheme.group_size is None or scheme.group_size % 32:
@@ -414,8 +424,10 @@ class Tcfpx(Launcher):
             raise KernelError(
                 f"the tcfpx kernel takes fp6 and fp5 with one scale per row, not {scheme.label}"
             )
-        words = (n, k * scheme.format.bits // 32)
-        tensors = {"weight": (torch.int32, words), "scales": (torch.float16, (n,))}
+        tensors = {
+            "weight": (torch.int32, (n, k * scheme.format.bits // 32)),
+            "scales": (torch.float16, (n,)),
+        }
         return Weight("tcfpx", tensors, n, k, n_unit=64, k_unit=64)
 
     def key(self, scheme: Scheme, n: int, k: int) -> Format:

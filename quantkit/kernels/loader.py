@@ -248,14 +248,13 @@ def _text(path: Path) -> str:
 
 
 def cache_key(name: str, instances: Sequence[str], arch: str) -> str:
-    version = list(_usable_nvrtc().getVersion())
     parts = [
         _text(source_dir() / f"{name}.cu"),
         _headers(),
         OPTIONS,
         list(instances),
         arch,
-        version,
+        list(_usable_nvrtc().getVersion()),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -108,8 +108,14 @@ def _planned(
     rounds, units, blocks = split(tile, *shape, resident)
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
     sizes = (*shape, units, rounds) if group is None else (*shape, units, rounds, group)
-    workspace = (kernel.source, *kernel.choice.workspace_size(sms))
-    return driver.Plan(function, (blocks,), (THREADS,), shared, workspace, sizes)
+    return driver.Plan(
+        function,
+        (blocks,),
+        (THREADS,),
+        shared,
+        (kernel.source, *kernel.choice.workspace_size(sms)),
+        sizes,
+    )
 
 
 @functools.cache

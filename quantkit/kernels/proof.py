@@ -130,8 +130,12 @@ def _multiply(
 ) -> Tensor:
     """Multiply `x` `[m, k]` into a tensor of NaN: float32 if `exact`, else of the dtype of `x`."""
     n, k = q.shape
-    dtype = torch.float32 if exact else x.dtype
-    out = torch.full((x.shape[0], n), float("nan"), dtype=dtype, device=x.device)
+    out = torch.full(
+        (x.shape[0], n),
+        float("nan"),
+        dtype=torch.float32 if exact else x.dtype,
+        device=x.device,
+    )
     return kernel(x, tensors, q.scheme, n, k, out=out)
 
 

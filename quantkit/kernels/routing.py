@@ -91,8 +91,9 @@ def route(topk_ids: Tensor, experts: int, tile: int) -> Routing:
     routing = Routing(found, m, topk, experts, tile, most_tiles(rows, experts, tile))
     shared = 4 * (WARPS + 1) * (experts + 1)
     plan = _planned("routing", INSTANCES[topk_ids.dtype], device, (1,), SORTERS, shared)
-    sizes = (rows, experts, tile, routing.max_tiles)
-    driver.submit(plan, device, (), (topk_ids, found), sizes=sizes)
+    driver.submit(
+        plan, device, (), (topk_ids, found), sizes=(rows, experts, tile, routing.max_tiles)
+    )
     return routing
 
 

@@ -143,8 +143,12 @@ class CompressedTensors(Layout):
             return {"weight": (torch.float8_e4m3fn, (n, k)), **scales}
         along = partial(stream_words, bits=scheme.format.bits)
         zeros = {} if scheme.symmetric else {"weight_zero_point": (torch.int32, (along(n), g))}
-        packed = {"weight_packed": (torch.int32, (n, along(k)))}
-        return {**packed, **scales, "weight_shape": (torch.int64, (2,)), **zeros}
+        return {
+            "weight_packed": (torch.int32, (n, along(k))),
+            **scales,
+            "weight_shape": (torch.int64, (2,)),
+            **zeros,
+        }
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> Shape:
         """Compute `(n, k)`; with one scale per row `k` is the most that the words hold, as shapes
@@ -210,8 +214,9 @@ class CompressedTensors(Layout):
         try:
             self.check(scheme, n, k)
         except LayoutError as error:  # its way out is for a weight that is not packed yet
-            rule = f"{error.rule}: 'weight_shape' says [{n}, {k}], it is damaged"
-            raise LayoutError(f"{rule}, fetch it again") from error
+            raise LayoutError(
+                f"{error.rule}: 'weight_shape' says [{n}, {k}], it is damaged, fetch it again"
+            ) from error
         stated = {"weight_g_idx": (torch.int32, (k,))} if "weight_g_idx" in tensors else {}
         match(tensors, self.stored(scheme, n, k) | stated)
         check_static(tensors, "weight_g_idx", scheme, k)
@@ -223,9 +228,14 @@ class CompressedTensors(Layout):
             scales = _scales(tensors["weight_scale"], scheme.format)
             return decoded_rows(scheme, rows, k, words, scales, None)
         if not scheme.format.is_float:
-            zeros = tensors.get("weight_zero_point")
-            found = tensors["weight_packed"], tensors["weight_scale"], zeros
-            return decoded_rows(scheme, rows, k, *found)
+            return decoded_rows(
+                scheme,
+                rows,
+                k,
+                tensors["weight_packed"],
+                tensors["weight_scale"],
+                tensors.get("weight_zero_point"),
+            )
         scales = tensors["weight_scale"].index_select(0, rows).float()
         return tensors["weight"].index_select(0, rows).float().mul_(scales)
 
@@ -354,8 +364,9 @@ def _check_divisor(tensors: Tensors, fmt: Format) -> None:
     """Raise LayoutError for a tensor scale that quantkit does not write."""
     found = tensors.get("weight_global_scale")
     if found is not None and float(found) != 1 / fmt.scale_unit:
-        rule = f"'weight_global_scale' is {float(found)}, it must be {1 / fmt.scale_unit:.0f}"
-        raise LayoutError(rule, DAMAGED)
+        raise LayoutError(
+            f"'weight_global_scale' is {float(found)}, it must be {1 / fmt.scale_unit:.0f}", DAMAGED
+        )
 
 
 def _scales(stored: Tensor, fmt: Format) -> Tensor:

@@ -112,8 +112,14 @@ class Humming(Layout):
         return tensors["weight_scale"], zeros, stream_unpacker(tensors["weight"], bits, k, "weight")
 
     def gather(self, scheme: Scheme, tensors: Tensors, rows: Tensor, k: int) -> Tensor:
-        found = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
-        return decoded_rows(scheme, rows, k, *found)
+        return decoded_rows(
+            scheme,
+            rows,
+            k,
+            tensors["weight"],
+            tensors["weight_scale"],
+            tensors.get("zero_point"),
+        )
 
     def config(self, schemes: Schemes) -> HummingConfig:
         """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.

@@ -247,9 +247,10 @@ class BlockRunner(LanguageModel):
         """
         passed = self._passed_on(index, state, wide=True)
         if index not in self._norms:
-            on_gpu = self.device.type == "cuda"
             self._norms[index] = (
-                rms_norms(self.module.get_submodule(self.blocks[index])) if on_gpu else []
+                rms_norms(self.module.get_submodule(self.blocks[index]))
+                if self.device.type == "cuda"
+                else []
             )
         with self.fast_products(), self.weights.replaced(index, weights), fused(self._norms[index]):
             output = self._run(index, tokens, passed)

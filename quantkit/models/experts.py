@@ -136,8 +136,8 @@ class UnfusedExperts(nn.Module):
             elif number in self.on_all_tokens:
                 slots[slot] = self._expert(number, flat)[token]
             elif tokens:
-                found = self._expert(number, flat[token])
-                slots[slot] = found.to(slots.dtype)  # autocast may narrow it
+                # Autocast may narrow it.
+                slots[slot] = self._expert(number, flat[token]).to(slots.dtype)
         return (out * top_k_weights[..., None]).sum(1).to(flat.dtype).view(hidden_states.shape)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
@@ -490,9 +490,12 @@ def _slice(
                 )  # rows of an expert where they follow each other in rows
                 whole = number if each == 1 else slice(number * each, (number + 1) * each)
                 kind, size = ("weight", (n, k)) if weight == parameter else ("bias", (n,))
-                part = partial(_read_part, rows.name, whole, rows.rows, rows.name in transposed)
-                found = Derived(size, src.dtype(rows.name), (rows.name,), part)
-                derived[f"{prefix}.{number}.{LEAVES[role]}.{kind}"] = found
+                derived[f"{prefix}.{number}.{LEAVES[role]}.{kind}"] = Derived(
+                    size,
+                    src.dtype(rows.name),
+                    (rows.name,),
+                    partial(_read_part, rows.name, whole, rows.rows, rows.name in transposed),
+                )
     src.derive(derived)
 
 

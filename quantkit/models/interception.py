@@ -239,9 +239,10 @@ class Interception:
             self.batch_comes_first = entering.ndim == 3 and len(entering) == 1
         if now.enters_only:
             now.output = Passed(_by_token(entering), None, {})
-            is_stored = index == 0 or now.holds(entering)
             now.given = Given(
-                *_exchanged(args, kwargs, entering, HIDDEN), entering.shape, is_stored
+                *_exchanged(args, kwargs, entering, HIDDEN),
+                entering.shape,
+                is_stored=index == 0 or now.holds(entering),
             )
             raise Stop
         assert now.passed is not None

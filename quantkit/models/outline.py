@@ -92,8 +92,10 @@ class Outline:
         biases = [name for name in strays if f"{name.removesuffix('.bias')}.weight" in weights]
         if zeros := [name for name in biases if not src.get(name).any()]:  # of early GPTQ tools
             src.derive({}, zeros)
-            line = "left out, as it is zero and the model has no such bias"
-            src.notices.append(f"{zeros[0]}: {line} ({len(zeros)} in all)")
+            src.notices.append(
+                f"{zeros[0]}: left out, as it is zero and the model has no such bias "
+                f"({len(zeros)} in all)"
+            )
             self.states = self.names.match(src)
         packed = {f"{module}.weight" for module in src.modules()}
         if as_matrices:

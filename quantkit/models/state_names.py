@@ -157,8 +157,12 @@ class StateNames:
                 for state, value in made.items()
             }
 
-        patterns = tuple(converter.source_patterns)
-        return Merged(states, tuple(name for _, name in names), convert, patterns)
+        return Merged(
+            states,
+            tuple(name for _, name in names),
+            convert,
+            patterns=tuple(converter.source_patterns),
+        )
 
 
 def rows_of(

@@ -102,8 +102,11 @@ class BlockWeights:
 
     def replace(self, linear: str, weight: Tensor) -> None:
         """Put a solved weight `[n, k]` in the place of a loaded one."""
-        place = f"{self._model.places[linear]}.weight"
-        put_tensor(self._model.module, place, weight.to(self._device, self._model.dtype))
+        put_tensor(
+            self._model.module,
+            f"{self._model.places[linear]}.weight",
+            weight.to(self._device, self._model.dtype),
+        )
 
     def source(self, linear: str) -> Tensor:
         """Return a linear's stored weight `[n, k]` on the device. It is read if it is not loaded,

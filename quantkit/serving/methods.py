@@ -226,8 +226,17 @@ class PackedVocabularyMethod(PackedLinearMethod):
         tokens = layer.shard_indices
         own = range(tokens.org_vocab_start_index, tokens.org_vocab_end_index)
         part = Part(self.prefix, layer.org_vocab_size, sum(output_partition_sizes), own)
-        form = self.prefix, self.config.layout, self.scheme, [part], (input_size, input_size)
-        self._await(layer, JoinedWeight(*form, is_table=True))
+        self._await(
+            layer,
+            JoinedWeight(
+                self.prefix,
+                self.config.layout,
+                self.scheme,
+                [part],
+                columns=(input_size, input_size),
+                is_table=True,
+            ),
+        )
 
     def _keep(self, layer: Any, found: QuantizedTensor, out: int) -> None:
         """Let a layer gather the rows of a weight, or multiply by it, or both."""
