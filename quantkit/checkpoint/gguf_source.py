@@ -195,7 +195,11 @@ def _read_headers(path: Path, stored: list[StoredFile]) -> tuple[GgufHeader, dic
                 subject=file.path,
             )
         where |= dict.fromkeys(header.tensors, file)
-    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    tensors = {
+        name: tensor._replace(kind=gguf.GGMLQuantizationType(tensor.kind))
+        for header in headers
+        for name, tensor in header.tensors.items()
+    }
     if headers[0].metadata.get("split.tensors.count", len(tensors)) != len(tensors):
         raise CheckpointError(
             f"should have {headers[0].metadata['split.tensors.count']} tensors, its files have "
@@ -464,7 +468,7 @@ class _Reading:
         import gguf
 
         tensor = self.header.tensors[name]
-        kind, wanted = gguf.GGMLQuantizationType(tensor.kind), range(tensor.shape[0])[rows]
+        wanted = range(tensor.shape[0])[rows]
         found = torch.empty(len(wanted), *tensor.shape[1:]).numpy()
         each, size = max(1, PIECE // prod(tensor.shape[1:])), tensor.nbytes // tensor.shape[0]
         for start in range(0, len(wanted), each):
@@ -472,8 +476,8 @@ class _Reading:
             data = read_bytes(
                 self.folder, self.where[name], tensor.start + part.start * size, len(part) * size
             )
-            shape = gguf.quant_shape_to_byte_shape((len(part), *tensor.shape[1:]), kind)
-            found[start : start + each] = gguf.dequantize(data.numpy().reshape(shape), kind)
+            shape = gguf.quant_shape_to_byte_shape((len(part), *tensor.shape[1:]), tensor.kind)
+            found[start : start + each] = gguf.dequantize(data.numpy().reshape(shape), tensor.kind)
         return found
 
 
@@ -528,12 +532,10 @@ def _dtype(header: GgufHeader, architecture: str) -> torch.dtype:
 
 def _kinds(header: GgufHeader) -> Counter[str]:
     """Count the values of the matrices of each number format."""
-    import gguf
-
     found: Counter[str] = Counter()
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
-            found[gguf.GGMLQuantizationType(tensor.kind).name] += prod(tensor.shape)
+            found[tensor.kind.name] += prod(tensor.shape)
     return found
 
 
@@ -555,8 +557,7 @@ def _form(header: GgufHeader) -> tuple[str, str]:
 def _require_dequantizable(path: Path, header: GgufHeader) -> None:
     import gguf
 
-    for number in dict.fromkeys(tensor.kind for tensor in header.tensors.values()):
-        kind = gguf.GGMLQuantizationType(number)
+    for kind in dict.fromkeys(tensor.kind for tensor in header.tensors.values()):
         with _refused(path, f"the package gguf does not dequantize {kind.name}"):
             gguf.dequantize(
                 torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8).numpy(), kind

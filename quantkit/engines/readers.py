@@ -458,10 +458,9 @@ def engine_kernel(
     """Give the kernel that an engine chooses for an `[n, k]` weight, the reason if it has none, and
     the source.
     """
-    for row in engine.kernels:
-        if row.covers(layout, capability, scheme, n, k, experts):
-            return row.kernel, row.why, row.source
-    return None, "not known", None
+    asked = (layout, capability, scheme, n, k, experts)
+    row = next((row for row in engine.kernels if row.covers(*asked)), None)
+    return (None, "not known", None) if row is None else (row.kernel, row.why, row.source)
 
 
 def sums_in_float16(layout: str, scheme: Scheme, n: int, k: int, experts: bool) -> bool:

@@ -90,11 +90,11 @@ class PackedWeight(nn.Module):
     """
 
     decoded: Tensor | None = None
+    suffixes: tuple[str, ...] = ()
+    bias: nn.Parameter | None
 
     def __init__(self) -> None:
         super().__init__()
-        self.suffixes: tuple[str, ...] = ()
-        self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
 
     def set_packed(
@@ -217,9 +217,8 @@ class PackedLinear(PackedWeight):
         """Decode the weight, for models that use the weight of a linear itself, or ask for its
         dtype or device.
         """
-        suffixes = self.__dict__.get("suffixes", ())
         stored = self._parameters.get("weight")
-        if not suffixes or (stored is None and "weight" in suffixes):
+        if not self.suffixes or (stored is None and "weight" in self.suffixes):
             raise AttributeError("weight")
         if stored is not None and not self.reads_weight:
             return stored
@@ -399,10 +398,8 @@ class FusedLinear(PackedWeight, SharedProduct):
         for index, part in enumerate(parts):
             part.fused, part.index = self, index
 
-    def fuse_on_gpu(self) -> bool:
-        """Fuse the parts if a kernel multiplies with each of them; returns True if they
-        are fused.
-        """
+    def fuse_on_gpu(self) -> None:
+        """Fuse the parts if a kernel multiplies with each of them."""
         ready = all(
             kernels.unusable(part.device) is None and part.has_kernel() for part in self.parts
         )
@@ -410,7 +407,6 @@ class FusedLinear(PackedWeight, SharedProduct):
             # The freed blocks are too small for the next siblings, so torch would keep all weights
             # twice.
             torch.cuda.empty_cache()
-        return self.is_fused
 
     def fuse(self) -> bool:
         """Stack the packed weights and free the parts' own; returns False if the parts differ in

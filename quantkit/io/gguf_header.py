@@ -36,9 +36,11 @@ LENGTH = struct.Struct("<Q")
 class GgufTensor(NamedTuple):
     """Hold a tensor's entry: its number format, its shape in the order of torch, and where its
     bytes are.
+
+    The format is a number in a file, and later its name in the package gguf.
     """
 
-    kind: int
+    kind: Any
     shape: tuple[int, ...]
     start: int
     nbytes: int

@@ -6,6 +6,7 @@ in docs/layouts.md.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -106,7 +107,7 @@ def kernels_of(
     }
 
 
-class Launcher:
+class Launcher(ABC):
     """The kernels of one layout: each subclass says which packed weights they take.
 
     `bits_read` counts the bits that are read for a weight, with scales in groups of 128; `load`
@@ -118,13 +119,13 @@ class Launcher:
     aliases: ClassVar[Mapping[str, str]] = {}
     table: Mapping[Any, Kernels]
 
+    @abstractmethod
     def weight(self, scheme: Scheme, n: int, k: int) -> Weight:
         """Describe the packed weight; KernelError for a scheme that the kernels do not take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def key(self, scheme: Scheme, n: int, k: int) -> Any:
         """Say which kernels of the table multiply with a weight."""
-        raise NotImplementedError
 
     def kernels(self, scheme: Scheme, n: int, k: int) -> Kernels:
         """Find the kernels for a weight."""
@@ -183,8 +184,6 @@ class Launcher:
 
     def named(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Rename packed tensors to the names that `weight` has."""
-        if not self.aliases:
-            return tensors
         return {self.aliases.get(name, name): tensor for name, tensor in tensors.items()}
 
 

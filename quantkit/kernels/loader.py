@@ -213,8 +213,10 @@ def loaded(name: str, instances: tuple[str, ...], index: int) -> dict[str, drive
             for binary in binaries:
                 module = function.Module()
                 module.load(binary.cubin)
-                for instance, lowered in binary.names.items():
-                    functions[instance] = driver.Function(module.get_function(lowered))
+                functions |= {
+                    instance: driver.Function(module.get_function(lowered))
+                    for instance, lowered in binary.names.items()
+                }
     except RuntimeError as error:  # the base class of CuPy's driver errors
         raise KernelError(
             f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}"

@@ -86,8 +86,9 @@ class UnfusedExperts(nn.Module):
         held = {parameter.partition(".")[0] for parameter in fused.parameters}
         for key, value in vars(module).items():
             if key in ("_modules", "_buffers", "_parameters"):
-                unheld = {k: each for k, each in value.items() if k.removesuffix(BIAS) not in held}
-                vars(self)[key].update(unheld)
+                vars(self)[key].update(
+                    {k: each for k, each in value.items() if k.removesuffix(BIAS) not in held}
+                )
             elif key not in vars(self):
                 vars(self)[key] = value
         self.count, self.leaves, self.home = fused.experts, leaves, home

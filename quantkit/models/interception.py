@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
@@ -355,13 +355,13 @@ REPEATED, MOST_SHAPES = 5, 8
 LARGEST = 2
 
 
+@dataclass
 class Repeated:
     """The arguments of the block that runs, for some shapes of batches."""
 
-    def __init__(self) -> None:
-        self._index: int | None = None
-        self._passes: Counter[Hashable] = Counter()
-        self._stored: dict[Hashable, tuple[Given, list[tuple[Tensor, int]]]] = {}
+    _index: int | None = None
+    _passes: Counter[Hashable] = field(default_factory=Counter)
+    _stored: dict[Hashable, tuple[Given, list[tuple[Tensor, int]]]] = field(default_factory=dict)
 
     def get(self, index: int, shape: Hashable, compare: Callable[[], Given | None]) -> Given | None:
         """Return the stored arguments of block `index` for batches of a shape, if any.

@@ -41,11 +41,10 @@ class FolderCheck:
     weights are used.
     """
 
-    def __init__(self) -> None:
-        self._model: tuple[str, str | None, str | None] | None = None
-        self._hashes = False
-        self._folder: Checkpoint | None = None
-        self._running: Future[None] | None = None
+    _model: tuple[str, str | None, str | None] | None = None
+    _hashes = False
+    _folder: Checkpoint | None = None
+    _running: Future[None] | None = None
 
     def expect(self, model: str, revision: str | None, cache: str | None, hashes: bool) -> None:
         """Name the folder, or the hub id whose snapshot is in `cache`; with `hashes` this process
@@ -75,21 +74,17 @@ class FolderCheck:
         """Return False if the folder has a tensor under one of `names` that differs from `tensor`
         in a few sampled places.
         """
-        if self._folder is None:
+        folder = self._folder
+        name = next((name for name in names if folder is not None and name in folder), None)
+        if folder is None or name is None:
             return True
-        name = next((name for name in names if name in self._folder), None)
-        if name is None:
-            return True
-        if self._folder.shape(name) != tuple(tensor.shape):
-            return False
         rows = max(1, -(-BYTES * len(tensor) // max(1, tensor.nbytes)))
-        for start in sorted({len(tensor) * place // PLACES for place in range(PLACES)}):
-            part = slice(start, start + rows)
-            if not torch.equal(
-                raw_bytes(tensor[part].contiguous()), raw_bytes(self._folder.get(name, part))
-            ):
-                return False
-        return True
+        starts = sorted({len(tensor) * place // PLACES for place in range(PLACES)})
+        parts = [slice(start, start + rows) for start in starts]
+        return folder.shape(name) == tuple(tensor.shape) and all(
+            torch.equal(raw_bytes(tensor[part].contiguous()), raw_bytes(folder.get(name, part)))
+            for part in parts
+        )
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

@@ -208,7 +208,9 @@ def test_fusing_needs_memory_for_one_more_copy_of_the_siblings() -> None:
     held = sum(p.nbytes for linear in linears for p in linear.parameters())
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    assert FusedLinear(linears).fuse_on_gpu()
+    fused = FusedLinear(linears)
+    fused.fuse_on_gpu()
+    assert fused.is_fused
     assert torch.cuda.max_memory_allocated() - before < 1.03 * held
     assert torch.cuda.memory_allocated() - before < 0.03 * held  # less if an earlier test frees memory meanwhile
 
