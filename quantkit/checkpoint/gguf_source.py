@@ -273,9 +273,7 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
     with _refused(
         path, f"transformers cannot read its architecture {json_files.shown(architecture)}"
     ):
-        from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM, GenerationConfig
-        from transformers.initialization import no_init_weights
 
         factors = _factors(folder, header, where)
         plain = factors.pop(FACTORS, None)
@@ -285,7 +283,7 @@ def _open(path: Path, stored: list[StoredFile], folder: Path) -> GgufSource:
         json_files.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
         if plain is not None:
             _scale_positions(config, plain)
-        with building(), init_empty_weights(), no_init_weights():
+        with building(), torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config)
         read = _Reading(folder, where, header, module, config)
         tensors = read.tensors()
@@ -502,15 +500,12 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     def frequencies(factor: float) -> Tensor:
-        scaling = {
+        config.rope_parameters = {
+            **config.rope_parameters,
             "factor": factor,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "rope_type": "llama3",
-        }
-        config.rope_parameters = {
-            **config.rope_parameters,
-            **scaling,
             "original_max_position_embeddings": 8192,
         }
         return ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]

@@ -194,7 +194,6 @@ def _from_pretrained(
     names = [path.name for path in src.files()]
     if len(names) == 1:
         config.transformers_weights = names[0]  # whatever its name is
-    model: PreTrainedModel
     try:
         with building(), silent_transformers():
             model, loading = auto_class(src, config).from_pretrained(
@@ -219,7 +218,7 @@ def _from_pretrained(
             "fetch it again",
             subject=src.path,
         )
-    return model
+    return cast("PreTrainedModel", model)
 
 
 @contextmanager

@@ -106,12 +106,12 @@ def config_of(src: Checkpoint) -> PretrainedConfig:
                 "remove the entry",
                 subject=src.path / CONFIG,
             )
-    config: PretrainedConfig
     try:
-        if remote:
-            config = AutoConfig.from_pretrained(src.path, trust_remote_code=True)
-        else:
-            config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
+        config: PretrainedConfig = (
+            AutoConfig.from_pretrained(src.path, trust_remote_code=True)
+            if remote
+            else CONFIG_MAPPING[family].from_dict(decode_floats(known))
+        )
     except (Exception, SystemExit) as error:  # a wrong config, or trusted code, can raise anything
         raise unbuildable(src, error) from error
     # Where transformers looks for the config of a model's texts, whatever the model type.
