@@ -310,9 +310,10 @@ class PackedLinear(PackedWeight):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if isinstance(owner := self._owner, FusedLinear):
+            states = self.packed()
+            if owner.bias is not None:
+                states["bias"] = owner.bias.detach()[owner.rows[self.index]]
             # On the CPU, because a GPU may be too small for a second model.
-            bias = owner.bias_part(self.index)
-            states = self.packed() | ({} if bias is None else {"bias": bias})
             destination |= {
                 prefix + name: tensor.to("cpu", copy=True) for name, tensor in states.items()
             }
@@ -442,10 +443,6 @@ class FusedLinear(PackedWeight, SharedProduct):
     def packed_part(self, index: int) -> dict[str, Tensor]:
         """Slice the packed tensors of one part out of the stack, by suffix."""
         return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, self.stored_rows[index])
-
-    def bias_part(self, index: int) -> Tensor | None:
-        """Slice the bias `[out_features]` of one part; None without a bias."""
-        return None if self.bias is None else self.bias.detach()[self.rows[index]]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
         self.cached = self.traced = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import Format
-from quantkit.kernels import driver, loader
+from quantkit.kernels import driver, loader, unusable
 
 #: Columns of a launch of the sweep or of descent, and rows and threads of a block of threads.
 COLUMNS, ROWS, THREADS = 128, 32, 256
@@ -62,9 +62,7 @@ class Columns(NamedTuple):
 @functools.cache
 def runs_on(device: torch.device) -> bool:
     """Return True if the kernels can be compiled for a device and run there."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    return loader.toolchain()["problem"] is None
+    return unusable(device) is None
 
 
 def load_beside(device: torch.device) -> None:

@@ -210,14 +210,12 @@ OTHER_INPUTS = ("AutoModelForSpeechSeq2Seq", *_IMAGES)
 
 #: The leaf of an expert's linear on the hub -> its role.
 ROLES = {
-    **{
-        "gate_proj": "gate",
-        "up_proj": "up",
-        "down_proj": "down",
-        "w1": "gate",
-        "w3": "up",
-        "w2": "down",
-    },
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
     "linear": "linear",
 }
 #: Role -> the leaf of an expert's linear that is part of a stored tensor of all experts.
