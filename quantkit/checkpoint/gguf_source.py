@@ -240,9 +240,15 @@ def _source(
     form, loss = _form(header)
     if unreadable is not None:
         notices = [*notices, f"{unreadable}: outputs get no tokenizer, and no text can be read"]
-    nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
     return GgufSource(
-        stored, form, loss, tensors, nbytes, tuple(notices), unreadable, header.metadata
+        stored,
+        form,
+        loss,
+        tensors,
+        sum(tensor.nbytes for tensor in header.tensors.values()),
+        tuple(notices),
+        unreadable,
+        header.metadata,
     )
 
 
@@ -351,8 +357,9 @@ def _factors(
     for name, stored in names.items():
         if stored in header.tensors:
             tensor = header.tensors.pop(stored)
-            data = read_bytes(folder, where[stored], tensor.start, tensor.nbytes)
-            found[name] = data.view(torch.float32)
+            found[name] = read_bytes(folder, where[stored], tensor.start, tensor.nbytes).view(
+                torch.float32
+            )
     return found
 
 

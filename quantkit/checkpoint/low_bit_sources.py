@@ -166,11 +166,14 @@ def find(src: StoredTensors, stated: JsonView, dtype: torch.dtype) -> LowBit | N
         sizes = stated.get("weight_block_size")
         block = None if sizes is None else _block(sizes, "weight_block_size")
         only = Scheme(_FP8, 8, block, scales=WEIGHT_SCALES)
-        left_out = (
-            stated.get("activation_scheme") is not None,
-            stated.get("kv_cache_scheme") is not None,
+        return _weights(
+            src,
+            [only],
+            lambda name: only,
+            dtype,
+            activations=stated.get("activation_scheme") is not None,
+            cache=stated.get("kv_cache_scheme") is not None,
         )
-        return _weights(src, [only], lambda name: only, dtype, *left_out)
     if (
         method == COMPRESSED_TENSORS and "quantkit" not in stated
     ):  # FP8 of quantkit carries FP6 or FP5, a layout
@@ -221,9 +224,13 @@ def _compressed_tensors(src: StoredTensors, stated: JsonView, dtype: torch.dtype
             raise CheckpointError(f"{title} weights with {key!r} are not read", ORIGINAL)
     scheme_of = Patterns(*in_order_of_targets(targets)).of
     activations = any(group.activations for group in config.config_groups.values())
-    cache = activations or config.kv_cache_scheme is not None
     weights = _weights(
-        src, list(dict.fromkeys(targets.values())), scheme_of, dtype, activations, cache
+        src,
+        list(dict.fromkeys(targets.values())),
+        scheme_of,
+        dtype,
+        activations,
+        cache=activations or config.kv_cache_scheme is not None,
     )
     return weights if weights.tensors else None
 

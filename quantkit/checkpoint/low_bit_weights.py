@@ -54,9 +54,11 @@ class LowBitWeight(NamedTuple):
         """
         *outer, n, k = self.shape
         inputs = (self.codes, self.scale, self.zero, self.order, self.divisor, *self.others)
-        shape = (*outer, *((k, n) if self.transposed else (n, k)))
         return Derived(
-            shape, dtype, tuple(name for name in inputs if name), partial(_read, self, dtype)
+            (*outer, *((k, n) if self.transposed else (n, k))),
+            dtype,
+            tuple(name for name in inputs if name),
+            partial(_read, self, dtype),
         )
 
 

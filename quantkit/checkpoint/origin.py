@@ -58,8 +58,9 @@ def resolve(
     folder = Path(model)
     named = None if folder.exists() else HUB_FILE.fullmatch(model)
     if named is not None:
-        wanted = PART.sub(r"\1-*-of-\3.gguf", named[2])
-        found = hub.snapshot(named[1], revision, trust_remote_code, wanted)
+        found = hub.snapshot(
+            named[1], revision, trust_remote_code, only=PART.sub(r"\1-*-of-\3.gguf", named[2])
+        )
         return open_gguf(found / named[2], described)
     if model and (folder.is_dir() or (folder.is_file() and folder.suffix.lower() == ENDING)):
         if revision is not None:
@@ -226,8 +227,9 @@ def companions_of(src: Checkpoint) -> tuple[dict[str, bytes | None], list[str]]:
     it is unchanged; and the names of those left out. CheckpointError for a link out of the folder.
     """
     add_tokenizer(src.path)
-    weights = [path.name for path in src.files()]
-    names, left_out = model_folder.companions(src.path, weights, src.trusted)
+    names, left_out = model_folder.companions(
+        src.path, [path.name for path in src.files()], src.trusted
+    )
     settings = [name for name in names if name.lower().endswith(SETTINGS)]
     local = [name for name in settings if LOCAL.search(_read(src.path, name)[1])]
     going = [name for name in names if name not in local]

@@ -333,8 +333,9 @@ class CheckpointWriter:
     def _texts_beside(self, config: dict[str, Any]) -> dict[str, bytes]:
         names = {name: read_header(self.partial / name)[0] for name in self.hashes()}
         weight_map = {name: file for file, header in names.items() for name in header}
-        size = sum(line["bytes"] for line in self.done)
-        return texts_beside(weight_map, size, self.layout, config)
+        return texts_beside(
+            weight_map, sum(line["bytes"] for line in self.done), self.layout, config
+        )
 
     def _write(self, texts: dict[str, bytes]) -> None:
         for name, text in texts.items():

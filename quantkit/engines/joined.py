@@ -123,8 +123,12 @@ def output_config(
                     if key in part
                 }
     if layout is not None and schemes is not None:
-        padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
-        schemes = replace(schemes, padded=padded)
+        schemes = replace(
+            schemes,
+            padded=tuple(
+                (name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape
+            ),
+        )
         config["quantization_config"] = quantization_config(
             layout, schemes, list(true_shapes), recipe_sha256
         )

@@ -337,8 +337,12 @@ def prepare_experts(
     products = [_taken(weight, out, dtype) for weight, out in zip(weights, sizes, strict=True)]
     experts = len(next(iter(first.tensors.values())))
     for product, weight in zip(products, weights, strict=True):
-        packed = product.ordered([*weight.tensors.values()])
-        check_addresses(product.weight.stacked(experts), packed, device, set())
+        check_addresses(
+            product.weight.stacked(experts),
+            product.ordered([*weight.tensors.values()]),
+            device,
+            set(),
+        )
     layer = experts_product(products[0], products[1], experts, activation)
     if device.type == "cuda":
         load_experts(layer, dtype, device)

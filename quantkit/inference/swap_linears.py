@@ -341,5 +341,9 @@ def config_in_memory(linears: Linears, src: Checkpoint) -> dict[str, Any]:
     )
     assert src.schemes is not None and src.stated is not None
     schemes = replace(src.schemes, default=default, overrides=others, padded=padded)
-    recipe = src.stated.get("quantkit", {}).get("recipe_sha256")
-    return quantization_config(LAYOUTS[layouts[0]], schemes, linears, recipe)
+    return quantization_config(
+        LAYOUTS[layouts[0]],
+        schemes,
+        linears,
+        recipe_sha256=src.stated.get("quantkit", {}).get("recipe_sha256"),
+    )

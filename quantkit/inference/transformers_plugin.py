@@ -103,9 +103,10 @@ class QuantkitQuantizer(HfQuantizer):
             )
         with torch.device("cpu"):  # transformers makes tensors without data here
             # The model's own code has run already, so trusting it adds no risk.
-            config = copy.deepcopy(self.quantization_config.config)
             src = Checkpoint(
-                Path(checkpoint_files[0]).parent, trust_remote_code=True, config=config
+                Path(checkpoint_files[0]).parent,
+                trust_remote_code=True,
+                config=copy.deepcopy(self.quantization_config.config),
             )
             outline = Outline(src, model, as_matrices=False)
             self.linears = swap_linears.swap(outline)

@@ -215,8 +215,9 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             way = WAYS_OUT.get(error.errno or 0, "check the path and its permissions")
-            rule = (error.strerror or str(error)).lower()
-            raise CheckpointError(rule, way, subject=path) from error
+            raise CheckpointError(
+                (error.strerror or str(error)).lower(), way, subject=path
+            ) from error
         folder = path.absolute().parent
         free = shutil.disk_usage(folder).free
         if free > needed and _lacks_inodes(folder):

@@ -49,8 +49,12 @@ class Weight:
 
     def stacked(self, experts: int) -> Weight:
         """Describe the weights of several experts, stacked `[experts, ...]`."""
-        shapes = {name: (dtype, (experts, *shape)) for name, (dtype, shape) in self.tensors.items()}
-        return replace(self, tensors=shapes)
+        return replace(
+            self,
+            tensors={
+                name: (dtype, (experts, *shape)) for name, (dtype, shape) in self.tensors.items()
+            },
+        )
 
 
 def check(

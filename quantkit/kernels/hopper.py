@@ -220,8 +220,15 @@ def _planned(
     listed = together if instance in together else (instance,)  # a benchmark may try other tiles
     function = loader.load(kernel.source, listed, device)[instance]
     blocks, threads, shared = launch_sizes(kernel.choice, tile, m, n, k, sms)
-    workspace = (kernel.source, *workspace_size(sms))
-    plan = driver.Plan(function, (blocks,), (threads,), shared, workspace, (n, k), tile.cluster)
+    plan = driver.Plan(
+        function,
+        (blocks,),
+        (threads,),
+        shared,
+        (kernel.source, *workspace_size(sms)),
+        (n, k),
+        tile.cluster,
+    )
     return plan, weight_maps(kernel, tile, n, k, 1), (tile.tokens, 64)
 
 
@@ -339,7 +346,13 @@ def _planned_routed(
     sms, _ = multiprocessors(device)
     tile = next(tile for tile in kernel.choice.tiles if tile.tokens == rows)
     function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
-    grid, block = (sms * tile.resident,), (WARPGROUP * (tile.warpgroups + 1),)
-    shared, workspace = kernel.choice.shared_bytes(tile), (kernel.source, *workspace_size(sms))
-    sizes = (kernel.stride(n, k), n, k)
-    return driver.Plan(function, grid, block, shared, workspace, sizes, early=True), tile
+    plan = driver.Plan(
+        function,
+        (sms * tile.resident,),
+        (WARPGROUP * (tile.warpgroups + 1),),
+        kernel.choice.shared_bytes(tile),
+        (kernel.source, *workspace_size(sms)),
+        (kernel.stride(n, k), n, k),
+        early=True,
+    )
+    return plan, tile

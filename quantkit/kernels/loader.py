@@ -131,8 +131,11 @@ def compile(name: str, instances: Sequence[str], arch: str) -> Binary:
             ["--no-cache"] if nvrtc.getVersion() >= (13, 0) else []
         )  # the driver's own cache drops the log
         nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS, *anew])
-        names = {instance: nvrtc.getLoweredName(program, instance) for instance in instances}
-        return Binary(nvrtc.getCUBIN(program), names, nvrtc.getProgramLog(program).strip("\0 \n"))
+        return Binary(
+            nvrtc.getCUBIN(program),
+            {instance: nvrtc.getLoweredName(program, instance) for instance in instances},
+            nvrtc.getProgramLog(program).strip("\0 \n"),
+        )
     except nvrtc.NVRTCError as error:
         lines = nvrtc.getProgramLog(program).splitlines()
         first = next(

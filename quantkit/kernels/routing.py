@@ -168,8 +168,13 @@ def _planned(
     threads: int = THREADS,
     shared: int = 0,
 ) -> driver.Plan:
-    function = loader.load(source, SOURCES[source], device)[instance]
-    return driver.Plan(function, grid, (threads,), shared, early=starts_early(device))
+    return driver.Plan(
+        loader.load(source, SOURCES[source], device)[instance],
+        grid,
+        (threads,),
+        shared,
+        early=starts_early(device),
+    )
 
 
 @functools.cache

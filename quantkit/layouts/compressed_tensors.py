@@ -441,8 +441,9 @@ def _scheme_of(weights: Weights, fmt: str | None, packed: str) -> Scheme:
             ORIGINAL,
         )
     if weights.strategy == "channel" or (weights.strategy == "group" and (group or 0) > 0):
-        size = group if weights.strategy == "group" else None
-        return Scheme(INTEGERS[bits], size, weights.symmetric)
+        return Scheme(
+            INTEGERS[bits], group if weights.strategy == "group" else None, weights.symmetric
+        )
     raise CheckpointError(
         f"strategy {weights.strategy!r:.40} with group_size {group}: quantkit reads 'group' and "
         "'channel'",

@@ -173,8 +173,11 @@ def _scheme(config: HummingConfig) -> Scheme:
             f"a humming checkpoint of {config.b_dtype!r:.40}: quantkit reads {', '.join(DTYPES)}",
             ORIGINAL,
         )
-    size = config.weight_scale_group_size or None
-    return Scheme(DTYPES[config.b_dtype], size, symmetric=not config.has_zero_point)
+    return Scheme(
+        DTYPES[config.b_dtype],
+        config.weight_scale_group_size or None,
+        symmetric=not config.has_zero_point,
+    )
 
 
 def _is_exact(entry: str) -> bool:

@@ -126,8 +126,12 @@ def recast(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> Quanti
     if scheme.format != q.scheme.format:
         table = scheme.format.encode(torch.tensor(q.scheme.format.values)).to(q.codes.device)
         zeros = None if q.zeros is None else table[q.zeros.int()]
-        codes = table.index_select(0, q.codes.reshape(-1).int()).view(q.shape)
-        q = QuantizedTensor(replace(q.scheme, format=scheme.format), codes, q.scales, zeros)
+        q = QuantizedTensor(
+            replace(q.scheme, format=scheme.format),
+            table.index_select(0, q.codes.reshape(-1).int()).view(q.shape),
+            q.scales,
+            zeros,
+        )
     if scheme.symmetric and q.zeros is not None:
         q = _recentred(q, q.zeros)
     if q.scheme.group_size is None:  # the scale of a row holds for its new columns too

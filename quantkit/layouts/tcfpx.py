@@ -142,8 +142,10 @@ class TcFpx(Layout):
             plane[rows.start : rows.stop].reshape(-1)
             for plane in _planes(tensors["weight"], scheme)
         ]
-        scales = tensors["scales"][rows.start : rows.stop].clone()
-        return {"weight": torch.cat(pieces).view(len(rows), -1), "scales": scales}
+        return {
+            "weight": torch.cat(pieces).view(len(rows), -1),
+            "scales": tensors["scales"][rows.start : rows.stop].clone(),
+        }
 
 
 def planes(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -207,8 +207,9 @@ class Interception:
         """Return the output of block `at`, called alone with the arguments that the model's forward
         would give; None if a watcher stopped it.
         """
-        hidden = _like(passed.hidden, given.shape)
-        args, kwargs = _exchanged(given.args, given.kwargs, HIDDEN, hidden)
+        args, kwargs = _exchanged(
+            given.args, given.kwargs, HIDDEN, _like(passed.hidden, given.shape)
+        )
         try:
             return _outputs(self._forwards[at](*args, **kwargs), in_batch, {})
         except Stop:
@@ -247,8 +248,9 @@ class Interception:
             raise Stop
         assert now.passed is not None
         if index == 0:
-            hidden = _like(now.passed.hidden, entering.shape)
-            args, kwargs = _exchanged(args, kwargs, entering, hidden)
+            args, kwargs = _exchanged(
+                args, kwargs, entering, _like(now.passed.hidden, entering.shape)
+            )
         left = dict(now.passed.left)
         with _sharing(args, kwargs, left):
             out = forward(*args, **kwargs)

@@ -245,8 +245,9 @@ class PackedVocabularyMethod(PackedLinearMethod):
             try:
                 super()._keep(layer, pack_for_kernel(found, layout.NAME), out)
             except LayoutError:
-                dense = found.dequantize(layer.params_dtype)
-                return self.use_decoded(layer, dense[:, : layer.embedding_dim])
+                return self.use_decoded(
+                    layer, found.dequantize(layer.params_dtype)[:, : layer.embedding_dim]
+                )
         if self.is_head:
             return
         rows = KernelWeight(layout.NAME, found.scheme, found.shape, layout.pack(found))
