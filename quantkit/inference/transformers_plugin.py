@@ -86,12 +86,9 @@ class QuantkitQuantizer(HfQuantizer):
         True  # transformers sets this for quantizers that only load pre-quantized checkpoints
     )
     quantization_config: QuantkitConfig
-
-    def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
-        self.notices: list[str] = []
-        self.decoded_once: str | None = None
-        self.linears: swap_linears.Linears = {}
+    notices: list[str]
+    decoded_once: str | None
+    linears: swap_linears.Linears
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any

@@ -237,9 +237,6 @@ class Marlin24CompressedTensors(Marlin24):
     def claims(self, config: JsonView) -> bool:
         return config.get("format") == MARLIN24
 
-    def entries(self, config: JsonView) -> JsonView:
-        return config
-
     def schemes(self, config: CompressedTensorsConfig) -> Schemes:
         """Read the schemes; `sparsity_config` may say 2:4, and that nothing more was packed."""
         sparse = (config.sparsity_config or {}).get("format", "dense")
