@@ -70,8 +70,12 @@ class NaiveKernel:
         function = loader.load(self.source, self.instances, x.device)[
             self.instance(x.dtype, out.dtype)
         ]
-        arguments = [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument]
-        driver.launch(function, (x.shape[0], weight.n // self.threads), (self.threads,), arguments)
+        driver.launch(
+            function,
+            (x.shape[0], weight.n // self.threads),
+            (self.threads,),
+            [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument],
+        )
 
 
 class Kernels(NamedTuple):

@@ -126,8 +126,10 @@ class Awq(Layout):
         size = None if config.group_size == -1 else config.group_size
         head = () if config.lm_head else ("lm_head",)
         dense = [part for part in config.modules_to_not_convert or () if part != "lm_head"]
-        ignore = (*head, *(f"re:.*{re.escape(part)}.*" for part in dense))
-        return Schemes(Scheme(INT4, size, symmetric=not config.zero_point), ignore=ignore)
+        return Schemes(
+            Scheme(INT4, size, symmetric=not config.zero_point),
+            ignore=(*head, *(f"re:.*{re.escape(part)}.*" for part in dense)),
+        )
 
 
 class Quick(Awq):

@@ -327,10 +327,9 @@ class Layout(ABC):
             raise LayoutError(f"{self.ORDER} does not name each group for its columns", DAMAGED)
         columns = order.argsort()
         weight = torch.empty(q.shape, dtype=dtype, device=q.codes.device)
-        sorted_codes = q.codes[:, columns].contiguous()
-        weight[:, columns] = QuantizedTensor(scheme, sorted_codes, q.scales, q.zeros).dequantize(
-            dtype
-        )
+        weight[:, columns] = QuantizedTensor(
+            scheme, q.codes[:, columns].contiguous(), q.scales, q.zeros
+        ).dequantize(dtype)
         return weight
 
     def stack(self, scheme: Scheme, parts: Sequence[Tensors]) -> dict[str, Tensor]:

@@ -175,8 +175,9 @@ class CompressedTensors(Layout):
         """Make a row-wise packer; places past `n` and `k` in the last words are 0."""
         if scheme.format.is_microscaled:
             _store_scales(tensors, scales, scheme.format)
-            words = tensors["weight_packed"].view(torch.int32)
-            return stream_packer(words, scheme.format.bits, shape[1])
+            return stream_packer(
+                tensors["weight_packed"].view(torch.int32), scheme.format.bits, shape[1]
+            )
         tensors["weight_scale"].copy_(scales)
         if scheme.format.is_float:
             carrier, table = tensors["weight"].view(torch.uint8), _carrier(scheme.format)
@@ -302,8 +303,9 @@ def schemes_of(config: CompressedTensorsConfig, packed: str) -> Schemes:
             raise CheckpointError(
                 f"config group {name!r:.40} quantizes activations: only weights are read", ORIGINAL
             )
-        scheme = _scheme_of(group.weights, group.format or config.format, packed)
-        by_target |= dict.fromkeys(group.targets or (), scheme)
+        by_target |= dict.fromkeys(
+            group.targets or (), _scheme_of(group.weights, group.format or config.format, packed)
+        )
     if not by_target:
         raise CheckpointError("'config_groups' names no target: nothing is quantized")
     return Schemes(*in_order_of_targets(by_target), tuple(config.ignore or ()))

@@ -247,8 +247,11 @@ class Marlin24CompressedTensors(Marlin24):
             )
         config.sparsity_config = None
         found = schemes_of(config, MARLIN24)
-        overrides = tuple((name, replace(s, sparsity="2:4")) for name, s in found.overrides)
-        return Schemes(replace(found.default, sparsity="2:4"), overrides, found.ignore)
+        return Schemes(
+            replace(found.default, sparsity="2:4"),
+            tuple((name, replace(s, sparsity="2:4")) for name, s in found.overrides),
+            found.ignore,
+        )
 
 
 def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:

@@ -88,9 +88,10 @@ class BlockRunner(LanguageModel):
         made._begin()
         lists = {path.rpartition(".")[0] for path in self.blocks}
         if len(lists) == 1:
-            blocks = [made.module.get_submodule(path) for path in self.blocks[:count]]
-            made.module.set_submodule(lists.pop(), nn.ModuleList(blocks))
             made.blocks = self.blocks[:count]
+            made.module.set_submodule(
+                lists.pop(), nn.ModuleList(map(made.module.get_submodule, made.blocks))
+            )
         return made
 
     def prepare(self, *, embeddings: bool) -> None:

@@ -125,8 +125,10 @@ class BlockWeights:
         `functional_call` would look for them in the whole model at each call, which takes longer
         than a small block.
         """
-        block = self._model.module.get_submodule(self._model.blocks[index])
-        return replaced(block, {id(self._of(name)): new for name, new in weights.items()})
+        return replaced(
+            self._model.module.get_submodule(self._model.blocks[index]),
+            {id(self._of(name)): new for name, new in weights.items()},
+        )
 
     def _of(self, linear: str) -> Tensor:
         return get_tensor(self._model.module, f"{self._model.places[linear]}.weight")
@@ -189,8 +191,12 @@ def load_dense_model(
     for state in missing:
         if (table := computed(module, state)) is not None:
             put_tensor(module, state, table.to(dtype))
-    lacking = [state for state in missing if get_tensor(module, state).is_meta]
-    require_complete(model.names, src, lacking, model.states.outside)
+    require_complete(
+        model.names,
+        src,
+        [state for state in missing if get_tensor(module, state).is_meta],
+        model.states.outside,
+    )
     target = device_of(device)
 
     def read(name: str, state: str) -> Tensor:

@@ -177,8 +177,11 @@ class JoinedWeight:
                 if part.own is None
                 else part.own
             )
-            own = cut(q, range(start + rows.start, start + rows.stop), columns)
-            yield recast(own, self.scheme, (part.rows, len(columns)))
+            yield recast(
+                cut(q, range(start + rows.start, start + rows.stop), columns),
+                self.scheme,
+                (part.rows, len(columns)),
+            )
             start += part.total
 
 

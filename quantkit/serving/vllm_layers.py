@@ -59,8 +59,12 @@ class VllmMethod(PackedMethod):
     def expect(self) -> None:
         engine = get_current_vllm_config()
         model, cache = engine.model_config, engine.load_config.download_dir
-        is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
-        self.config.damage.expect(model.model, model.revision, cache, is_first)
+        self.config.damage.expect(
+            model.model,
+            model.revision,
+            cache,
+            hashes=get_world_group().local_rank == 0,  # one process of each machine
+        )
 
 
 class QuantkitLinearMethod(VllmMethod, PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
