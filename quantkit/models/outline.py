@@ -48,7 +48,7 @@ from quantkit.models.modules import (
     text_model,
     wrong_shape,
 )
-from quantkit.models.outside import Outside, require_complete
+from quantkit.models.outside import Outside, class_without_head, require_complete
 from quantkit.models.state_names import Match, StateNames, head_state
 from quantkit.models.stored_rows import follow_storage
 
@@ -269,6 +269,11 @@ class LanguageModel(Outline):
         of_path = find_experts(self.module)
         self.experts = {name: of_path[path] for name, path in self.paths.items() if path in of_path}
         self.notices += self.outside.notices()
+        if named := class_without_head(self.module, src):
+            self.notices.append(
+                f"config.json names {named}, which engines open and which writes no text: name "
+                f"{type(self.module).__name__} there, as which it is quantized, if it is to write"
+            )
         positions = (
             getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
             or UNLIMITED

@@ -214,10 +214,16 @@ def _is_identity_expert(state: str, counts: Mapping[str, int]) -> bool:
     return found is not None and int(found[2]) >= counts.get(found[1], math.inf)
 
 
-def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str]) -> list[str]:
+def class_without_head(module: PreTrainedModel, src: Checkpoint) -> str:
+    """Return the class that config.json names if it writes no text, as `module` does; else ""."""
     stated = src.config.get("architectures")
     named = str(stated[0]) if isinstance(stated, list) and stated else ""
-    if HEAD_CLASSES.search(named) or named == type(module.base_model).__name__:
+    is_base = named == type(module.base_model).__name__ != type(module).__name__
+    return named if is_base or HEAD_CLASSES.search(named) else ""
+
+
+def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str]) -> list[str]:
+    if named := class_without_head(module, src):
         return [f"config.json names {named}, use the model that writes text"]
     flag = 'set "tie_word_embeddings": true in config.json if the embeddings are the head'
     mend = flag if list(missing) == [head_state(module)] else "mend config.json"

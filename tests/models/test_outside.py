@@ -18,6 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from tests.checkpoint.low_bit import write_fp8
 from tests.folders import restate
+from tests.tiny_models import write_model
 
 DRAFT = "model.layers.2"
 
@@ -157,3 +158,19 @@ def test_a_stray_tensor_is_refused_by_name_and_copied_if_config_json_declares_it
     assert dense_in(tmp_path / "out", [name.removesuffix(".weight")]) and report["outside"] == 1
     with torch.no_grad():
         assert quantkit.load(tmp_path / "out", device="cpu")(torch.arange(8)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("named", "is_said"),
+    [("LlamaForSequenceClassification", True), ("LlamaModel", True), ("LlamaForCausalLM", False), (None, False)],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_class_without_a_head_beside_one_in_the_files_is_named(
+    named: str | None, is_said: bool, tied: bool, tmp_path: Path
+) -> None:
+    folder = write_model("llama", tmp_path / "m", tie_word_embeddings=tied)
+    restate(folder / "config.json", architectures=None if named is None else [named])
+    found = [line for line in quantkit.plan(folder, method="rtn", group_size=64).notices if "engines open" in line]
+    assert len(found) == is_said and all(str(named) in line and "LlamaForCausalLM" in line for line in found)
+    report = quantkit.quantize(folder, tmp_path / "out", method="rtn", group_size=64, clip="none").report
+    assert set(found) <= set(report["notices"])
