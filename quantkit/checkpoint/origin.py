@@ -124,8 +124,13 @@ _NAMES_FILES = re.compile(
 )
 #: Keys of tokens, below which nothing is a path, whatever its key.
 _TOKENS = re.compile("token(?!iz)", re.IGNORECASE)
+#: A path in somebody's home, in a text that may name other paths as examples.
+_HOME = re.compile(r"(/home/|/root/|/Users/|[A-Za-z]:\\+Users\\+)[\w.@-]")
 #: Files in which such paths are not taken out: with one, the file stays behind.
-SETTINGS = (".jsonl", ".toml", ".yaml", ".yml")
+_BEHIND = {
+    re.compile(r".*\.(jsonl|toml|ya?ml)"): LOCAL,
+    re.compile(r"(?!vocab|merges)([^.]+|.*\.(csv|md|rst|tsv|txt|xml))"): _HOME,
+}
 
 
 def name_of(model: str | Path) -> str:
@@ -230,8 +235,12 @@ def companions_of(src: Checkpoint) -> tuple[dict[str, bytes | None], list[str]]:
     names, left_out = model_folder.companions(
         src.path, [path.name for path in src.files()], src.trusted
     )
-    settings = [name for name in names if name.lower().endswith(SETTINGS)]
-    local = [name for name in settings if LOCAL.search(_read(src.path, name)[1])]
+    local = [
+        name
+        for files_, path in _BEHIND.items()
+        for name in names
+        if files_.fullmatch(name.lower()) and path.search(_read(src.path, name)[1])
+    ]
     going = [name for name in names if name not in local]
     return {name: without_local_paths(src.path, name) for name in going}, [*left_out, *local]
 

@@ -35,6 +35,10 @@ def root(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model" / "trainer_state.json").write_text(json.dumps(state))
     (folder / "model" / "mergekit_config.yml").write_text(f"models:\n  - model: {folder}/one\n")
     (folder / "model" / "logging.jsonl").write_text(json.dumps({"last_model_checkpoint": str(folder / "b-5")}))
+    (folder / "model" / "requirements.txt").write_text(f"torch @ file:///home/{SECRET}/torch.whl\n")
+    (folder / "model" / "Modelfile").write_text(f"FROM C:\\Users\\{SECRET}\\model.gguf\n")
+    (folder / "model" / "USE.md").write_text("Give the folder, like /path/to/model, to your engine.\n")
+    (folder / "model" / "README.md").write_text(f"# of /home/{SECRET}/model\n")
     (folder / "model" / "merge.yaml").write_text("models:\n  - model: org/one  # 1 / 2 / 3\n")
     return folder
 
@@ -73,7 +77,8 @@ def test_no_file_of_any_output_names_a_local_folder(root: Path, monkeypatch: pyt
     assert found["source"]["name"] == found["base"]["name"] == "model"
     assert json.loads((root / "int4" / "tokenizer_config.json").read_text())["nested"] == {"x": 1}
     assert json.loads((root / "int4" / "trainer_state.json").read_text())["epoch"] == 1
-    assert (root / "int4" / "merge.yaml").exists() and found["left_out"] == ["logging.jsonl", "mergekit_config.yml"]
+    assert all((root / "int4" / name).exists() for name in ("merge.yaml", "USE.md"))
+    assert found["left_out"] == ["logging.jsonl", "mergekit_config.yml", "Modelfile", "requirements.txt"]
     assert json.loads((root / "marlin" / "verify.json").read_text())["against"] == "int4"
 
 
