@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -87,9 +87,7 @@ class Progress:
         self.noted: set[str] = set()
         self._stop = stop or Stop()
 
-    def bar(
-        self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = ""
-    ) -> Any:
+    def bar(self, work: Collection[Any] | int, label: str, each: str = "") -> Any:
         """Return a bar: an iterator over `work`, or for a number of steps an object with
         `update(n)` and `close()`.
 
@@ -98,8 +96,9 @@ class Progress:
         """
         from tqdm import tqdm
 
-        items, total = (None, work) if isinstance(work, int) else (work, total)
-        if items is not None and each and total and not (self.quiet or sys.stderr.isatty()):
+        total = work if isinstance(work, int) else len(work)
+        items = None if isinstance(work, int) else self.watched(work, label)
+        if items is not None and each and not (self.quiet or sys.stderr.isatty()):
             items = _lines(items, label, total, each)
         bar = tqdm(
             items,
@@ -114,6 +113,10 @@ class Progress:
         )
         bar.dynamic_ncols = lambda _: (_columns(), 20)  # a terminal may be resized
         return bar if items is None else self._stop.between(bar)
+
+    def watched(self, work: Collection[_T], label: str) -> Iterable[_T]:
+        """Yield the items of a bar, for classes that follow them."""
+        return work
 
     def loop(self) -> AbstractContextManager[None]:
         """Let a signal wait for `check`, or for the end of the block, while other threads work."""
@@ -167,7 +170,7 @@ class Event:
 
     label: str
     done: int
-    total: int | None
+    total: int
 
 
 #: The caller's function, called at each step. An exception that it raises ends the run between two
@@ -184,29 +187,18 @@ class Reporter(Progress):
         super().__init__(quiet=True)
         self._listener = listener
 
-    def bar(
-        self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = ""
-    ) -> Any:
-        """Return an iterator over `work` that tells the listener of each item; a number of steps
-        has no listener.
-        """
-        if isinstance(work, int) or self._listener is None:
-            return super().bar(work, label, total)
-        return super().bar(self._told(work, label, total, self._listener), label, total)
+    def watched(self, work: Collection[_T], label: str) -> Iterator[_T]:
+        """Yield the items, and tell the listener of each."""
+        tell = self._listener or (lambda event: None)
+        tell(Event(label, 0, len(work)))
+        for done, item in enumerate(work, 1):
+            yield item
+            del item  # its memory is free while the next one is made
+            tell(Event(label, done, len(work)))
 
     def warn(self, text: str) -> None:
         """Say what a user must know, always."""
         super().warn(in_python(text))
-
-    @staticmethod
-    def _told(
-        work: Iterable[_T], label: str, total: int | None, listener: Listener
-    ) -> Iterator[_T]:
-        listener(Event(label, 0, total))
-        for done, item in enumerate(work, 1):
-            yield item
-            del item  # its memory is free while the next one is made
-            listener(Event(label, done, total))
 
 
 def reporter(progress: Progress | Listener | None) -> Progress:

@@ -170,7 +170,7 @@ def test_settings_of_torch_change_no_byte_and_come_back(work: Path) -> None:
 
 def test_warnings_are_printed_with_keywords(capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Reporter(None)
-    assert list(quiet.bar(["a", "b"], "letters", 2)) == ["a", "b"]
+    assert list(quiet.bar(["a", "b"], "letters")) == ["a", "b"]
     quiet.note("not printed")
     quiet.warn(Words("add", Option("pad", True)))
     assert capsys.readouterr().err == "Warning: add pad=True\n"

@@ -28,7 +28,7 @@ def test_a_short_wait_a_file_and_quiet_draw_nothing(
 ) -> None:
     stderr = stream()
     monkeypatch.setattr(sys, "stderr", stderr)
-    assert list(Progress(quiet).bar(iter("ab"), "work", total=2)) == ["a", "b"]
+    assert list(Progress(quiet).bar("ab", "work")) == ["a", "b"]
     assert stderr.getvalue() == capsys.readouterr().out == ""
 
 

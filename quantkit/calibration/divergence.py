@@ -48,9 +48,7 @@ def divergences(run: Run, folders: Mapping[str, Checkpoint]) -> dict[str, float]
         for name, folder in folders.items()
     }
     packed = {name: set(folder.modules()) for name, folder in folders.items()}
-    for block in run.progress.bar(
-        range(len(model.blocks)), "divergence", len(model.blocks), "block"
-    ):
+    for block in run.progress.bar(range(len(model.blocks)), "divergence", "block"):
         for name, stream in streams.items():
             model.weights.load_block(block)
             for linear in packed.get(name, set()).intersection(model.targets(block)):

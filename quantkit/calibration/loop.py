@@ -92,7 +92,7 @@ def streamed(
     turn = Semaphore(launchers(device)) if on_gpu else ALWAYS
     each = rounding_bytes(goals.values(), src.dtype_of_model, device.type)
     made = ahead(
-        progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)),
+        progress.bar(names, "prune" if recipe.only_prunes else "quantize"),
         lambda some: map(pack, _uncalibrated(src, some, goals, recipe, device, turn=turn)),
         lambda name: each * prod(src.shape(name)),
         workers=rounders(device),
@@ -276,9 +276,7 @@ def calibrated(
         run.read_ahead(len(finished))  # while the embeddings are loaded
         stream = resume(run, finished, done)
         with closing(stream.waiting):
-            for block in run.progress.bar(
-                range(len(finished), last), "calibrate", last - len(finished), "block"
-            ):
+            for block in run.progress.bar(range(len(finished), last), "calibrate", "block"):
                 yield from _block(run, stream, stages, block)
                 yield _commit(run, stream, block)
             if run.head:
@@ -358,7 +356,7 @@ def _head(run: Run, stream: Stream, stages: Sequence[Stage]) -> dict[str, Item]:
     and its norm.
     """
     block = LoadedBlock(run, stream, len(run.model.blocks), run.head, {})
-    for name in run.progress.bar(run.head, "calibrate", len(run.head), "head"):
+    for name in run.progress.bar(run.head, "calibrate", "head"):
         task = Task(Group((name,)), {name: {}})
         for stage in stages:
             stage.work(block, [task])

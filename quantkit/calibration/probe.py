@@ -10,13 +10,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import ceil, prod
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import QUIET, Progress, Recorder
 from quantkit.recipes.recipe import Recipe
 
+_T = TypeVar("_T")
 #: Blocks of a probe. The second is measured: it is neither slow like the first, nor without a
 #: successor like the last.
 BLOCKS = 3
@@ -230,13 +231,6 @@ class _Watch(Recorder):
         self.seconds = defaultdict[str, list[float]](list)
         self._end = time.perf_counter() + MOST_SECONDS
 
-    def bar(
-        self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = ""
-    ) -> Any:
-        return super().bar(
-            work if isinstance(work, int) else self._measured(work, label), label, total
-        )
-
     def check(self) -> None:
         super().check()
         self.require(0.0)
@@ -246,7 +240,7 @@ class _Watch(Recorder):
         if time.perf_counter() + seconds > self._end:
             raise _Late
 
-    def _measured(self, work: Iterable[Any], label: str) -> Iterator[Any]:
+    def watched(self, work: Collection[_T], label: str) -> Iterator[_T]:
         for item in work:
             begun = time.perf_counter()
             yield item

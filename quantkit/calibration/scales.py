@@ -108,7 +108,7 @@ class ScaleTuning:
         adam = torch.optim.Adam(factors, betas=DECAYS, eps=1e-12)
         trained = [n for n in range(len(self._sequences)) if (n + 1) % HELD_OUT]
         drawn = batches([trained], torch.Generator().manual_seed(seed % 2**63))
-        for step in self._progress.bar(range(1, steps + 1), "tune scales", steps, "step"):
+        for step in self._progress.bar(range(1, steps + 1), "tune scales", "step"):
             decay = (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2
             adam.param_groups[0]["lr"] = RATE * min(1.0, step / WARM_UP) * decay
             task = partial(self._gradients, next(drawn))

@@ -126,7 +126,7 @@ def compare(
         files.write_atomic(out / "compare.html", page(name_of(model), found).encode())
         return found
 
-    for entry in progress.bar(mine, "rows", len(mine), each="row"):
+    for entry in progress.bar(mine, "rows", each="row"):
         try:
             if not rows.make(entry):
                 progress.note(f"{entry.title}: another process makes this row")
@@ -302,7 +302,7 @@ class Rows:
             for entry in entries
             if entry.recipe is not None
         }
-        for entry, recipe in self._progress.bar([*planned.values()], "plan", len(planned)):
+        for entry, recipe in self._progress.bar([*planned.values()], "plan"):
             with about(entry.title):
                 found = plan(self._model, recipe, self._run)
                 if found.refusal is not None:

@@ -129,10 +129,9 @@ def evaluate(
     text, what = theirs.text(asked.data)
     reference = theirs.load(progress)  # first, so that weights decoded once leave memory for it
     model = ours.load(progress)
-    found = kld(
+    return kld(
         model, reference, theirs.tokenizer, text, data=what, progress=progress, **asked.protocol
     )
-    return replace(found, weights=describe_weights(model))
 
 
 def measurement(data: str, model: str | Path, run: RunOptions) -> Measure:
@@ -222,7 +221,11 @@ def kld(
     pieces = cut([reference, model], tokenizer, text, **protocol)
     found = token_values(reference, model, pieces, progress)
     return Divergence(
-        **found.figures(), **pieces.protocol, tokens=sum(map(len, found.kl)), data=data
+        **found.figures(),
+        **pieces.protocol,
+        tokens=sum(map(len, found.kl)),
+        data=data,
+        weights=describe_weights(model),
     )
 
 
@@ -237,7 +240,7 @@ def token_values(
     Exponentials and products are in float32, sums over the vocabulary in float64.
     """
     found = []
-    for number in progress.bar(range(len(pieces.parts)), "divergence", len(pieces.parts)):
+    for number in progress.bar(range(len(pieces.parts)), "divergence"):
         both, targets = (
             [pieces.logits(m, number) for m in (reference, model)],
             pieces.targets(number),

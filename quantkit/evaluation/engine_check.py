@@ -228,7 +228,7 @@ def _logprobs(
     model = load_dense_model(src, device=str(device), dtype=dtype)
     found = []
     with torch.inference_mode():
-        for tokens in progress.bar(sequences, f"decoded, {dtype_name(dtype)}", len(sequences)):
+        for tokens in progress.bar(sequences, f"decoded, {dtype_name(dtype)}"):
             ids = torch.tensor(tokens, device=device)
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             found.append(-token_losses(logits, ids[1:]).cpu())

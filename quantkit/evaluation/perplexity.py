@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +103,8 @@ class Protocol:
     bos: bool
     data: str
     text_tokens: int
-    weights: str = ""
-    bos_rule: str = ""
+    weights: str
+    bos_rule: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +133,7 @@ def evaluate(
     opened = open_checkpoint(checkpoint, load)
     text, what = opened.text(asked.data)
     model = opened.load(progress)
-    found = perplexity(
-        model, opened.tokenizer, text, data=what, progress=progress, **asked.protocol
-    )
-    return replace(found, weights=describe_weights(model))
+    return perplexity(model, opened.tokenizer, text, data=what, progress=progress, **asked.protocol)
 
 
 def perplexity(
@@ -160,17 +157,22 @@ def perplexity(
     first, *others = window_losses(model, pieces, progress)
     losses = [first, *(each[-pieces.stride :] for each in others)]
     nll, facts = mean_loss(losses), {**pieces.protocol, "tokens": sum(map(len, losses))}
-    return Perplexity(perplexity=exponential(nll), nll=nll, data=data, **facts)
+    return Perplexity(
+        perplexity=exponential(nll),
+        nll=nll,
+        data=data,
+        weights=describe_weights(model),
+        **facts,
+    )
 
 
 def window_losses(
     model: PreTrainedModel, pieces: Windows, progress: Progress = QUIET
 ) -> list[Tensor]:
     """Compute the loss of each prediction of each window, float32 `[t]` in nats, on the CPU."""
-    count = len(pieces.parts)
     return [
         token_losses(pieces.logits(model, number), pieces.targets(number)).cpu()
-        for number in progress.bar(range(count), "perplexity", count)
+        for number in progress.bar(range(len(pieces.parts)), "perplexity")
     ]
 
 

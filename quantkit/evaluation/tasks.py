@@ -102,9 +102,7 @@ def evaluate(
     for which, each in opened.items():
         model = cache(partial(each.load, progress))
         answers[which] = {}
-        for name in progress.bar(
-            list(exam.asked), f"{which} tasks".strip(), len(exam.asked), each="task"
-        ):
+        for name in progress.bar(exam.asked, f"{which} tasks".strip(), each="task"):
             ask = partial(exam.answer, name, model, each, progress)
             answers[which][name] = finished.get(f"{which} {name}".strip(), ask)
         del model

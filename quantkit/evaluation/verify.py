@@ -380,7 +380,7 @@ def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -
     mine, theirs = ([name for name in names if name not in zeros] for names in (mine, theirs))
     yield from only_in_one(mine, theirs, f"is in {other.path} only", f"is not in {other.path}")
     common = sorted({*mine} & {*theirs})
-    for name in progress.bar(common, "compare", len(common)):
+    for name in progress.bar(common, "compare"):
         forms = [f"{list(one.shape(name))} {dtype_name(one.dtype(name))}" for one in (src, other)]
         if forms[0] != forms[1]:
             yield f"{name}: is {forms[0]}, and {forms[1]} in {other.path}"

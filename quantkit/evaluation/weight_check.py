@@ -72,7 +72,7 @@ def check_weights(
     modules = job.src.modules()
     rows, notices = [], dict[str, None]()
     failures = [*_missing_weights(modules, layers, job.other)]
-    for module in progress.bar(modules, "verify", len(modules)):
+    for module in progress.bar(modules, "verify"):
         try:
             with job.clock.phase("rest"):  # the phases inside are counted separately
                 row, seen = _check_weight(job, module, (layers or {}).get(module))

@@ -150,7 +150,7 @@ def pack(
         with progress.loop(), closing(SourceHashes(src, progress.check)) as source:
             source.start()
             names = src.logical()
-            bar = progress.bar(names, "pack", len(names))
+            bar = progress.bar(names, "pack")
             with closing(
                 repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)
             ) as items:

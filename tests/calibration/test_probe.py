@@ -98,12 +98,12 @@ def test_lines_without_a_terminal_say_what_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("quantkit.progress.DELAY", 0)
-    assert list(Progress().bar(range(3), "calibrate", 3, "block")) == [0, 1, 2]
+    assert list(Progress().bar(range(3), "calibrate", "block")) == [0, 1, 2]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == [f"calibrate: block {i}/3" for i in (1, 2, 3)]
     assert lines[0].endswith("about 0 s left") and "left" not in lines[2]
-    list(Progress(quiet=True).bar(range(3), "calibrate", 3, "block"))
-    list(Progress().bar(range(3), "pack", 3))
+    list(Progress(quiet=True).bar(range(3), "calibrate", "block"))
+    list(Progress().bar(range(3), "pack"))
     assert capsys.readouterr().err == ""
 
 

@@ -198,7 +198,7 @@ def carried_back(
         return model.weights.beside(task) if run.beside and block in blocks else task
 
     entered = read(len(model.blocks) - 1)
-    for block in run.progress.bar(blocks, "gradients, backward", len(blocks), "block"):
+    for block in run.progress.bar(blocks, "gradients, backward", "block"):
         run.load(block, block - 1 if block > first else -1)
         with run.clock.phase("load"):
             # The tensor that was read has no name, so that it is freed here.
@@ -243,9 +243,7 @@ def _go_forward(run: Run, stream: Stream, first: int) -> list[str]:
     """
     model, hashes = run.model, [""] * len(run.model.blocks)
     with WorkQueue(model.device, run.beside) as queue:
-        for block in run.progress.bar(
-            range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"
-        ):
+        for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", "block"):
             if block >= first:
                 _save(run, queue, "entered", block, stream.activations.hidden, hashes)
             run.load(block, block + 1)
