@@ -178,8 +178,12 @@ def produce(
     measure = None if eval is None else measurement(str(eval), model, run)
     report = fit.quantize(model, out, recipe, fitted, run, measure)
     if measure is not None and "evaluation" not in report:
-        rule = f"{out} was finished by the interrupted run and is not evaluated: use"
-        run.progress.warn(Words(rule, Command("eval ppl")))
+        run.progress.warn(
+            Words(
+                f"{out} was finished by the interrupted run and is not evaluated: use",
+                Command("eval ppl"),
+            )
+        )
     return report
 
 

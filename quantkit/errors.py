@@ -21,7 +21,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -264,12 +264,6 @@ def more_samples(samples: int, tokens: int, needed: int, documents: int | None =
         else ("and, if the text has fewer, a longer", Setting("calib"))
     )
     return Words("use", Setting("samples", count), *longer)
-
-
-def require_known(kind: str, value: object, names: Collection[str]) -> None:
-    """Raise a RecipeError that lists the names of a kind, if `value` is none of them."""
-    if value not in tuple(names):
-        raise RecipeError(f"unknown {kind} {value!r}", f"use one of {', '.join(names)}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

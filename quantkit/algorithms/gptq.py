@@ -74,22 +74,21 @@ class Solution:
 
     @cached_property
     def facts(self) -> Json:
-        """The facts for the report: facts of the solver, counts of scales, and sums over rows."""
+        """The facts for the report: facts of the solver, counts of scales, sums over rows, and the
+        loss on each held-out source over that of plain rounding.
+        """
         sums = {
             name: int(rows.sum())
             for name, rows in {"guard_rows": self.guard_rows, **self.changes}.items()
         }
-        return {**self.solver, **rtn.scale_facts(self.tensor), **sums, **self._over_rounding()}
-
-    def _over_rounding(self) -> dict[str, dict[str, float]]:
-        """Divide the loss on each held-out source by that of plain rounding."""
-        sums = {source: losses.sum(0).tolist() for source, losses in self.held_out.items()}
-        found = {
+        losses = {source: each.sum(0).tolist() for source, each in self.held_out.items()}
+        over_rounding = {
             source: loss / of_plain
-            for source, (loss, of_plain) in sums.items()
+            for source, (loss, of_plain) in losses.items()
             if of_plain and math.isfinite(loss / of_plain)
         }
-        return {"held_out": found} if found else {}
+        held_out = {"held_out": over_rounding} if over_rounding else {}
+        return {**self.solver, **rtn.scale_facts(self.tensor), **sums, **held_out}
 
     def rows(self, part: slice) -> Solution:
         """Take some rows, as views."""
@@ -204,16 +203,20 @@ def join(parts: Sequence[Solution]) -> Solution:
     """Join the solutions of several row blocks, of one or more weights."""
     if len(parts) == 1:
         return parts[0]
-    loss, rtn_loss, norm, guard = (
-        torch.cat([getattr(part, name) for part in parts])
-        for name in ("loss", "rtn_loss", "norm", "guard_rows")
+    first = parts[0]
+    return replace(
+        first,
+        tensor=concatenated([part.tensor for part in parts]),
+        loss=torch.cat([part.loss for part in parts]),
+        rtn_loss=torch.cat([part.rtn_loss for part in parts]),
+        norm=torch.cat([part.norm for part in parts]),
+        guard_rows=torch.cat([part.guard_rows for part in parts]),
+        changes={name: torch.cat([part.changes[name] for part in parts]) for name in first.changes},
+        held_out={
+            source: torch.cat([part.held_out[source] for part in parts])
+            for source in first.held_out
+        },
     )
-    changes = {name: torch.cat([part.changes[name] for part in parts]) for name in parts[0].changes}
-    held_out = {
-        source: torch.cat([part.held_out[source] for part in parts]) for source in parts[0].held_out
-    }
-    tensor = concatenated([part.tensor for part in parts])
-    return Solution(tensor, loss, rtn_loss, norm, guard, parts[0].solver, changes, held_out)
 
 
 def _moved(weight: Tensor, survivors: Tensor) -> Tensor:

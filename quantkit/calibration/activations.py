@@ -183,8 +183,9 @@ def _saved(work: Path, parity: int, rank: int, part: Json) -> list[State]:
     passed: list[tuple[Tensor, ...]] = [()] * len(part["rows"])
     if found := part.get("passed"):
         sizes = [_starts(forms)[-1] for forms in found["forms"]]
-        path = file_of(work, f"passed-{parity}", rank)
-        buffer = files.load_tensor(path, (sum(sizes),), torch.uint8, found["hash"])
+        buffer = files.load_tensor(
+            file_of(work, f"passed-{parity}", rank), (sum(sizes),), torch.uint8, found["hash"]
+        )
         passed = list(map(_views, buffer.split(sizes), found["forms"]))
     return list(map(State, hidden.split(part["rows"]), passed))
 

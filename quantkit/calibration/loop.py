@@ -166,8 +166,10 @@ def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tens
         stage.check(sequences)
     if recipe.tune_scales:
         if recipe.layout is None:
-            rule = Words(Setting("tune_scales"), "changes stored scales, and no layout stores them")
-            raise RecipeError(rule, INSTEAD)
+            raise RecipeError(
+                Words(Setting("tune_scales"), "changes stored scales, and no layout stores them"),
+                INSTEAD,
+            )
         require_held_out("tune_scales", len(sequences), INSTEAD)
 
 

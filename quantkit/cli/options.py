@@ -44,8 +44,17 @@ from quantkit.names import LAYOUTS, Json
 from quantkit.progress import Progress
 from quantkit.text.sources import FILES, NAMED, PACKAGED
 
-UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
+UNITS = {
+    "": 1,
+    "K": 1000,
+    "M": 1000**2,
+    "G": 1000**3,
+    "T": 1000**4,
+    "KI": 1024,
+    "MI": 1024**2,
+    "GI": 1024**3,
+    "TI": 1024**4,
+}
 CALIBRATION = (
     f"{', '.join(NAMED)}, a hub data set org/name[:config], {PACKAGED}, or {FILES}, of "
     "text or conversations"
@@ -56,10 +65,9 @@ PATH = click.Path(path_type=Path)
 def number_of_bytes(value: Any) -> int:
     """Read a number of bytes, like 8GB or 512MiB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).upper())
-    units = UNITS | BINARY_UNITS
-    if found is None or found[2] not in units:
+    if found is None or found[2] not in UNITS:
         raise click.BadParameter(f"{value!r} is no number of bytes: write it like 8GB or 512MiB")
-    return int(float(found[1]) * units[found[2]])
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def group_size(value: Any) -> int | str:

@@ -227,7 +227,6 @@ def section(
     """Join several options that help lists under the heading `name`; at level `all`, only
     `--help-all` lists them.
     """
-    assert name in SECTIONS
 
     def decorate(function: Function) -> Function:
         before = len(vars(function).get("__click_params__", ()))

@@ -29,8 +29,12 @@ def report(found: JsonView, progress: Progress) -> str:
     from quantkit.reporting import summary
 
     header = ("linear", "shape", "scheme", "error", "loss/rtn", "seconds")
-    text = summary.summary(found, progress.noted if _is_one_output() else ())
-    return of_level(progress, summary.line(found), text, table(header, summary.rows(found)))
+    return of_level(
+        progress,
+        summary.line(found),
+        summary.summary(found, progress.noted if _is_one_output() else ()),
+        table(header, summary.rows(found)),
+    )
 
 
 def _is_one_output() -> bool:

@@ -215,8 +215,15 @@ def command(
         *([Option("revision", asked.revision)] if asked.revision else []),
         *([Option("trust_remote_code", True)] if asked.trust_remote_code else []),
     ]
-    name = "quantize" if is_stored else "compare"
-    return str(Command(name, model, Option("out", Words("OUT")), *words, *more))
+    return str(
+        Command(
+            "quantize" if is_stored else "compare",
+            model,
+            Option("out", Words("OUT")),
+            *words,
+            *more,
+        )
+    )
 
 
 def _pairs(settings: JsonView, before: str = "") -> Iterator[str]:

@@ -188,8 +188,13 @@ def verify(
     if engine is None:
         return found
     if found.failures:
-        unasked = f"{engine} was not started, because the folder failed already"
-        return replace(found, notices=(*found.notices, unasked))
+        return replace(
+            found,
+            notices=(
+                *found.notices,
+                f"{engine} was not started, because the folder failed already",
+            ),
+        )
     clock = Clock(torch.device("cpu"), dict(found.seconds))
     try:
         proof = prove_engine(folder, engine, asked, clock, progress)

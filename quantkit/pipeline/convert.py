@@ -33,10 +33,10 @@ from quantkit.errors import (
     LayoutError,
     Option,
     QuantkitError,
+    RecipeError,
     Setting,
     Words,
     about,
-    require_known,
 )
 from quantkit.inference.load import NotTried, refusal_by_transformers
 from quantkit.io.staging import staging
@@ -97,7 +97,8 @@ def pack(
     `quantkit.pack`.
     """
     for name in filter(None, (layout, expect)):
-        require_known("layout", name, LAYOUTS)
+        if name not in LAYOUTS:
+            raise RecipeError(f"unknown layout {name!r}", f"use one of {', '.join(LAYOUTS)}")
     clock = Clock(torch.device("cpu"))
     with clock.phase("prepare"):
         src = Checkpoint(Path(checkpoint), trust_remote_code)

@@ -637,12 +637,12 @@ def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Spac
         if each is not None and LAYOUTS[name].holds(each.format) and opened(each)
     ]
     if not held:
-        who = search.asked.target or "quantkit"
-        ways = (
+        raise RecipeError(
+            f"{search.asked.target or 'quantkit'} opens none of the allowed schemes in the layout "
+            f"{name}",
             Words("allow others with", Option("allowed")),
             Words("use another", Setting("layout")),
         )
-        raise RecipeError(f"{who} opens none of the allowed schemes in the layout {name}", *ways)
     some: list[Scheme | None] = [
         *held,
         *([None] if None in schemes and opened(held[0], free[:1]) else []),

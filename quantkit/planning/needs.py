@@ -195,8 +195,8 @@ class Memory:
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
-            taken = [what for part, what in TAKEN.items() if part in self.vram]
-            what = [*taken, "the weights of the largest block take"][0]
+            taken = (what for part, what in TAKEN.items() if part in self.vram)
+            what = next(taken, "the weights of the largest block take")
             way = INSTEAD if WHOLE in self.vram else Words("use", Option("device", "cpu"))
             rule = Words(f"{what} {_gb(self.least_vram)} of GPU memory,", self._there(there))
             raise QuantkitError(rule, way, "a GPU with more memory")

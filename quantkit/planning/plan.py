@@ -33,7 +33,6 @@ from quantkit.errors import (
     RecipeError,
     Words,
     in_python,
-    require_known,
 )
 from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
@@ -104,7 +103,7 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
     """Find name and compute capability of the GPU asked about, None if no program is; RecipeError
     if there is none.
 
-    `gpu` is a name of `GPUS`, or None for the GPU that is here.
+    `program` is a name of `TARGETS`, `gpu` one of `GPUS`, or None for the GPU that is here.
     """
     if program is None:
         if gpu is not None:
@@ -113,9 +112,7 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
                 Words("add", Option("target")),
             )
         return None
-    require_known("program", program, TARGETS)
     if gpu is not None:
-        require_known("GPU", gpu, GPUS)
         return gpu, GPUS[gpu]
     if not torch.cuda.is_available():
         raise RecipeError(

@@ -215,8 +215,12 @@ def survey(
 ) -> Job:
     """Match a dense source with its model, and plan its output; raises if no plan can be made."""
     if gpu_memory is not None and run.device == "cpu":
-        about, cpu = Words(Option("gpu_memory"), "is about a GPU, and"), Option("device", "cpu")
-        raise RecipeError(Words(about, cpu, "uses none"), "drop one of them")
+        raise RecipeError(
+            Words(
+                Option("gpu_memory"), "is about a GPU, and", Option("device", "cpu"), "uses none"
+            ),
+            "drop one of them",
+        )
     # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
     model = BlockRunner(src, device=run.device if gpu_memory is None else "cpu")
     model.require_complete()
@@ -260,9 +264,9 @@ def survey(
         return _with_verdict(job, refusal=refused)
     taken = opened[0]
     reader = [*_asked(taken), *taken.plan.output.readers][0]
-    rules = [f"{misfit.module}: {misfit.rule}" for misfit in job.plan.verdict.misfits]
+    misfits = job.plan.verdict.misfits
     now, usual = Setting("layout", taken.plan.layout), Setting("layout", recipe.layout)
-    rule = [*rules, refused.rule][0]
+    rule = f"{misfits[0].module}: {misfits[0].rule}" if misfits else refused.rule
     why = Words(now, f"is taken, which {reader} opens, and not", usual, ":", rule)
     here = taken.plan.verdict
     way = f": {Words('use', usual)}"

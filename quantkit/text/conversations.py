@@ -86,8 +86,12 @@ class BrokenRecord(CheckpointError):
     def __init__(
         self, rule: str, where: str, way_out: str = "repair the record or remove it"
     ) -> None:
-        more = Words("allow some with", Setting("skip_bad_records", Words("N")))
-        super().__init__(rule, way_out, more, subject=where)
+        super().__init__(
+            rule,
+            way_out,
+            Words("allow some with", Setting("skip_bad_records", Words("N"))),
+            subject=where,
+        )
 
 
 @dataclass(frozen=True)

@@ -193,8 +193,9 @@ def carried_back(
         """Return a function that reads a block's inputs. On a GPU the reading begins here, beside
         other work.
         """
-        path = run.file(f"entered-{block}")
-        task = partial(files.load_tensor, path, shape, model.dtype, hashes[block])
+        task = partial(
+            files.load_tensor, run.file(f"entered-{block}"), shape, model.dtype, hashes[block]
+        )
         return model.weights.beside(task) if run.beside and block in blocks else task
 
     entered = read(len(model.blocks) - 1)
