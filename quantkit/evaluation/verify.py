@@ -53,9 +53,6 @@ from quantkit.reporting.summary import short_repr
 #: written later.
 UNLISTED = (report.REPORT, "README.md", VERIFICATION)
 TEMPLATES = "additional_chat_templates/"
-UNSEALED = (
-    "codes unchecked: no report, no digests in the weight files, and no checkpoint to compare with"
-)
 UNMARKED = (
     f"{report.REPORT}: has no seal, so it was edited, or written by an early version: restore it, "
     "or pack again"
@@ -230,7 +227,14 @@ def _check_bits(
             sealed, failures, notices = _check_digests(weights)
         checked |= sealed
     if not (checked or asked.unsealed):
-        failures.append(Words(f"{UNSEALED}: add", Option("unsealed", True), "to accept that"))
+        failures.append(
+            Words(
+                "codes unchecked: no report, no digests in the weight files, and no checkpoint to "
+                "compare with: add",
+                Option("unsealed", True),
+                "to accept that",
+            )
+        )
     unrun = kernels.missing(src.layout.NAME, place)
     on_gpu = place.type == "cuda" and asked.device != "auto"
     if unrun and on_gpu and src.layout.NAME in kernels.MATMULS:

@@ -82,7 +82,6 @@ SMALLER = {
 }
 #: The parts on a GPU that cannot be less, and what takes them.
 TAKEN = {WHOLE: "tuning scales takes", ROUNDED: "rounding takes"}
-OTHER_DEVICE = Words("use", Option("device", "cpu"), ", or a GPU with more memory")
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,8 @@ class Memory:
                 f"peak GPU memory is estimated at {_gb(vram)},",
                 self._there(there),
                 ":",
-                _smaller(peak.vram) or OTHER_DEVICE,
+                _smaller(peak.vram)
+                or Words("use", Option("device", "cpu"), ", or a GPU with more memory"),
             )
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
