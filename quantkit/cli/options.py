@@ -60,6 +60,10 @@ CALIBRATION = (
     "text or conversations"
 )
 PATH = click.Path(path_type=Path)
+#: Complete a folder where a hub id is possible too, a file where a name is, and the A-to-B of
+#: `convert`.
+folders, files = click.Path(file_okay=False).shell_complete, click.Path().shell_complete
+pairs = click.Choice([f"{a}-to-{b}" for a, b in permutations(LAYOUTS, 2)]).shell_complete
 
 
 def number_of_bytes(value: Any) -> int:
@@ -120,12 +124,6 @@ def template_args(value: Any) -> Json:
     return json_object(value, "enable_thinking=false")
 
 
-def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the A-to-B of `convert`."""
-    found = [f"{source}-to-{target}" for source, target in permutations(LAYOUTS, 2)]
-    return [CompletionItem(pair) for pair in found if pair.startswith(incomplete)]
-
-
 def settings(
     keys: Iterable[Key],
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
@@ -145,16 +143,6 @@ def settings(
         return [CompletionItem(word) for word in near]
 
     return complete
-
-
-def folders(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a folder where a hub id is possible too."""
-    return [CompletionItem(incomplete, type="dir")]
-
-
-def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a file where a name is possible too."""
-    return [CompletionItem(incomplete, type="file")]
 
 
 def texts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
