@@ -146,7 +146,6 @@ def format_verification(found: Verification, progress: Progress) -> str:
     shown = [row for row in found.rows if row.problem and not progress.verbose] or found.rows
     most = len(shown) if progress.verbose else MOST_ROWS
     marks = {True: "ok", False: "FAILED", None: "-"}
-    marks = {True: "ok", False: "FAILED", None: "-"}
     proofs = ("repack", "digest", "against", *(("product",) if found.kernel else ()))
     rows = [
         (

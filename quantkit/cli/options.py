@@ -329,7 +329,7 @@ def declared(
 ) -> Callable[[Function], Function]:
     """Make the options that dataclasses declare; the command gets an instance of each by its name.
 
-    The command declares options `without` itself, or has them not. `changes` are those of all keys.
+    The command declares options `without` itself, or lacks them. `changes` are those of all keys.
     """
     keys = [key for kind in kinds.values() for key in keys_of(kind) if key.keyword not in without]
     made = [_option(replace(key, **changes)) for key in keys]

@@ -279,12 +279,9 @@ def _plan(found: Plan) -> str:
             *(("note", notice) for notice in (*found.size_notes, *found.notices)),
         ]
     )
-    parts = [
-        lines,
-        _curve(found.fit) if found.fit else "",
-        _serving(found.serving) if found.serving else "",
-    ]
-    return "\n\n".join(filter(None, parts))
+    curve = [_curve(found.fit)] if found.fit else []
+    kernels = [_serving(found.serving)] if found.serving else []
+    return "\n\n".join([lines, *curve, *kernels])
 
 
 def _curve(fit: Mapping[str, Any]) -> str:

@@ -104,8 +104,11 @@ def tensors(src: Checkpoint) -> list[tuple[str, list[int], str]]:
 def _readers(src: Checkpoint) -> list[str]:
     assert src.layout is not None and src.schemes is not None
     linears = {module: (src.scheme(module), src.size(module)) for module in src.modules()}
-    padded, dense = any(map(src.is_padded, linears)), src.schemes.ignore
-    return opened_by(Folder(src.layout.NAME, linears, dense, padded, src.config, tied=src.is_tied))
+    padded = any(map(src.is_padded, linears))
+    folder = Folder(
+        src.layout.NAME, linears, src.schemes.ignore, padded, src.config, tied=src.is_tied
+    )
+    return opened_by(folder)
 
 
 class Opening(NamedTuple):

@@ -309,7 +309,7 @@ class Output:
         entries = len(src.files()) + len(sizes) + len(left_out)
         report = REPORT_BYTES + LINEAR_BYTES * len(self.quantized) + NAME_BYTES * entries + names
         report += 4 * sum(map(len, (*lines, *self.readers)))
-        files = Files(sizes, report, sum(sum(unit.values()) for unit in written[:-1]))
+        files = Files(sizes, report, before_last=sum(sum(unit.values()) for unit in written[:-1]))
         notes: Iterable[str] = ()
         if self.layout is not None:
             stored = {
