@@ -135,12 +135,11 @@ def settings(
     def complete(
         ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        near = [
-            word
+        return [
+            CompletionItem(word)
             for word in words
             if word.startswith(incomplete) and ("=" in incomplete or word.endswith("="))
         ]
-        return [CompletionItem(word) for word in near]
 
     return complete
 

@@ -207,11 +207,11 @@ def _check_bits(
 ) -> Verification:
     """Check the files and the packed weights."""
     place, clock = device_of(asked.device), Clock(torch.device("cpu"))
-    failures: list[str] = []
+    hashes, failures, notices = dict[str, str](), list[str](), list[str]()
     try:
-        recorded = report.load(folder)
-        with clock.phase("files"):
-            hashes, failures, notices = _check_files(folder, recorded)
+        if recorded := report.load(folder):
+            with clock.phase("files"):
+                hashes, failures, notices = _check_files(folder, recorded)
         src = _quantized(folder, asked.trust_remote_code)
     except CheckpointError as error:
         if not failures:
@@ -306,8 +306,6 @@ def _check_files(
     """Hash every file that the report lists; returns the hashes, a failure for each file that
     differs or may be loaded unlisted, and a notice for each other file.
     """
-    if not recorded:
-        return {}, [], []
     listed = recorded.get("files")
     if not listed:
         return {}, [f"{report.REPORT}: lists no files, so it is damaged or not quantkit's"], []
