@@ -322,7 +322,8 @@ def require_unchanged(
     return [
         f"{name}: its hash is not the one that {entry.by}: the changed file was taken"
         for name, entry in known.items()
-        if not name.endswith(".safetensors") and _hash(src, name, entry) != entry.digest
+        if not name.endswith(".safetensors")
+        and files.hash_of_file(src.locate(name), entry.digest) != entry.digest
     ]
 
 
@@ -517,14 +518,11 @@ def _require_whole(src: Checkpoint, name: str, entry: Recorded | None, found: st
 def _check(src: Checkpoint, name: str, entry: Recorded | None) -> None:
     try:
         with about(str(src.path)):
-            _require_whole(src, name, entry, None if entry is None else _hash(src, name, entry))
+            found = entry and files.hash_of_file(src.locate(name), entry.digest)
+            _require_whole(src, name, entry, found)
     except CheckpointError as error:
         error.ways_out += (Words("use it as it is with", Option("check", False)),)
         raise
-
-
-def _hash(src: Checkpoint, name: str, entry: Recorded) -> str:
-    return files.hash_of_file(src.locate(name), entry.digest)
 
 
 def _sums(folder: Path) -> dict[str, str]:

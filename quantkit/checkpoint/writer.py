@@ -332,9 +332,11 @@ class CheckpointWriter:
 
     def _texts_beside(self, config: dict[str, Any]) -> dict[str, bytes]:
         names = {name: read_header(self.partial / name)[0] for name in self.hashes()}
-        weight_map = {name: file for file, header in names.items() for name in header}
         return texts_beside(
-            weight_map, sum(line["bytes"] for line in self.done), self.layout, config
+            {name: file for file, header in names.items() for name in header},
+            sum(line["bytes"] for line in self.done),
+            self.layout,
+            config,
         )
 
     def _write(self, texts: dict[str, bytes]) -> None:

@@ -285,8 +285,8 @@ class PackedLinear(PackedWeight):
     def extra_repr(self) -> str:
         stored = [self.n, self.k]
         padded = f", stored as {stored}" if stored != [self.out_features, self.in_features] else ""
-        own = f"bias={self._owner.bias is not None}, {self.layout}, {self.scheme.label}{padded}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, {own}"
+        kind = f"bias={self._owner.bias is not None}, {self.layout}, {self.scheme.label}{padded}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         before, decoded, self.decoded = self.device, self.decoded, None

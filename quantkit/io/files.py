@@ -214,9 +214,10 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            way = WAYS_OUT.get(error.errno or 0, "check the path and its permissions")
             raise CheckpointError(
-                (error.strerror or str(error)).lower(), way, subject=path
+                (error.strerror or str(error)).lower(),
+                WAYS_OUT.get(error.errno or 0, "check the path and its permissions"),
+                subject=path,
             ) from error
         folder = path.absolute().parent
         free = shutil.disk_usage(folder).free

@@ -279,11 +279,10 @@ class RoutedHopper(HopperKernel):
             for tile in widening
             if tile.shared and tile.tokens in ROWS
         }
-        choice = replace(kernel.choice, tiles=tuple(tiles.values()), scaled_by_group=False)
         return cls(
             kernel.source,
             kernel.variant,
-            choice,
+            replace(kernel.choice, tiles=tuple(tiles.values()), scaled_by_group=False),
             kernel.tensor_maps,
             stride,
             n_unit,

@@ -329,8 +329,10 @@ def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str,
     for text, _ in patterns:
         pattern(text)
     tables = [(EMBEDDINGS, by_target[EMBEDDING])] if EMBEDDING in by_target else []
-    default = by_target.get(LINEAR, next(iter(by_target.values())))
-    return default, (*exact, *patterns, *tables)
+    return (
+        by_target.get(LINEAR, next(iter(by_target.values()))),
+        (*exact, *patterns, *tables),
+    )
 
 
 def _microscaled(fmt: Format, n: int, k: int, g: int) -> Stored:
