@@ -41,10 +41,6 @@ class Instances:
             for dtype in ACTIVATIONS
         }
 
-    @property
-    def instances(self) -> tuple[str, ...]:
-        return sum(self.instances_by_dtype.values(), ())
-
     def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, driver.Function]:
         """Compile and load the instances of all tiles for activations of a dtype; returns the
         functions by instance.

@@ -20,7 +20,7 @@ from tests.kernels import emulation
 from tests.kernels.experts import CASES, FIRST, TAKEN, Experts, expected_list, experts, inputs, listed, shuffled
 from tests.kernels.fake_driver import FakeDriver
 from tests.kernels.products import TYPES
-from tests.kernels.sources import SOURCES
+from tests.kernels.sources import SOURCES, instances_of
 
 GUARD = -7
 
@@ -60,7 +60,7 @@ def multiply(
         args = [*one.tensors, x, y, parts, arrived, found.list, weights, *sizes]
         emulation.launch(
             kernel.source,
-            kernel.instances,
+            instances_of(kernel),
             kernel.instance(x.dtype, tile),
             (blocks, 1),
             256,

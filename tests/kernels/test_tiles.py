@@ -24,6 +24,7 @@ from tests.kernels.hopper_cases import ALL, CASES
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight
 from tests.kernels.products import TYPES
+from tests.kernels.sources import instances_of
 from tests.kernels.sweeps import FOLDER, H200
 
 # Tiles of the kernels for Hopper.
@@ -112,7 +113,7 @@ def test_every_tile_fits_a_multiprocessor(layout: str, label: str) -> None:
             assert tile.resident * (kernel.choice.shared_bytes(tile) + 1024) <= 228 * 1024, tile
             assert tile.shared or tile.stages % tile.warpgroups == 0
             assert tile.columns in kernel.choice.bandwidth
-    assert len(set(kernel.instances)) == len(kernel.instances)
+    assert len(set(instances_of(kernel))) == len(instances_of(kernel))
 
 
 @settings(max_examples=300, deadline=None)
@@ -229,23 +230,23 @@ SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 
 SHARED, MULTIPROCESSOR = 99 * 1024, 228 * 1024
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: instances_of(kernel)[0])
 def test_every_tile_fits_into_every_gpu(kernel: PortableKernel) -> None:
     for tile in kernel.choice.tiles:
         assert tile.wn * tile.wm * tile.wk == tiles.THREADS // 32
         used = kernel.choice.shared_bytes(tile) + (8 * tile.m if kernel.function else 0)  # and numbers of rows
         assert used <= SHARED, tile
         assert tile.blocks * (used + tiles.RESERVED) <= MULTIPROCESSOR, tile
-    assert len(set(kernel.instances)) == sum(len(kernel.choice.tiles_for(dtype)) for dtype in TYPES)
+    assert len(set(instances_of(kernel))) == sum(len(kernel.choice.tiles_for(dtype)) for dtype in TYPES)
 
 
 def test_every_instance_is_compiled() -> None:
     all_sources = sources.SOURCES.items()
     listed = [instance for name, instances in all_sources if name.endswith("_portable") for instance in instances]
-    assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in kernel.instances)
+    assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in instances_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: instances_of(kernel)[0])
 def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableKernel) -> None:
     tokens = (1, 7, 64, 300, 1 << 14)
     for tile, m, (n, k), sms in itertools.product(kernel.choice.tiles, tokens, SHAPES, (1, 46, 108, 132)):
@@ -270,7 +271,7 @@ def test_kernels_of_a_function_have_the_same_workspace() -> None:
 SWEPT = {kernel.source: kernel for kernel in reversed(KERNELS) if kernel.function is None}.values()
 
 
-@pytest.mark.parametrize("kernel", SWEPT, ids=lambda kernel: kernel.instances[0])
+@pytest.mark.parametrize("kernel", SWEPT, ids=lambda kernel: instances_of(kernel)[0])
 def test_the_choice_of_a_portable_tile_is_near_the_best_of_the_sweep(kernel: PortableKernel) -> None:
     """The sweep has the time of most tiles on an H100, for some shapes and token counts."""
     times: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
