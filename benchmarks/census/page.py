@@ -62,7 +62,7 @@ READER_ENDS = """\
 | vLLM, embeddings, heads | {vllm}, transformers {vllm_transformers} | its loader on a CPU | each "ok" below | {date} |
 """
 READERS_END = """
-GPTQModel was not asked, and SGLang about Llama, Qwen2 and Phi-3: reports mark others. Reports name vLLM by
+GPTQModel was not asked, SGLang only about Llama, Qwen2 and Phi-3: reports mark both elsewhere. Reports name vLLM by
 the layout and the schemes of a folder, unless vLLM refuses the family (below). Only this page tells whether vLLM has
 a class for the family, and takes all linears of the output. {named}
 """
