@@ -213,12 +213,12 @@ class _Apart:
         return getattr(self.results, name)
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        return sys.stderr.write(text) if sys.stderr else len(text)
 
 
 def results_alone() -> AbstractContextManager[Any]:
-    """Let only `emit` and `stream` write to stdout."""
-    return redirect_stdout(cast("IO[str]", _Apart(sys.stdout)))
+    """Let only `emit` and `stream` write to stdout, which may be closed."""
+    return redirect_stdout(cast("IO[str]", sys.stdout and _Apart(sys.stdout)))
 
 
 def emit(text: str) -> None:

@@ -115,6 +115,15 @@ def test_a_signal_before_a_command_or_behind_its_end_has_the_right_exit_code(tmp
     assert done.stderr.count("nothing was written") == 3
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&-"])
+def test_a_closed_stdout_changes_no_outcome(closed: str, small_llama: Path, tmp_path: Path) -> None:
+    for words, code in (("--method rtn --set clip=none", 0), ("--method rtn --format none", 2)):
+        line = f"{sys.executable} -m quantkit quantize {small_llama} -o {tmp_path}/{code} {words} {closed}"
+        done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        assert (tmp_path / f"{code}" / "config.json").exists() == (code == 0)
+
+
 def test_a_signal_within_a_long_step_ends_a_command_soon_and_keeps_the_finished_blocks(
     small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
