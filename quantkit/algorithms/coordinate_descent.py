@@ -81,13 +81,14 @@ def refine(
         return Refined(tensor, {})
     changes, found, fell = dict[str, Tensor](), tensor, None
     loss = row_losses(weight, tensor, h)
-    with one_thread(h.device):
-        if descent:
+    if descent:
+        with one_thread(h.device):
             found = descend(weight, tensor, h, descent, masks)
-        if refit and not tensor.scheme.format.is_microscaled:
+    if refit and not tensor.scheme.format.is_microscaled:
+        with one_thread(h.device):
             found, new, fell = _refit(weight, found, h)
-        else:
-            new = row_losses(weight, found, h)
+    else:
+        new = row_losses(weight, found, h)
     taken = new < loss
     if descent:
         changes["descent_changed"] = ((found.codes != tensor.codes) & taken.unsqueeze(-1)).sum(-1)

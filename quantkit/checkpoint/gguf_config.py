@@ -276,12 +276,8 @@ def _positions(
         rope = {**plain, **factors, "original_max_position_embeddings": limit}
     elif kind == "yarn":
         same = rope if rope["rope_type"] == kind else plain
-        rope = {
-            **same,
-            **{name: keys[key] for name, key in betas.items() if key in keys},
-            "factor": factor,
-            "original_max_position_embeddings": limit,
-        }
+        found = {name: keys[key] for name, key in betas.items() if key in keys}
+        rope = {**same, **found, "factor": factor, "original_max_position_embeddings": limit}
     elif kind == "linear" and factor != 1:
         rope = {**plain, "factor": factor}
     elif rope["rope_type"] == "yarn":  # of the class, not of the file

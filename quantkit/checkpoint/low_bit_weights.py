@@ -67,7 +67,7 @@ def unpack_words(bits: int, words: Tensor) -> Tensor:
     / bits]`.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes = words.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(2**bits - 1)
+    codes: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.flatten(1).float().sub_(2 ** (bits - 1))
 
 

@@ -125,7 +125,7 @@ _NAMES_FILES = re.compile(
 #: Keys of tokens, below which nothing is a path, whatever its key.
 _TOKENS = re.compile("token(?!iz)", re.IGNORECASE)
 #: A path in somebody's home, in a text that may name other paths as examples.
-_HOME = re.compile(r"(/home/|/root/|/Users/|[A-Za-z]:\\+Users\\+)[\w.@-]")
+_HOME = re.compile(r"(/(home|root|Users)/|[A-Za-z]:\\+Users\\+)[\w.@-]")
 #: Files in which such paths are not taken out: with one, the file stays behind.
 _BEHIND = {
     re.compile(r".*\.(jsonl|toml|ya?ml)"): LOCAL,

@@ -156,12 +156,9 @@ def _require_one_value(stated: Mapping[str, Any], config: Any, path: Path) -> No
             if {**read[0], "type": None} == {**read[1], "type": None}:
                 stated = {**stated, "rope_scaling": None}
     flat = {f"rope_parameters.{key}": each for key, each in (rope or {}).items()}
-    twins = {
-        **({} if config.is_encoder_decoder else config.attribute_map),
-        "torch_dtype": "dtype",
-        "rope_scaling": "rope_parameters",
-        **{key.partition(".")[2]: key for key in flat},
-    }
+    twins = {} if config.is_encoder_decoder else {**config.attribute_map}
+    twins |= {"torch_dtype": "dtype", "rope_scaling": "rope_parameters"}
+    twins |= {key.partition(".")[2]: key for key in flat}
     for one, other in twins.items():
         values = stated.get(one), {**stated, **flat}.get(other)
         if None not in values and values[0] != values[1] and not one.endswith("_token_id"):
